@@ -8,7 +8,7 @@ MINUTES ?= 10
 export PYTHONDONTWRITEBYTECODE :=
 # What users of the library see: checked strictly.
 PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py \
-	rl_core/service/client.py rl_core/service/client_calls.py rl_core/service/json_records.py
+	rl_core/service/client.py rl_core/service/client_calls.py rl_core/service/client_calls.py
 
 .PHONY: help setup demo readme-pictures test test-all sdk-test crash-test service-crash-test fuzz lint format docs clean
 
@@ -40,8 +40,8 @@ fuzz: $(STAMP)  ## fuzz the readers of configs, data, tool calls and templates (
 	cd tests && PYTHONPATH=..:. OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz.run --minutes $(MINUTES)
 
 sdk-test: $(STAMP)  ## the unmodified tinker SDK, four versions in environments of their own, against the training service
-	$(BIN)/python -m pytest -s tests/flows/service/test_public_client.py tests/flows/service/test_sdk_parity.py \
-		tests/flows/service/test_sdk_examples.py
+	$(BIN)/python -m pytest -s tests/posttrain/training_service/test_public_client.py tests/posttrain/training_service/test_sdk_parity.py \
+		tests/posttrain/training_service/test_sdk_examples.py
 
 crash-test: $(STAMP)  ## kill a small pipeline everywhere, restart, compare; OPTIONS="--seconds 600 --random 50"
 	PYTHONPATH=.:tests $(BIN)/python -m crash --output outputs/crash-test $(OPTIONS)

@@ -30,7 +30,9 @@ HANDED_OVER = {
 def main() -> int:
     """Install; returns the exit code of the tool that failed, 130 after Ctrl-C, or 0."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--extras", default="", help="extras of pyproject.toml, separated by commas")
+    parser.add_argument(
+        "--extras", default="", help="extras of pyproject.toml, separated by commas"
+    )
     extras = parser.parse_args().extras
     project = f"{ROOT}[{extras}]" if extras else str(ROOT)
     started = time.monotonic()
@@ -38,7 +40,10 @@ def main() -> int:
     try:
         failed = with_uv(project)
         if failed:
-            print(f"{failed}; pip installs instead, which takes some minutes without a word", flush=True)
+            print(
+                f"{failed}; pip installs instead, which takes some minutes without a word",
+                flush=True,
+            )
             code = with_pip(project)
             if code:
                 return code
@@ -56,21 +61,41 @@ def with_uv(project: str) -> str | None:
         return "uv cannot be installed"
     uv = [found] if found else [sys.executable, "-m", "uv"]
     environment = {**os.environ, **handed_over(pip_settings())}
-    command = [*uv, "pip", "install", "--python", sys.executable, "--quiet", "--constraints", str(CONSTRAINTS),
-               "--editable", project]  # fmt: skip
+    command = [
+        *uv,
+        "pip",
+        "install",
+        "--python",
+        sys.executable,
+        "--quiet",
+        "--constraints",
+        str(CONSTRAINTS),
+        "--editable",
+        project,
+    ]
     if wants_cpu_build(environment):
         print("no NVIDIA driver here: torch's CPU build", flush=True)
         once = {**environment, "UV_HTTP_RETRIES": "0", "UV_HTTP_TIMEOUT": "30"}
-        if subprocess.run([*command, "--torch-backend", "cpu"], env=once, stderr=subprocess.DEVNULL).returncode == 0:
+        if (
+            subprocess.run(
+                [*command, "--torch-backend", "cpu"], env=once, stderr=subprocess.DEVNULL
+            ).returncode
+            == 0
+        ):
             return None
-        print("the index of torch's CPU builds does not answer: the build of the usual index", flush=True)
+        print(
+            "the index of torch's CPU builds does not answer: the build of the usual index",
+            flush=True,
+        )
     code = subprocess.run(command, env=environment).returncode
     return f"uv failed (exit code {code})" if code else None
 
 
 def pip_settings() -> dict[str, str]:
     """pip's settings by name, environment variables before files."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True
+    ).stdout
     found: dict[str, str] = {}
     for line in sorted(listed.splitlines(), key=lambda line: line.startswith(":env:")):
         key, _, value = line.partition("=")
@@ -89,9 +114,13 @@ def handed_over(settings: dict[str, str]) -> dict[str, str]:
 
 def wants_cpu_build(environment: dict[str, str]) -> bool:
     """Whether torch has to come from the index of CPU builds: Linux, no driver, no build of its own at hand."""
-    links = (Path(folder) for folder in environment.get("UV_FIND_LINKS", "").replace(",", " ").split())
+    links = (
+        Path(folder) for folder in environment.get("UV_FIND_LINKS", "").replace(",", " ").split()
+    )
     at_hand = any(folder.is_dir() and any(folder.glob("torch-*.whl")) for folder in links)
-    has_driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+    has_driver = (
+        shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+    )
     return sys.platform == "linux" and not at_hand and not has_driver
 
 
@@ -103,7 +132,9 @@ def with_pip(project: str) -> int:
 def run_pip(*what: str) -> int:
     """Exit code of `pip install` under the constraints; it prints errors alone."""
     quiet = ("-qq", "--disable-pip-version-check")
-    return subprocess.run([sys.executable, "-m", "pip", "install", *quiet, "-c", str(CONSTRAINTS), *what]).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "pip", "install", *quiet, "-c", str(CONSTRAINTS), *what]
+    ).returncode
 
 
 if __name__ == "__main__":

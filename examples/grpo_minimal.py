@@ -48,15 +48,19 @@ class Answer:
         self.prompt_ids, self.seed = prompt_ids, seed
         self.ids, self.logprobs = [], []
 
-    def advance(self, action_ids, logprobs, hit_limit):
+    def take_action(self, action_ids, logprobs, hit_limit):
         self.ids, self.logprobs = list(action_ids), list(logprobs)
 
 
 def make_batch(rows, pad_id, device):
     """Rows of (prompt_ids, completion_ids), padded on the right; the loss is on the completions alone."""
     sequences = [prompt + completion for prompt, completion in rows]
-    mask_BS = pad_rows([[0] * len(prompt) + [1] * len(completion) for prompt, completion in rows], 0).bool()
-    return TrainBatch(pad_rows(sequences, pad_id), attention_mask([len(row) for row in sequences]), mask_BS).to(device)
+    mask_BS = pad_rows(
+        [[0] * len(prompt) + [1] * len(completion) for prompt, completion in rows], 0
+    ).bool()
+    return TrainBatch(
+        pad_rows(sequences, pad_id), attention_mask([len(row) for row in sequences]), mask_BS
+    ).to(device)
 
 
 def imitate(policy, optimizer, rng):
@@ -69,7 +73,9 @@ def imitate(policy, optimizer, rng):
             rows.append((renderer.prompt_ids(question(letter)), renderer.action_ids(said)))
         batch = make_batch(rows, renderer.pad_id, model.device)
         logprobs_BS, _ = completion_logprobs(model, batch)
-        loss, _ = supervised_loss(logprobs_BS, batch.loss_mask_BS, num_loss_tokens=batch.num_loss_tokens)
+        loss, _ = supervised_loss(
+            logprobs_BS, batch.loss_mask_BS, num_loss_tokens=batch.num_loss_tokens
+        )
         optimizer_step(model, optimizer, loss)
         if step % 50 == 49:
             print(f"imitation step {step + 1}: loss {loss.item():.3f} nats per token")
@@ -114,7 +120,9 @@ def grpo(policy, optimizer, rng):
         )
         optimizer_step(model, optimizer, loss)
         success.append(rewards_PG.mean().item())
-        print(f"iteration {iteration + 1}: success {success[-1]:.0%}, ratio {metrics['ratio_mean'].item():.4f}")
+        print(
+            f"iteration {iteration + 1}: success {success[-1]:.0%}, ratio {metrics['ratio_mean'].item():.4f}"
+        )
     return success
 
 
@@ -132,7 +140,9 @@ def main(model_folder=None, seed=0):
         policy = load_policy(model_folder)
     else:
         texts = [f"after {letter} {right_answer(letter)}" for letter in LETTERS]
-        policy = create_policy(texts, ModelSettings(preset="nano", vocab_size=300, context=32), seed=seed)
+        policy = create_policy(
+            texts, ModelSettings(preset="nano", vocab_size=300, context=32), seed=seed
+        )
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     if model_folder is None:
         imitate(policy, optimizer, rng)

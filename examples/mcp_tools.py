@@ -39,10 +39,17 @@ def shop(path):
     rows = [{"prompt": f"how many {item}?", "answer": str(count)} for item, count in STOCK.items()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, str(Path(__file__).resolve()), "serve"]
-    found = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # a server sees these variables alone
+    found = {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path))
+    }  # a server sees these variables alone
     return rl_core.make_environment(
         "prompts",
-        {"path": str(path), "heldout": 0, "verifier": "exact", "mcp": {"shop": {"command": command, "env": found}}},
+        {
+            "path": str(path),
+            "heldout": 0,
+            "verifier": "exact",
+            "mcp": {"shop": {"command": command, "env": found}},
+        },
     )
 
 
@@ -55,7 +62,9 @@ def demonstrations(environment):
         call = f'<tool_call>{{"name": "stock", "arguments": {{"item": "{item}"}}}}</tool_call>'
         step = episode.step(call)
         answer = [{"role": "assistant", "content": episode.target}]
-        yield {"messages": [*messages, {"role": "assistant", "content": call}, *step.messages, *answer]}
+        yield {
+            "messages": [*messages, {"role": "assistant", "content": call}, *step.messages, *answer]
+        }
         episode.close()
 
 
@@ -74,7 +83,9 @@ def main(output="outputs/mcp_tools"):
     tuned = rl_core.grpo(
         model=output / "model",
         environment=environment,
-        settings=rl_core.PolicySettings(iterations=2, prompts_per_iteration=2, group_size=2, sampling=sampling),
+        settings=rl_core.PolicySettings(
+            iterations=2, prompts_per_iteration=2, group_size=2, sampling=sampling
+        ),
     )
     tuned.run()
     metrics = tuned.metrics()

@@ -19,8 +19,12 @@ class BoxEpisode(rl_core.Episode):
 
     def __init__(self, seed, level, tools, choices):
         super().__init__(seed, level)
-        self.target = str(random.Random(f"{level}/{seed}").randrange(choices))  # (level, seed) determines the episode
-        self.tools = tools.bind(self.target)  # what the tool's function gets before the call's own arguments
+        self.target = str(
+            random.Random(f"{level}/{seed}").randrange(choices)
+        )  # (level, seed) determines the episode
+        self.tools = tools.bind(
+            self.target
+        )  # what the tool's function gets before the call's own arguments
         self.prompt = "what is in the box ?"
 
     def reset(self):
@@ -33,7 +37,9 @@ class BoxEpisode(rl_core.Episode):
             return rl_core.Step([{"role": "tool", "content": str(misuse)}], is_error=True)
         if call is not None:
             observation, is_error = self.tools.run(call)
-            return rl_core.Step([{"role": "tool", "content": observation}], tool_call=call, is_error=is_error)
+            return rl_core.Step(
+                [{"role": "tool", "content": observation}], tool_call=call, is_error=is_error
+            )
         success = text.strip() == self.target
         return rl_core.Step(reward=float(success), terminated=True, answer=text, success=success)
 
@@ -43,7 +49,9 @@ class Box(rl_core.Environment):
 
     name = "box"
     levels = ("easy", "hard")
-    blocking = False  # `act` only computes; leave it out where it waits for a server or a subprocess
+    blocking = (
+        False  # `act` only computes; leave it out where it waits for a server or a subprocess
+    )
 
     @property
     def tools(self):
@@ -69,13 +77,21 @@ class Box(rl_core.Environment):
 def main(output=None, iterations=60):
     environment = Box()
     rows = [
-        {"messages": environment.demonstration(environment.seeds_of("train", level)[number], level).messages}
+        {
+            "messages": environment.demonstration(
+                environment.seeds_of("train", level)[number], level
+            ).messages
+        }
         for number in range(300)
         for level in Box.levels
     ]
     texts = [message["content"] for row in rows for message in row["messages"]]
-    model = rl_core.create_policy(texts, rl_core.ModelSettings(preset="nano", vocab_size=300, context=64))
-    rl_core.sft(model, rows, settings=rl_core.SFTSettings(epochs=30, learning_rate=2e-3, batch_size=32)).run()
+    model = rl_core.create_policy(
+        texts, rl_core.ModelSettings(preset="nano", vocab_size=300, context=64)
+    )
+    rl_core.sft(
+        model, rows, settings=rl_core.SFTSettings(epochs=30, learning_rate=2e-3, batch_size=32)
+    ).run()
     sampling = rl_core.SamplingSettings(max_completion_tokens=32, max_turns=3)
     plays = rl_core.EvaluationSettings(episodes=100, sampling=sampling)
     before = rl_core.evaluate(model, environment, settings=plays)
@@ -91,9 +107,13 @@ def main(output=None, iterations=60):
     trainer.run()
     after = rl_core.evaluate(trainer.policy, environment, settings=plays)
     for name, result in (("after SFT", before), ("after GRPO", after)):
-        looked = sum(t.turns[0].tool_call is not None for t in result.trajectories) / len(result.trajectories)
+        looked = sum(t.turns[0].tool_call is not None for t in result.trajectories) / len(
+            result.trajectories
+        )
         low, high = result.interval
-        print(f"{name}: {result.success_rate:.0%} right [{low:.0%}, {high:.0%}], looked in {looked:.0%}")
+        print(
+            f"{name}: {result.success_rate:.0%} right [{low:.0%}, {high:.0%}], looked in {looked:.0%}"
+        )
     return before.success_rate, after.success_rate
 
 

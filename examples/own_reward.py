@@ -12,7 +12,9 @@ def wanted_letters(trajectories):
     rewards = []
     for trajectory in trajectories:
         text = trajectory.completion
-        rewards.append(sum(letter in trajectory.row["letters"] for letter in text) / max(len(text), 1))
+        rewards.append(
+            sum(letter in trajectory.row["letters"] for letter in text) / max(len(text), 1)
+        )
     return rewards
 
 
@@ -34,13 +36,18 @@ def main(output=None, iterations=80):
         {"prompt": "vowels please", "letters": "aeiou"},
         {"prompt": "digits please", "letters": "0123456789"},
     ]
-    model = rl_core.create_policy([row["prompt"] for row in rows], rl_core.ModelSettings(preset="nano", vocab_size=300))
+    model = rl_core.create_policy(
+        [row["prompt"] for row in rows], rl_core.ModelSettings(preset="nano", vocab_size=300)
+    )
     report = Report(enough=0.7)
     trainer = rl_core.grpo(
         model=model,
         prompts=rows,
         heldout_prompts=rows * 16,
-        reward={wanted_letters: 1.0, "length": 0.05},  # "length" ships with the library: it rewards brevity
+        reward={
+            wanted_letters: 1.0,
+            "length": 0.05,
+        },  # "length" ships with the library: it rewards brevity
         settings=rl_core.PolicySettings(
             iterations=iterations,
             prompts_per_iteration=4,

@@ -23,7 +23,12 @@ def write_rows(path):
     """Stands for your own file: {"prompt": ..., "answer": ...} and any other columns."""
     words = {"+": ("great", "lovely", "fine", "superb"), "-": ("dull", "awful", "poor", "weak")}
     things = ("film", "book", "song", "play", "dish")
-    rows = [{"prompt": f"{w} {t}", "answer": a} for a, some in words.items() for w in some for t in things]
+    rows = [
+        {"prompt": f"{w} {t}", "answer": a}
+        for a, some in words.items()
+        for w in some
+        for t in things
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -33,7 +38,9 @@ def main(output="outputs/prompts_file", iterations=60):
     path = output / "reviews.jsonl"
     write_rows(path)
     environment = rl_core.make_environment("prompts", {"path": str(path), "heldout": 0.2})
-    model = rl_core.create_policy(["great film + dull book -"], rl_core.ModelSettings(preset="nano", vocab_size=300))
+    model = rl_core.create_policy(
+        ["great film + dull book -"], rl_core.ModelSettings(preset="nano", vocab_size=300)
+    )
     trainer = rl_core.grpo(  # `prompts=path` in place of an environment trains on all rows
         model=model,
         environment=environment,
@@ -50,7 +57,9 @@ def main(output="outputs/prompts_file", iterations=60):
     trainer.run()
     trainer.save(output / "model")
     evaluated = trainer.metrics()["eval/reward_mean"].dropna()
-    print(f"reward on held-out questions: {evaluated.iloc[0]:.2f} at first, {evaluated.iloc[-1]:.2f} in the end")
+    print(
+        f"reward on held-out questions: {evaluated.iloc[0]:.2f} at first, {evaluated.iloc[-1]:.2f} in the end"
+    )
     return evaluated
 
 

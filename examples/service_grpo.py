@@ -29,13 +29,22 @@ def make_base(folder, demonstrations=6000, epochs=4, seed=0):
     import rl_core
     from rl_core.settings import ModelSettings
 
-    environment = environments.make("pixel_grid")
+    environment = environments.make_environment("pixel_grid")
     seeds = environment.seeds_of("train", LEVEL)
-    rows = [{"messages": environment.demonstration(seeds[n], LEVEL).messages} for n in range(demonstrations)]
+    rows = [
+        {"messages": environment.demonstration(seeds[n], LEVEL).messages}
+        for n in range(demonstrations)
+    ]
     texts = [message["content"] for row in rows for message in row["messages"]]
-    model = rl_core.create_policy(texts, ModelSettings(preset="tiny", vocab_size=512, context=CONTEXT), seed=seed)
-    settings = rl_core.SFTSettings(epochs=epochs, batch_size=32, learning_rate=4e-3, warmup_steps=20)
-    training = rl_core.sft(model, rows, heldout=0.02, settings=settings, tracker="terminal", seed=seed)
+    model = rl_core.create_policy(
+        texts, ModelSettings(preset="tiny", vocab_size=512, context=CONTEXT), seed=seed
+    )
+    settings = rl_core.SFTSettings(
+        epochs=epochs, batch_size=32, learning_rate=4e-3, warmup_steps=20
+    )
+    training = rl_core.sft(
+        model, rows, heldout=0.02, settings=settings, tracker="terminal", seed=seed
+    )
     training.run()
     return training.save(folder)
 
@@ -80,11 +89,17 @@ def play(sampler, renderer, environment, seeds):
     rollouts = [Rollout(environment.episode(seed, LEVEL)) for seed in seeds]
     for rollout in rollouts:
         rollout.read(renderer.prompt_ids(rollout.episode.reset()))
-    parameters = types.SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, stop=list(renderer.eos_ids))
+    parameters = types.SamplingParams(
+        max_tokens=MAX_TOKENS, temperature=1.0, stop=list(renderer.eos_ids)
+    )
     for _ in range(MAX_TURNS):
         live = [rollout for rollout in rollouts if not rollout.is_over]
         futures = [
-            sampler.sample(types.ModelInput.from_ints(rollout.tokens), num_samples=1, sampling_params=parameters)
+            sampler.sample(
+                types.ModelInput.from_ints(rollout.tokens),
+                num_samples=1,
+                sampling_params=parameters,
+            )
             for rollout in live
         ]
         for rollout, future in zip(live, futures, strict=True):
@@ -112,7 +127,7 @@ def main(iterations=ITERATIONS, base="grid", seed=0):
     from tinker import types
 
     rng = random.Random(seed)
-    environment = environments.make("pixel_grid")
+    environment = environments.make_environment("pixel_grid")
     pool = environment.seeds_of("train", LEVEL)
     service = tinker.ServiceClient()
     training = service.create_lora_training_client(base_model=base, rank=16, seed=seed).result()
@@ -124,7 +139,9 @@ def main(iterations=ITERATIONS, base="grid", seed=0):
         seeds = [pool[n] for n in rng.sample(range(100_000), PROMPTS) for _ in range(GROUP_SIZE)]
         rollouts = play(sampler, renderer, environment, seeds)
         rewards_PG = np.array([rollout.reward for rollout in rollouts]).reshape(PROMPTS, GROUP_SIZE)
-        advantages_PG = rewards_PG - rewards_PG.mean(1, keepdims=True)  # Dr. GRPO: centred, not divided
+        advantages_PG = rewards_PG - rewards_PG.mean(
+            1, keepdims=True
+        )  # Dr. GRPO: centred, not divided
         scale = 1 / sum(sum(rollout.mine) for rollout in rollouts)  # losses of the service are sums
         data = [
             datum(rollout, advantage * scale)
@@ -137,7 +154,10 @@ def main(iterations=ITERATIONS, base="grid", seed=0):
             passed.result()
             stepped.result()
         success.append(float(np.mean([rollout.success for rollout in rollouts])))
-        print(f"iteration {iteration + 1}: success {success[-1]:.0%}, reward {rewards_PG.mean():.3f}", flush=True)
+        print(
+            f"iteration {iteration + 1}: success {success[-1]:.0%}, reward {rewards_PG.mean():.3f}",
+            flush=True,
+        )
     path = training.save_state("learned").result().path
     print(f"saved {path}")
     return success, path

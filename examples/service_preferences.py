@@ -23,9 +23,11 @@ PAIRS = {"dpo": 400, "reward": 2400}  # a score head begins with nothing
 
 def make_pairs(renderer, count, seed=0):
     """(tokens, first token of the answer) of chosen and rejected, for each pair."""
-    environment = environments.make("pixel_grid")
+    environment = environments.make_environment("pixel_grid")
     pairs, seeds = [], environment.seeds_of("train", LEVEL)
-    for number in (seeds[place] for place in range(100_000, 200_000)):  # not those of the base model
+    for number in (
+        seeds[place] for place in range(100_000, 200_000)
+    ):  # not those of the base model
         shown = environment.demonstration(number, LEVEL)
         if not shown.success:
             continue
@@ -68,15 +70,23 @@ def dpo(training, reference, pairs, heldout):
         return found
 
     def reference_sums(some):
-        asked = [reference.compute_logprobs(types.ModelInput.from_ints(tokens)) for pair in some for tokens, _ in pair]
+        asked = [
+            reference.compute_logprobs(types.ModelInput.from_ints(tokens))
+            for pair in some
+            for tokens, _ in pair
+        ]
         starts = [start for pair in some for _, start in pair]
-        return torch.tensor([sum(one.result()[start:]) for one, start in zip(asked, starts, strict=True)])
+        return torch.tensor(
+            [sum(one.result()[start:]) for one, start in zip(asked, starts, strict=True)]
+        )
 
     def margins(data, logprobs, reference_N):
         sums_N = torch.stack(
-            [(one * torch.tensor(np.asarray(row.loss_fn_inputs["weights"].data))).sum()
-             for row, one in zip(data, logprobs, strict=True)]
-        )  # fmt: skip
+            [
+                (one * torch.tensor(np.asarray(row.loss_fn_inputs["weights"].data))).sum()
+                for row, one in zip(data, logprobs, strict=True)
+            ]
+        )
         gains_N = BETA * (sums_N - reference_N)
         return gains_N[0::2] - gains_N[1::2]
 
@@ -93,18 +103,26 @@ def dpo(training, reference, pairs, heldout):
     for start in range(0, len(pairs), BATCH):
         if start % (4 * BATCH) == 0:
             figures.append(accuracy())
-            print(f"{start} pairs: held-out accuracy {figures[-1][0]:.1%}, margin {figures[-1][1]:.3f}", flush=True)
+            print(
+                f"{start} pairs: held-out accuracy {figures[-1][0]:.1%}, margin {figures[-1][1]:.3f}",
+                flush=True,
+            )
         some = pairs[start : start + BATCH]
         reference_N = torch.cat([known[id(pair)] for pair in some])
 
         def loss(data, logprobs, reference_N=reference_N):
             found = margins(data, logprobs, reference_N)
-            return -torch.nn.functional.logsigmoid(found).mean(), {"accuracy": float((found > 0).float().mean())}
+            return -torch.nn.functional.logsigmoid(found).mean(), {
+                "accuracy": float((found > 0).float().mean())
+            }
 
         training.forward_backward_custom(rows(some), loss).result()
         training.optim_step(types.AdamParams(learning_rate=LEARNING_RATE, eps=1e-8)).result()
     figures.append(accuracy())
-    print(f"{len(pairs)} pairs: held-out accuracy {figures[-1][0]:.1%}, margin {figures[-1][1]:.3f}", flush=True)
+    print(
+        f"{len(pairs)} pairs: held-out accuracy {figures[-1][0]:.1%}, margin {figures[-1][1]:.3f}",
+        flush=True,
+    )
     return figures
 
 
@@ -114,7 +132,9 @@ def reward_model(training, pairs, heldout):
 
     def rows(some):
         return [
-            datum([*tokens, tokens[-1]], preferred=np.array([preferred], np.float32))  # the last one is cut off
+            datum(
+                [*tokens, tokens[-1]], preferred=np.array([preferred], np.float32)
+            )  # the last one is cut off
             for pair in some
             for (tokens, _), preferred in zip(pair, (1.0, 0.0), strict=True)
         ]
@@ -122,11 +142,15 @@ def reward_model(training, pairs, heldout):
     def accuracy():
         outputs = training.forward(rows(heldout), "reward_modeling").result().loss_fn_outputs
         scores = np.array([np.asarray(one["scores"].data)[0] for one in outputs])
-        return float((scores[0::2] > scores[1::2]).mean()), float((scores[0::2] - scores[1::2]).mean())
+        return float((scores[0::2] > scores[1::2]).mean()), float(
+            (scores[0::2] - scores[1::2]).mean()
+        )
 
     figures = [accuracy()]
     for start in range(0, len(pairs), BATCH):
-        passed = training.forward_backward(rows(pairs[start : start + BATCH]), "reward_modeling", {"scale": 1 / BATCH})
+        passed = training.forward_backward(
+            rows(pairs[start : start + BATCH]), "reward_modeling", {"scale": 1 / BATCH}
+        )
         stepped = training.optim_step(types.AdamParams(learning_rate=LEARNING_RATE, eps=1e-8))
         passed.result()
         stepped.result()

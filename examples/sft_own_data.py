@@ -8,7 +8,10 @@ import rl_core
 
 def write_rows(path):
     """Stands for your own file."""
-    rows = [{"prompt": f"is {n} small ?", "completion": "yes" if n < 50 else "no"} for n in range(10, 100)]
+    rows = [
+        {"prompt": f"is {n} small ?", "completion": "yes" if n < 50 else "no"}
+        for n in range(10, 100)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -18,7 +21,9 @@ def main(output="outputs/sft_own_data"):
     data = output / "rows.jsonl"
     write_rows(data)
     texts = [f"{row['prompt']} {row['completion']}" for row in map(json.loads, data.open())]
-    model = rl_core.create_policy(texts)  # or "path-or-hub-name", or ModelSettings(path=..., lora=LoraSettings())
+    model = rl_core.create_policy(
+        texts
+    )  # or "path-or-hub-name", or ModelSettings(path=..., lora=LoraSettings())
     trainer = rl_core.sft(
         model,
         data,
@@ -33,7 +38,9 @@ def main(output="outputs/sft_own_data"):
     print(metrics[["train/loss", "eval/loss"]].dropna().round(3))
     greedy = rl_core.SamplingSettings(temperature=0.0, max_completion_tokens=8)
     prompts = ["is 17 small ?", "is 83 small ?"]
-    for prompt, texts in zip(prompts, rl_core.generate(model_folder, prompts, sampling=greedy), strict=True):
+    for prompt, texts in zip(
+        prompts, rl_core.generate(model_folder, prompts, sampling=greedy), strict=True
+    ):
         print(f"{prompt} {texts[0]}")
     return metrics
 

@@ -15,37 +15,35 @@ from prefect.events import emit_event
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from flows.parameters import PipelineForm, pipeline_name, read_settings, told_overrides
-from flows.post_training import execute
-from flows.runtime.pipeline_result import PipelineResult
-from flows.runtime.stopped_state import name_stopped
+from flows.parameters import PipelineForm, describe_overrides, extract_pipeline_name, read_settings
+from flows.post_training import execute_pipeline
+from flows.runtime.flow_run_states import mark_flow_run_stopped
+from flows.runtime.run_summary import PipelineResult
 from rl_core.analysis.statistics import Rate
-from rl_core.storage.faults import fault
+from rl_core.storage.faults import inject_fault
 from rl_core.storage.locks import FolderLock
-from tasks.config import PipelineSettings, settings_digest
-from tasks.lifecycle.champion import (
-    ChampionVerdict,
+from tasks.config import PipelineSettings, digest_settings
+from tasks.lifecycle.promotion import (
+    ChampionCheck,
+    build_check_settings,
+    build_figure_tags,
+    check_champion_regression,
     count_checks,
-    figure_of,
-    figure_tags,
-    judge,
-    note_check,
-    settings_of_check,
+    read_success_figure,
+    record_check,
 )
-from tasks.pipeline.prefect_artifacts import publish_page
-from tasks.pipeline.record import finished_run
+from tasks.pipeline.prefect_stages import publish_page
+from tasks.pipeline.run_record import find_finished_run
 from tasks.stages.evaluate import read_evaluation
 from tasks.tracking import ModelVersion, Tracking
 
-__all__ = ["EVENT", "CheckResult", "announce", "evaluate_champion"]
-
 logger = logging.getLogger(__name__)
 
-EVENT = "posttrain.champion.regressed"
+REGRESSION_EVENT = "posttrain.champion.regressed"
 
 
 @dataclass(frozen=True)
-class CheckResult:
+class ChampionCheckResult:
     """Result of the check."""
 
     message: str
@@ -54,74 +52,90 @@ class CheckResult:
     pipeline: PipelineResult | None = None
 
 
-def _run_name() -> str:
-    overrides = told_overrides(flow_run.parameters.get("overrides"))
-    name = pipeline_name(flow_run.parameters["settings"])
+def _build_run_name() -> str:
+    overrides = describe_overrides(flow_run.parameters.get("overrides"))
+    name = extract_pipeline_name(flow_run.parameters["settings"])
     return " · ".join(filter(None, (f"evaluate champion {name}", overrides)))
 
 
 @flow(
     name="evaluate-champion",
-    flow_run_name=_run_name,
+    flow_run_name=_build_run_name,
     description=(__doc__ or "").strip(),
     validate_parameters=False,
     persist_result=False,
-    on_failure=[name_stopped],
-    on_crashed=[name_stopped],
+    on_failure=[mark_flow_run_stopped],
+    on_crashed=[mark_flow_run_stopped],
 )
-def evaluate_champion(settings: PipelineForm | str, overrides: list[str] | None = None) -> State[CheckResult]:
+def evaluate_champion(
+    settings: PipelineForm | str, overrides: list[str] | None = None
+) -> State[ChampionCheckResult]:
     """Evaluate the champion on held-out episodes and compare with its registered success rate.
 
     Args:
         settings: contents of a config file, or its path (relative to the flow's working directory).
         overrides: key.path=value each, as in `--set`; applied to `settings`.
     """
-    result = _check(read_settings(settings, overrides, ask_servers=False))
+    result = _check_champion(read_settings(settings, overrides, check_servers=False))
     logger.info("%s", result.message)
     return Completed(message=result.message, data=result)
 
 
-def _check(settings: PipelineSettings) -> CheckResult:
+def _check_champion(settings: PipelineSettings) -> ChampionCheckResult:
     output = Path(settings.output).resolve()
     home = output / settings.name
     tracking = Tracking(settings.tracking.uri, output, settings.experiment)
     name = settings.registered_model
     with FolderLock(home / ".lock", wait_s=settings.run.wait_seconds) as lock:
-        champion = tracking.champion(name)
+        champion = tracking.find_champion(name)
         if champion is None:
-            return CheckResult(f"{name} has no champion yet; posttrain run or retrain makes one")
+            return ChampionCheckResult(
+                f"{name} has no champion yet; posttrain run or retrain makes one"
+            )
         number = count_checks(home, champion.version)
-        typed = settings_of_check(settings, champion, number)
+        typed = build_check_settings(settings, champion, number)
         tags = {"check.version": str(champion.version), "check.number": str(number + 1)}
         # One that was killed when its run had ended, and before it was noted, goes on with that run.
-        started = finished_run(home, settings_digest(typed))
-        pipeline = execute(typed, models={"champion": champion.reference}, tags=tags, lock=lock, started=started)
+        started = find_finished_run(home, digest_settings(typed))
+        pipeline = execute_pipeline(
+            typed, models={"champion": champion.reference}, tags=tags, lock=lock, started=started
+        )
         result = read_evaluation(pipeline.results["evaluate"].path, "champion")
-        fault("check.played")
-        registered = figure_of(champion.tags)
+        inject_fault("check.played")
+        registered = read_success_figure(champion.tags)
         now = Rate(result.success_rate, *result.interval, result.samples)
-        verdict = judge(result, registered, settings.retrain.margin) if registered else None
+        verdict = (
+            check_champion_regression(result, registered, settings.retrain.margin)
+            if registered
+            else None
+        )
         if verdict is None:
-            tracking.tag_version(name, champion.version, figure_tags(result))
+            tracking.tag_version(name, champion.version, build_figure_tags(result))
         tracking.tag_version(name, champion.version, {"checked.success_rate": f"{now.rate:.6g}"})
-        note_check(home, champion.version, verdict, now)
-        fault("check.noted")
+        record_check(home, champion.version, verdict, now)
+        inject_fault("check.noted")
     subject = f"champion version {champion.version} of {name}"
     if verdict is None:
-        message = f"{subject}: success {now.rate:.1%}, registered now; later checks are compared with it"
+        message = (
+            f"{subject}: success {now.rate:.1%}, registered now; later checks are compared with it"
+        )
     else:
-        message = f"{subject} {'got worse' if verdict.regressed else 'is as good as it was'}: {verdict}"
+        message = (
+            f"{subject} {'got worse' if verdict.regressed else 'is as good as it was'}: {verdict}"
+        )
     text = f"## {settings.name}: champion\n\n**{message}**\n\n{pipeline.page}"
-    publish_page(f"{settings.name}-champion", text, message, before=pipeline.artifact)
+    publish_page(f"{settings.name}-champion", text, message, artifact_id=pipeline.artifact)
     if verdict is not None and verdict.regressed:
-        announce(name, champion, verdict)
-    return CheckResult(message, verdict is not None and verdict.regressed, champion.version, pipeline)
+        emit_regression_event(name, champion, verdict)
+    return ChampionCheckResult(
+        message, verdict is not None and verdict.regressed, champion.version, pipeline
+    )
 
 
-def announce(name: str, champion: ModelVersion, verdict: ChampionVerdict) -> None:
+def emit_regression_event(name: str, champion: ModelVersion, verdict: ChampionCheck) -> None:
     """Emit the regression event."""
     emit_event(
-        event=EVENT,
+        event=REGRESSION_EVENT,
         resource={"prefect.resource.id": f"posttrain.model.{name}", "prefect.resource.name": name},
         payload={
             "version": champion.version,

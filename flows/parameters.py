@@ -1,140 +1,373 @@
-"""Flow parameters as typed settings, so that Prefect shows a form and its server validates them."""
+"""The ten settings that people change most, as a form of their own before all others.
+
+A deployment declares their values as its config has them, so that the form opens with them; what a run has instead of a
+declared value is applied to the config, as an override. All other settings are left to `overrides`.
+
+Settings that a deployment's run may change, against what the deployment declares or a shipped config says.
+
+Flow parameters as typed settings, so that Prefect shows a form and its server validates them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from flows.main_settings import main_overrides
-from flows.runtime.deployed_runs import check_changes, declared_parameters
+import pydantic
+
 from rl_core.errors import SettingsError
-from rl_core.storage.faults import fault
-from tasks.config import PipelineSettings, from_dict, load, pipeline_model, resolve
-from tasks.config.masking import MASK, is_secret, masked
-from tasks.config.overrides import apply_overrides
+from rl_core.storage.faults import inject_fault
+from rl_core.user_code import find_import_paths
+from tasks.config import (
+    PipelineSettings,
+    build_pipeline_model,
+    build_settings,
+    dump_settings,
+    list_code_paths,
+    load_settings,
+)
+from tasks.config.displayed_settings import MASK, is_secret_option, mask_secrets
 from tasks.config.problems import ConfigError, KeyLocations
+from tasks.config.schema import resolve_pydantic_model
+from tasks.config.yaml_loader import apply_overrides
 from tasks.shipped import find_config, shipped
 
-__all__ = ["PipelineForm", "passed_on", "pipeline_name", "read_settings", "told_changes", "told_overrides"]
+MAIN_SETTINGS = {  # field of the form -> key
+    "seed": "seed",
+    "sft_epochs": "stages.sft.epochs",
+    "sft_learning_rate": "stages.sft.learning_rate",
+    "algorithm": "stages.policy.algorithm",
+    "iterations": "stages.policy.iterations",
+    "prompts_per_iteration": "stages.policy.prompts_per_iteration",
+    "group_size": "stages.policy.group_size",
+    "learning_rate": "stages.policy.learning_rate",
+    "kl_coef": "stages.policy.kl_coef",
+    "episodes": "stages.evaluate.episodes",
+}
+
+
+def _build_form_field(key: str) -> tuple[Any, Any]:
+    """Type and description of a setting, as a field that may be left out."""
+    model: Any = resolve_pydantic_model(PipelineSettings)
+    *blocks, name = key.split(".")
+    for block in blocks:
+        found = model.model_fields[block].annotation
+        model = next(
+            kind
+            for kind in (*getattr(found, "__args__", ()), found)
+            if hasattr(kind, "model_fields")
+        )
+    field = model.model_fields[name]
+    kind = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    return kind | None, pydantic.Field(default=None, description=f"{key}: {field.description}")
+
+
+if TYPE_CHECKING:
+    MainForm = dict[str, Any]
+else:
+    MainForm = pydantic.create_model(
+        "MainSettings",
+        __config__=pydantic.ConfigDict(extra="forbid"),
+        __doc__="The settings that are changed most; empty: as the config has them.",
+        **{name: _build_form_field(key) for name, key in MAIN_SETTINGS.items()},
+    )
+
+
+def read_main_values(settings: PipelineSettings) -> dict[str, Any]:
+    """Values of the form's fields in these settings; those of stages that they lack are left out."""
+    values = {}
+    for name, key in MAIN_SETTINGS.items():
+        found: Any = dump_settings(settings)
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found is not None:
+            values[name] = found
+    return values
+
+
+def build_main_overrides(form: Any, declared: Any = None) -> list[str]:
+    """Overrides that a run's form asks for: its values that are not the declared ones.
+
+    Args:
+        given: the form, or a mapping of its fields. declared: that of the deployment; None = all values count.
+    Raises: pydantic.ValidationError for an unknown field, a wrong type or a value out of range.
+    """
+    values, known = _validate_form(form), _validate_form(declared)
+    return [
+        f"{MAIN_SETTINGS[name]}={json.dumps(value)}"
+        for name, value in values.items()
+        if value is not None and value != known[name]
+    ]
+
+
+def _validate_form(form: Any) -> dict[str, Any]:
+    model: Any = MainForm
+    return dict(
+        model.model_validate(form if isinstance(form, Mapping) else dict(form or {})).model_dump()
+    )
+
+
+# What whoever may start a run of a deployment decides ...
+CHANGEABLE_KEYS = (
+    "seed",
+    "threads",
+    "run",
+    "retrain",
+    "stages",
+    "model",
+    "environment",
+    "tracking.traces",
+    "tracking.system_metrics_seconds",
+)
+# ... but for what runs code, or names files and models of this machine: that is for whoever runs `posttrain up`.
+PROTECTED_KEYS = (
+    "model.path",
+    "model.trust_remote_code",
+    "model.chat_template",
+    "environment.options.path",
+    "environment.options.taskset",
+    "environment.options.pass_variables",
+    "environment.options.network",
+    "stages.prepare_data.demonstrations",
+    "stages.prepare_data.preferences",
+)
+CODE_KEY = "code"  # import paths of environments and rewards, wherever they are
+ALLOWED_CHANGES_VARIABLE = (
+    "POSTTRAIN_RUNS_MAY_CHANGE"  # of the worker: more keys, with commas between
+)
+
+
+def read_declared_parameters() -> Mapping[str, Any] | None:
+    """Parameters that the deployment of the current flow run declares; None for a run without a deployment."""
+    from prefect.client.orchestration import get_client
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    run = context.flow_run if context is not None else None
+    if run is None or run.deployment_id is None:
+        return None
+    with get_client(sync_client=True) as client:
+        return dict(client.read_deployment(run.deployment_id).parameters)
+
+
+def refuse_undeclared_changes(
+    requested: PipelineSettings, declared: PipelineSettings, allowed: str | None = None
+) -> None:
+    """Compare a run's settings with the declared ones.
+
+    Args:
+        allowed: further keys that may differ, with commas between; None = those of POSTTRAIN_RUNS_MAY_CHANGE.
+    Raises: SettingsError naming every key that may not differ.
+    """
+    text = os.environ.get(ALLOWED_CHANGES_VARIABLE, "") if allowed is None else allowed
+    more = tuple(filter(None, (key.strip() for key in text.split(","))))
+    found = [
+        key
+        for key in _iter_changed_keys(dump_settings(requested), dump_settings(declared))
+        if not _can_change(key, more)
+    ]
+    new_code = (
+        sorted(_collect_import_paths(requested) - _collect_import_paths(declared))
+        if CODE_KEY not in more
+        else []
+    )
+    found += [f"{CODE_KEY} ({path})" for path in new_code]
+    if found:
+        raise SettingsError(
+            f"a run of this deployment may not change {', '.join(found)}; leave them as declared, declare them in the "
+            f"deployment, or allow it where `posttrain up` is started: {ALLOWED_CHANGES_VARIABLE}={_format_key_names(found)}"
+        )
+
+
+def _format_key_names(keys: list[str]) -> str:
+    return ",".join(dict.fromkeys(key.partition(" ")[0] for key in keys))
+
+
+def _can_change(key: str, allowed: tuple[str, ...]) -> bool:
+    if _is_at_or_below(key, allowed):
+        return True
+    return _is_at_or_below(key, CHANGEABLE_KEYS) and not _is_at_or_below(key, PROTECTED_KEYS)
+
+
+def _is_at_or_below(key: str, others: tuple[str, ...]) -> bool:
+    return any(key == other or key.startswith(f"{other}.") for other in others)
+
+
+def _iter_changed_keys(
+    requested: Mapping[str, Any], declared: Mapping[str, Any], prefix: str = ""
+) -> Iterator[str]:
+    """Dotted keys of values that differ; a list is one value, and what is absent is null."""
+    for name in dict.fromkeys([*requested, *declared]):
+        one, other = requested.get(name), declared.get(name)
+        if isinstance(one, Mapping) or isinstance(other, Mapping):
+            yield from _iter_changed_keys(one or {}, other or {}, f"{prefix}{name}.")
+        elif one != other:
+            yield f"{prefix}{name}"
+
+
+def _collect_import_paths(settings: PipelineSettings) -> set[str]:
+    return {*list_code_paths(settings), *find_import_paths(dict(settings.environment.options))}
+
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     PipelineForm = dict[str, Any]
 else:
-    PipelineForm = pipeline_model()  # same fields, ranges and documentation as the settings
+    PipelineForm = build_pipeline_model()  # same fields, ranges and documentation as the settings
 
 
-_given: ContextVar[PipelineSettings | None] = ContextVar("_given", default=None)
-_changed: ContextVar[Sequence[str]] = ContextVar("_changed", default=())
+_original_settings: ContextVar[PipelineSettings | None] = ContextVar("_given", default=None)
+_applied_overrides: ContextVar[Sequence[str]] = ContextVar("_changed", default=())
 
 
 @contextlib.contextmanager
-def passed_on(settings: PipelineSettings, changed: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+def flow_parameters(
+    settings: PipelineSettings, changed: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
     """Parameter that stands for settings in a flow called in this process: Prefect stores it, so secrets are masked.
 
     Within the block `read_settings` puts them back. `changed`: overrides that are in the settings, for the run's name.
     """
-    tokens = _given.set(settings), _changed.set(changed)
+    tokens = _original_settings.set(settings), _applied_overrides.set(changed)
     try:
-        yield masked(resolve(settings))
+        yield mask_secrets(dump_settings(settings))
     finally:
-        _given.reset(tokens[0])
-        _changed.reset(tokens[1])
+        _original_settings.reset(tokens[0])
+        _applied_overrides.reset(tokens[1])
 
 
-def _with_secrets(settings: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
-    """A parameter with what `passed_on` masked."""
-    given = _given.get()
+def _restore_secrets(settings: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
+    """A parameter with what `flow_parameters` masked."""
+    given = _original_settings.get()
     if given is None or isinstance(settings, str):
         return settings
-    whole = resolve(given)
-    same = settings.get("environment") == masked(whole)["environment"]
+    whole = dump_settings(given)
+    same = settings.get("environment") == mask_secrets(whole)["environment"]
     return {**settings, "environment": whole["environment"]} if same else settings
 
 
 def read_settings(
-    settings: Mapping[str, Any] | str, overrides: Sequence[str] | None = None, main: Any = None,
-    *, ask_servers: bool = True,
-) -> PipelineSettings:  # fmt: skip
+    settings: Mapping[str, Any] | str,
+    overrides: Sequence[str] | None = None,
+    main: Any = None,
+    *,
+    check_servers: bool = True,
+) -> PipelineSettings:
     """Settings of a flow, from a config file's path or contents, with `--set`-style overrides.
 
-    `main`: the form of the settings that are changed most (`flows/main_settings.py`); `overrides` come after it.
+    `main`: the form of the settings that are changed most (`flows/parameters.py`); `overrides` come after it.
     `ask_servers`: False for flows that sample no rollouts, whose server may be away.
 
-    In a deployment's run they may differ from the declared ones in some keys only (`flows/runtime/deployed_runs.py`),
+    In a deployment's run they may differ from the declared ones in some keys only (`flows/parameters.py`),
     which is looked at before anything that they name is imported.
     Raises: ConfigError with every problem; SettingsError for a key that the run may not change.
     """
-    settings = _with_secrets(settings)
-    declared = declared_parameters()
-    overrides = [*main_overrides(main, (declared or {}).get("main")), *(overrides or ())]
+    settings = _restore_secrets(settings)
+    declared = read_declared_parameters()
+    overrides = [*build_main_overrides(main, (declared or {}).get("main")), *(overrides or ())]
     if declared is not None:
-        check_changes(_read(settings, overrides, import_code=False), _base(settings, declared))
-        fault("deployment.checked")
-    return _read(settings, overrides, import_code=True, ask_servers=ask_servers)
+        refuse_undeclared_changes(
+            _read_parameter(settings, overrides, import_code=False),
+            _read_declared_settings(settings, declared),
+        )
+        inject_fault("deployment.checked")
+    return _read_parameter(settings, overrides, import_code=True, check_servers=check_servers)
 
 
-def _base(settings: Mapping[str, Any] | str, declared: Mapping[str, Any]) -> PipelineSettings:
+def _read_declared_settings(
+    settings: Mapping[str, Any] | str, declared: Mapping[str, Any]
+) -> PipelineSettings:
     """Settings to compare a deployment's run with: a shipped config that it names, else the declared ones."""
     base = declared.get("settings")
-    if isinstance(settings, str) and find_config(settings) == shipped("configs") / f"{settings}.yaml":
+    if (
+        isinstance(settings, str)
+        and find_config(settings) == shipped("configs") / f"{settings}.yaml"
+    ):
         base = settings
     if base is None:
-        raise SettingsError("settings: the deployment declares none, so its runs can only name a shipped config")
-    return _read(base, declared.get("overrides"), import_code=False)
+        raise SettingsError(
+            "settings: the deployment declares none, so its runs can only name a shipped config"
+        )
+    return _read_parameter(base, declared.get("overrides"), import_code=False)
 
 
-def _read(
-    settings: Mapping[str, Any] | str, overrides: Sequence[str] | None, *, import_code: bool, ask_servers: bool = False
+def _read_parameter(
+    settings: Mapping[str, Any] | str,
+    overrides: Sequence[str] | None,
+    *,
+    import_code: bool,
+    check_servers: bool = False,
 ) -> PipelineSettings:
     if isinstance(settings, str):
-        return load(settings, overrides or (), import_code=import_code, ask_servers=ask_servers, warn=logger.warning)
+        return load_settings(
+            settings,
+            overrides or (),
+            import_code=import_code,
+            check_servers=check_servers,
+            warn=logger.warning,
+        )
     values = copy.deepcopy(dict(settings))
     if overrides:
         places = KeyLocations("settings")
         problems = apply_overrides(values, overrides, places)
         if problems:
             raise ConfigError(problems, places)
-    return from_dict(values, import_code=import_code, ask_servers=ask_servers)
+    return build_settings(values, import_code=import_code, check_servers=check_servers)
 
 
-def pipeline_name(settings: Mapping[str, Any] | str) -> str:
+def extract_pipeline_name(settings: Mapping[str, Any] | str) -> str:
     """Pipeline name for the flow run's name, else the config file's."""
     return Path(settings).stem if isinstance(settings, str) else str(settings["name"])
 
 
-_PLACES = ("run.", "output", "tracking.", "threads")  # overrides that decide nothing of what is computed
-_TOLD = 3  # overrides in a name
+_IGNORED_PREFIXES = (
+    "run.",
+    "output",
+    "tracking.",
+    "threads",
+)  # overrides that decide nothing of what is computed
+_MAX_NAMED_OVERRIDES = 3  # overrides in a name
 
 
-def told_changes(parameters: Mapping[str, Any]) -> str:
+def describe_run_changes(parameters: Mapping[str, Any]) -> str:
     """Changes of a flow run to its config, for its name: the form's changed values, then overrides."""
-    declared = declared_parameters() or {}
-    changed = [*_changed.get(), *(parameters.get("overrides") or ())]
-    return told_overrides([*main_overrides(parameters.get("main"), declared.get("main")), *changed])
+    declared = read_declared_parameters() or {}
+    changed = [*_applied_overrides.get(), *(parameters.get("overrides") or ())]
+    return describe_overrides(
+        [*build_main_overrides(parameters.get("main"), declared.get("main")), *changed]
+    )
 
 
-def told_overrides(overrides: Sequence[str] | None) -> str:
+def describe_overrides(overrides: Sequence[str] | None) -> str:
     """Overrides in a flow run's name: `sft learning_rate=3e-4, seed=1`; "" = none that change what is computed."""
-    told = [item for item in overrides or () if not item.startswith(_PLACES)]
-    parts = [f"{_short_key(key)}={_shown(key, value)}" for key, _, value in (item.partition("=") for item in told)]
-    return ", ".join(parts[:_TOLD]) + (f" and {len(parts) - _TOLD} more" if len(parts) > _TOLD else "")
+    told = [item for item in overrides or () if not item.startswith(_IGNORED_PREFIXES)]
+    parts = [
+        f"{_shorten_key(key)}={_format_override_value(key, value)}"
+        for key, _, value in (item.partition("=") for item in told)
+    ]
+    return ", ".join(parts[:_MAX_NAMED_OVERRIDES]) + (
+        f" and {len(parts) - _MAX_NAMED_OVERRIDES} more"
+        if len(parts) > _MAX_NAMED_OVERRIDES
+        else ""
+    )
 
 
-def _shown(key: str, value: str) -> str:
+def _format_override_value(key: str, value: str) -> str:
     """Value in a name; secrets are masked as in the parameters, and a block of the environment may hold some."""
     parts = key.split(".")
-    may_be_secret = any(map(is_secret, parts)) or "{" in value
+    may_be_secret = any(map(is_secret_option, parts)) or "{" in value
     return MASK if parts[0] == "environment" and may_be_secret else value[:24]
 
 
-def _short_key(key: str) -> str:
+def _shorten_key(key: str) -> str:
     """Last part of a key, after the stage that it belongs to: several have a learning rate."""
     parts = key.split(".")
     stage = parts[1].replace("_", " ") if parts[0] == "stages" and len(parts) > 2 else ""

@@ -17,83 +17,91 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.main_settings import MainForm
-from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings, told_changes
-from flows.runtime import outlived, stopping
+from flows.parameters import (
+    MainForm,
+    PipelineForm,
+    describe_run_changes,
+    extract_pipeline_name,
+    flow_parameters,
+    read_settings,
+)
+from flows.runtime import prefect_outage, stopping
 from flows.runtime.approval_wait import run_with_approval
-from flows.runtime.dag_figure import draw_pipeline
-from flows.runtime.embedded_server import embedded_address, other_address, start_embedded_server
-from flows.runtime.pipeline_result import PipelineResult
-from flows.runtime.prefect_home import PREFECT_PORT, prefect_defaults
-from flows.runtime.progress import Display
-from flows.runtime.quick_imports import freeze_imports, without_collection
-from flows.runtime.repair import crash_flow_runs
-from flows.runtime.stopped_state import name_stopped
-from flows.runtime.summary import describe, headline, parent_metrics, result_rows
-from flows.runtime.time_left import TimeLeft, earlier_seconds
+from flows.runtime.embedded_server import (
+    read_external_address,
+    start_embedded_server,
+    use_embedded_address,
+)
+from flows.runtime.flow_run_states import mark_flow_run_stopped, mark_flow_runs_crashed
+from flows.runtime.import_setup import freeze_imported_objects, pause_garbage_collection
+from flows.runtime.pipeline_figure import draw_pipeline_figure
+from flows.runtime.prefect_home import PREFECT_PORT, apply_prefect_defaults
+from flows.runtime.progress import ProgressDisplay, RemainingTimeEstimator, read_earlier_seconds
+from flows.runtime.run_summary import (
+    PipelineResult,
+    build_result_rows,
+    collect_parent_metrics,
+    describe_run,
+    format_headline,
+)
 from rl_core.errors import PosttrainError
-from rl_core.storage.faults import fault
+from rl_core.storage.faults import inject_fault
 from rl_core.storage.locks import FolderLock
+from tasks.command_hints import format_posttrain_command
 from tasks.config import PipelineSettings
-from tasks.config.data_checks import refuse_bad_rows
-from tasks.lifecycle.approval import DECISIONS
-from tasks.own_commands import own_command
+from tasks.config.machine_checks import refuse_bad_rows
+from tasks.lifecycle.approval import DECISION_BY_STATE
+from tasks.mlflow_environment import find_served_page, strip_uri_password
+from tasks.pipeline.changed_conditions import check_unfinished_stages, list_finished_stages
 from tasks.pipeline.dag import run_dag
-from tasks.pipeline.drift import check_unfinished, finished_now
-from tasks.pipeline.prefect_artifacts import figure, publish_page
-from tasks.pipeline.prefect_task import stage_task
-from tasks.pipeline.result import STAGE_LOG
-from tasks.pipeline.run import PipelineRun, ProgressCallback, import_libraries
+from tasks.pipeline.pipeline_run import PipelineRun, StageProgressCallback, import_libraries
+from tasks.pipeline.prefect_stages import embed_figure, publish_page, wrap_stage_task
 from tasks.pipeline.run_options import FlowRunAddress, OnDrift, RunOptions
-from tasks.tracking.served_pages import served_page
-from tasks.tracking.store import without_password
-
-__all__ = [
-    "PipelineResult",
-    "display_progress",
-    "execute",
-    "flow_run_url",
-    "post_training",
-    "run_pipeline",
-    "say",
-    "watched",
-]
+from tasks.pipeline.stage_result import STAGE_LOG
 
 logger = logging.getLogger(__name__)
 
 # Prefect stores a flow's parameters; the progress display exists only in this process.
-_display: contextvars.ContextVar[Display | None] = contextvars.ContextVar("display", default=None)
-_started: contextvars.ContextVar[str] = contextvars.ContextVar("started", default="")  # of the run to go on with
-_restart: contextvars.ContextVar[bool] = contextvars.ContextVar("restart", default=False)  # its unfinished stage
+_display: contextvars.ContextVar[ProgressDisplay | None] = contextvars.ContextVar(
+    "display", default=None
+)
+_started: contextvars.ContextVar[str] = contextvars.ContextVar(
+    "started", default=""
+)  # of the run to go on with
+_restart: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "restart", default=False
+)  # its unfinished stage
 
 
-def _run_name() -> str:
+def _build_run_name() -> str:
     """Flow run name: the pipeline, and the stage if only one was requested."""
     parameters = flow_run.parameters
-    only, overrides = parameters.get("only"), told_changes(parameters)
+    only, overrides = parameters.get("only"), describe_run_changes(parameters)
     given = f"evaluate {', '.join(parameters['models'])}" if parameters.get("models") else ""
-    name = pipeline_name(parameters["settings"])
+    name = extract_pipeline_name(parameters["settings"])
     return " · ".join(filter(None, (name, (only or "").replace("_", " "), given, overrides)))
 
 
-def flow_run_url() -> str:
+def build_flow_run_url() -> str:
     """URL of the flow run's page; for the embedded server, the one served by `posttrain ui`."""
     url = str(flow_run.ui_url or "")
     if url.startswith("http") and "PREFECT_API_URL" in os.environ:
         return url
-    home = Path(os.environ.get("PREFECT_HOME", "prefect"))  # of the output folder, where `posttrain ui` looks, too
-    served = served_page(home.parent, "prefect") or f"http://127.0.0.1:{PREFECT_PORT}"
+    home = Path(
+        os.environ.get("PREFECT_HOME", "prefect")
+    )  # of the output folder, where `posttrain ui` looks, too
+    served = find_served_page(home.parent, "prefect") or f"http://127.0.0.1:{PREFECT_PORT}"
     return f"{served}/runs/flow-run/{flow_run.id}"
 
 
 @flow(
     name="post-training",
-    flow_run_name=_run_name,
+    flow_run_name=_build_run_name,
     description=(__doc__ or "").strip(),
     validate_parameters=False,
     persist_result=False,
-    on_failure=[name_stopped],
-    on_crashed=[name_stopped],
+    on_failure=[mark_flow_run_stopped],
+    on_crashed=[mark_flow_run_stopped],
 )
 def post_training(
     settings: PipelineForm | str,
@@ -119,29 +127,31 @@ def post_training(
     on_drift: OnDrift = "resume" if allow_drift else "refuse"
 
     def run_once() -> PipelineResult:
-        return execute(typed, fresh=fresh, only=only, models=models, on_drift=on_drift, restart=_restart.get())
+        return execute_pipeline(
+            typed, fresh=fresh, only=only, models=models, on_drift=on_drift, restart=_restart.get()
+        )
 
-    with outlived.noted() as outcome:
-        outcome.result = run_with_approval(typed, run_once, say)
+    with prefect_outage.capture_outcome() as outcome:
+        outcome.result = run_with_approval(typed, run_once, report_message)
     return outcome.result
 
 
-def say(text: str) -> None:
+def report_message(text: str) -> None:
     """Print a message to the terminal display, else to the log."""
     display = _display.get()
     if display is not None:
-        display.announce(text)
+        display.print_announcement(text)
     else:
         logger.info(text)
 
 
-def display_progress() -> ProgressCallback | None:
+def get_progress_display() -> StageProgressCallback | None:
     """The terminal display of a flow that was called in this process; None = there is none."""
     return _display.get()
 
 
-def execute(
-    typed: PipelineSettings,
+def execute_pipeline(
+    settings: PipelineSettings,
     *,
     fresh: bool = False,
     only: str | None = None,
@@ -158,101 +168,103 @@ def execute(
         fresh, only, models: see `post_training`. tags, on_drift, restart, started, lock: see `RunOptions` and
             `PipelineRun`.
     """
-    refuse_bad_rows(typed)
-    fault("flow.begun")
+    refuse_bad_rows(settings)
+    inject_fault("flow.begun")
     with (
         PipelineRun(
-            typed,
+            settings,
             RunOptions(
                 fresh=fresh,
                 only=only,
                 on_drift="anew" if restart else on_drift,
                 restart=restart,
-                given=models or {},
+                evaluated_models=models or {},
                 started=started or _started.get(),
                 tags=tags or {},
                 flow_run=FlowRunAddress(
                     id=str(flow_run.id or ""),
-                    url=flow_run_url(),
-                    api=without_password(other_address()),
+                    url=build_flow_run_url(),
+                    api=strip_uri_password(read_external_address()),
                 ),
             ),
             lock=lock,
             on_progress=_display.get(),
-            stop=stopping.asked,
+            stop=stopping.stop_requested,
         ) as pipeline_run,
-        stopping.last_words(pipeline_run.abandon),
+        stopping.on_forced_exit(pipeline_run.abandon_run),
     ):
-        crash_flow_runs(run.flow_run_id for run in pipeline_run.dead_runs)
+        mark_flow_runs_crashed(run.flow_run_id for run in pipeline_run.crashed_runs)
         if pipeline_run.threads_note:
-            say(pipeline_run.threads_note)
-        run_dag(pipeline_run, models or {}, stage_task)
-        fault("flow.staged")
-        rows = result_rows(pipeline_run)
-        page = _report(pipeline_run, rows)
-        artifact = publish_page(f"{typed.name}-result", page, headline(rows))
-    fault("flow.closed")
+            report_message(pipeline_run.threads_note)
+        run_dag(pipeline_run, models or {}, wrap_stage_task)
+        inject_fault("flow.staged")
+        rows = build_result_rows(pipeline_run)
+        page = _report_results(pipeline_run, rows)
+        artifact = publish_page(f"{settings.name}-result", page, format_headline(rows))
+    inject_fault("flow.closed")
     return PipelineResult(
         results=dict(pipeline_run.results),
         rows=rows,
-        run_url=pipeline_run.tracking.run_url(pipeline_run.parent.run_id or ""),
+        run_url=pipeline_run.tracking.build_run_url(pipeline_run.parent.run_id or ""),
         page=page,
         artifact=artifact,
         seconds=pipeline_run.seconds,
-        facts=_facts(pipeline_run),
-        ok=not pipeline_run.postponed,
+        facts=_collect_facts(pipeline_run),
+        ok=not pipeline_run.postponed_reason,
         waiting=pipeline_run.approval,
     )
 
 
-def _report(pipeline_run: PipelineRun, rows: list[dict[str, Any]]) -> str:
+def _report_results(pipeline_run: PipelineRun, rows: list[dict[str, Any]]) -> str:
     """Metrics, description and picture of the run on its own page; returns the text of Prefect's page."""
     parent = pipeline_run.parent
-    parent.log_metrics(parent_metrics(pipeline_run), 0)
-    description = describe(pipeline_run, rows)
+    parent.log_metrics(collect_parent_metrics(pipeline_run), 0)
+    description = describe_run(pipeline_run, rows)
     parent.set_description(description)
-    parent.set_tag("result", headline(rows))
-    if decision := _decision(pipeline_run):
+    parent.set_tag("result", format_headline(rows))
+    if decision := _describe_decision(pipeline_run):
         parent.set_tag("gate.decision", decision)  # a column of MLflow's table of runs
-    fault("flow.described")
+    inject_fault("flow.described")
     title = f"{pipeline_run.settings.name}: {pipeline_run.seconds:.0f} s"
-    picture = draw_pipeline(rows, pipeline_run.home / "pipeline.png", title)
-    fault("flow.drawn")
+    picture = draw_pipeline_figure(rows, pipeline_run.home / "pipeline.png", title)
+    inject_fault("flow.drawn")
     parent.log_artifact(picture, "figures")
-    run_url = pipeline_run.tracking.run_url(parent.run_id or "")
+    run_url = pipeline_run.tracking.build_run_url(parent.run_id or "")
     link = f"[MLflow run]({run_url})\n\n" if run_url else ""
-    return f"# {parent.name}\n\n{link}{description}\n\n{figure(picture, 'stages of the run')}"
+    return f"# {parent.name}\n\n{link}{description}\n\n{embed_figure(picture, 'stages of the run')}"
 
 
-def _decision(pipeline_run: PipelineRun) -> str:
+def _describe_decision(pipeline_run: PipelineRun) -> str:
     """The gate's decision in a word or two; "" where the run has no gate.
 
     That of an approval which was settled before, as by the clock while the run was dead, is in the words of its answer.
     """
-    if pipeline_run.postponed:
+    if pipeline_run.postponed_reason:
         return "postponed"
     promote = pipeline_run.results.get("promote")
     if promote is None:
         return ""
-    return DECISIONS.get(str(promote.summary.get("approval", ""))) or str(promote.summary.get("decision", ""))
+    return DECISION_BY_STATE.get(str(promote.summary.get("approval", ""))) or str(
+        promote.summary.get("decision", "")
+    )
 
 
-def _facts(pipeline_run: PipelineRun) -> dict[str, Any]:
+def _collect_facts(pipeline_run: PipelineRun) -> dict[str, Any]:
     """Places of a finished run, its cost of tracking, and what is left to be done."""
     cost = pipeline_run.tracking.cost
     facts: dict[str, Any] = {
         "output": str(pipeline_run.home),
         "logs": str(pipeline_run.stages_folder / "*" / "*" / STAGE_LOG),
-        "runs_url": pipeline_run.tracking.runs_url(),
-        "pages": own_command("ui", pipeline_run.output),
+        "runs_url": pipeline_run.tracking.build_runs_url(),
+        "pages": format_posttrain_command("ui", pipeline_run.output),
         "tracking_seconds": cost.foreground_seconds,
         "tracking_background_seconds": cost.background_seconds,
     }
     if pipeline_run.undelivered.total:
-        sync = own_command("sync", pipeline_run.output)
+        sync = format_posttrain_command("sync", pipeline_run.output)
         facts["undelivered"] = f"{pipeline_run.undelivered}; `{sync}` or the next run delivers them"
-    if pipeline_run.postponed:
-        facts |= {"decision": "postponed", "note": pipeline_run.postponed}
+    if pipeline_run.postponed_reason:
+        facts |= {"decision": "postponed", "note": pipeline_run.postponed_reason}
     return facts
 
 
@@ -277,18 +289,32 @@ def run_pipeline(
     Raises: errors of the stages; ResumeRefused; Stopped if interrupted, with the state saved.
     """
     on_drift: OnDrift = "anew" if restart else "resume" if allow_drift else "refuse"
-    stages_folder = Path(settings.output).resolve() / settings.name / "stages"  # refused before anything is started
-    check_unfinished(stages_folder, settings, RunOptions(fresh=fresh, only=only, on_drift=on_drift))
+    stages_folder = (
+        Path(settings.output).resolve() / settings.name / "stages"
+    )  # refused before anything is started
+    check_unfinished_stages(
+        stages_folder, settings, RunOptions(fresh=fresh, only=only, on_drift=on_drift)
+    )
     token = _restart.set(restart)
     try:
-        time_left = TimeLeft(settings.stages.active, earlier_seconds(stages_folder, settings.stages.active))
+        time_left = RemainingTimeEstimator(
+            settings.stages.active, read_earlier_seconds(stages_folder, settings.stages.active)
+        )
         computes = fresh or not _is_finished(stages_folder, settings)
         with (
-            watched(settings, quiet=quiet, started=started, time_left=time_left, computes=computes),
-            passed_on(settings, changed) as stored,
+            open_local_session(
+                settings,
+                quiet=quiet,
+                started=started,
+                time_left=time_left,
+                preload_libraries=computes,
+            ),
+            flow_parameters(settings, changed) as stored,
         ):
-            result: PipelineResult = outlived.run(
-                lambda: post_training(stored, fresh=fresh, only=only, models=models, allow_drift=allow_drift)
+            result: PipelineResult = prefect_outage.run_flow(
+                lambda: post_training(
+                    stored, fresh=fresh, only=only, models=models, allow_drift=allow_drift
+                )
             )
     finally:
         _restart.reset(token)
@@ -298,33 +324,35 @@ def run_pipeline(
 def _is_finished(stages_folder: Path, settings: PipelineSettings) -> bool:
     """True = every stage will be taken as it is; False where that cannot be told, which the run then says."""
     try:
-        return finished_now(stages_folder, settings) == list(settings.stages.active)
+        return list_finished_stages(stages_folder, settings) == list(settings.stages.active)
     except (PosttrainError, OSError):
         return False
 
 
 @contextlib.contextmanager
-def watched(
+def open_local_session(
     settings: PipelineSettings,
     *,
     quiet: bool = False,
     started: str = "",
-    time_left: TimeLeft | None = None,
-    computes: bool = False,
+    time_left: RemainingTimeEstimator | None = None,
+    preload_libraries: bool = False,
 ) -> Iterator[None]:
     """Context in which a flow called directly runs in this process, with live progress.
 
     started: start time of the run of its pipeline to resume. time_left: of its stages, for the display.
     computes: a stage will compute here, so its libraries are imported while Prefect's server starts, as MLflow is.
     """
-    with Display(quiet=quiet, time_left=time_left) as display:
+    with ProgressDisplay(quiet=quiet, time_left=time_left) as display:
         token, begun = _display.set(display), _started.set(started)
         try:
-            with prefect_defaults():
-                with display.waiting("starting"), without_collection():
-                    start_embedded_server(functools.partial(import_libraries, settings, computes=computes))
-                    freeze_imports()
-                with embedded_address():
+            with apply_prefect_defaults():
+                with display.show_wait("starting"), pause_garbage_collection():
+                    start_embedded_server(
+                        functools.partial(import_libraries, settings, computes=preload_libraries)
+                    )
+                    freeze_imported_objects()
+                with use_embedded_address():
                     yield
         finally:
             _display.reset(token)

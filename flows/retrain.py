@@ -15,27 +15,37 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from flows.main_settings import MainForm
-from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings, told_changes
-from flows.post_training import execute, say, watched
-from flows.runtime import outlived
+from flows.parameters import (
+    MainForm,
+    PipelineForm,
+    describe_run_changes,
+    extract_pipeline_name,
+    flow_parameters,
+    read_settings,
+)
+from flows.post_training import execute_pipeline, open_local_session, report_message
+from flows.runtime import prefect_outage
 from flows.runtime.approval_wait import run_with_approval
-from flows.runtime.pipeline_result import PipelineResult
-from flows.runtime.stopped_state import name_stopped
-from flows.runtime.time_left import TimeLeft
+from flows.runtime.flow_run_states import mark_flow_run_stopped
+from flows.runtime.progress import RemainingTimeEstimator
+from flows.runtime.run_summary import PipelineResult
 from rl_core.errors import PosttrainError
-from rl_core.storage.faults import fault
+from rl_core.storage.faults import inject_fault
 from rl_core.storage.locks import FolderLock
-from tasks.config import PipelineSettings, settings_digest
+from tasks.config import PipelineSettings, digest_settings
 from tasks.lifecycle.data_lineage import record_sources
-from tasks.lifecycle.retraining import RetrainingPlan, close_record, open_record, plan_retraining, settle_waiting
-from tasks.pipeline.prefect_artifacts import publish_page
-from tasks.pipeline.record import finished_run
+from tasks.lifecycle.retraining import (
+    RetrainingPlan,
+    plan_retraining,
+    record_outcome,
+    record_start,
+    settle_waiting_retrainings,
+)
+from tasks.pipeline.prefect_stages import publish_page
 from tasks.pipeline.run_options import OnDrift
-from tasks.stages.promote import AWAITING
+from tasks.pipeline.run_record import find_finished_run
+from tasks.stages.promote import AWAITING_APPROVAL
 from tasks.tracking import Tracking
-
-__all__ = ["RetrainResult", "retrain", "run_retraining"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,19 +59,19 @@ class RetrainResult:
     pipeline: PipelineResult | None = None  # None = skipped
 
 
-def _run_name() -> str:
-    name = pipeline_name(flow_run.parameters["settings"])
-    return " · ".join(filter(None, (f"retrain {name}", told_changes(flow_run.parameters))))
+def _build_run_name() -> str:
+    name = extract_pipeline_name(flow_run.parameters["settings"])
+    return " · ".join(filter(None, (f"retrain {name}", describe_run_changes(flow_run.parameters))))
 
 
 @flow(
     name="retrain",
-    flow_run_name=_run_name,
+    flow_run_name=_build_run_name,
     description=(__doc__ or "").strip(),
     validate_parameters=False,
     persist_result=False,
-    on_failure=[name_stopped],
-    on_crashed=[name_stopped],
+    on_failure=[mark_flow_run_stopped],
+    on_crashed=[mark_flow_run_stopped],
 )
 def retrain(
     settings: PipelineForm | str,
@@ -86,12 +96,14 @@ def retrain(
         fresh: begin the unfinished stage of an interrupted retraining anew.
     """
     typed = read_settings(settings, overrides, main)
-    with outlived.noted() as outcome:
-        outcome.result = result = _retrain(typed, start, force, reason, allow_drift=allow_drift, fresh=fresh)
+    with prefect_outage.capture_outcome() as outcome:
+        outcome.result = result = _retrain_and_promote(
+            typed, start, force, reason, allow_drift=allow_drift, fresh=fresh
+        )
     return Completed(message=result.message, data=result)
 
 
-def _retrain(
+def _retrain_and_promote(
     settings: PipelineSettings,
     start: Literal["champion", "base"] | None,
     force: bool,
@@ -110,8 +122,8 @@ def _retrain(
             plan = plan_retraining(
                 settings,
                 record_sources(settings),
-                tracking.champion(settings.registered_model),
-                settle_waiting(tracking, settings.registered_model, home),
+                tracking.find_champion(settings.registered_model),
+                settle_waiting_retrainings(tracking, settings.registered_model, home),
                 start=start,
                 force=force,
                 reason=reason,
@@ -119,28 +131,40 @@ def _retrain(
             )
             plans.append(plan)
             if plan.record is None:
-                logger.info("retraining: %s", plan.why)
+                logger.info("retraining: %s", plan.reason)
                 return PipelineResult(results={}, rows=[], run_url="", seconds=0.0)
-            return _train(home, plan, lock, "resume" if allow_drift else "refuse" if plan.continues else "anew", fresh)
+            return _run_planned_training(
+                home,
+                plan,
+                lock,
+                "resume" if allow_drift else "refuse" if plan.is_continuation else "anew",
+                fresh,
+            )
 
-    pipeline = run_with_approval(settings, run_once, say)  # manual approval is awaited without the lock
+    pipeline = run_with_approval(
+        settings, run_once, report_message
+    )  # manual approval is awaited without the lock
     if plans and plans[-1].record is None:
-        result = RetrainResult("skipped", plans[-1].why)
+        result = RetrainResult("skipped", plans[-1].reason)
     else:
-        result = _outcome(pipeline)
-        settle_waiting(tracking, settings.registered_model, home)
-    _publish(settings, plans[-1] if plans else None, result)
+        result = _build_retrain_result(pipeline)
+        settle_waiting_retrainings(tracking, settings.registered_model, home)
+    _publish_report(settings, plans[-1] if plans else None, result)
     return result
 
 
-def _outcome(pipeline: PipelineResult) -> RetrainResult:
+def _build_retrain_result(pipeline: PipelineResult) -> RetrainResult:
     """Decision of the gate or of the reviewer."""
     said = pipeline.results["promote"].summary if "promote" in pipeline.results else pipeline.facts
     status = str(said.get("decision", ""))
-    return RetrainResult("waiting" if status == AWAITING else status, str(said.get("note", "")), pipeline)
+    return RetrainResult(
+        "waiting" if status == AWAITING_APPROVAL else status, str(said.get("note", "")), pipeline
+    )
 
 
-def _train(home: Path, plan: RetrainingPlan, lock: FolderLock, on_drift: OnDrift, restart: bool) -> PipelineResult:
+def _run_planned_training(
+    home: Path, plan: RetrainingPlan, lock: FolderLock, on_drift: OnDrift, restart: bool
+) -> PipelineResult:
     """Run the planned pipeline and record its outcome.
 
     on_drift: of a retraining that goes on; a new one has other data or another start than one that was interrupted, so
@@ -148,55 +172,70 @@ def _train(home: Path, plan: RetrainingPlan, lock: FolderLock, on_drift: OnDrift
     """
     record, settings = plan.record, plan.settings
     assert record is not None and settings is not None
-    logger.info("retraining %d: %s", record.number, plan.why, extra={"for_people": True})
-    open_record(home, record)
-    fault("retrain.opened")
+    logger.info("retraining %d: %s", record.number, plan.reason, extra={"for_people": True})
+    record_start(home, record)
+    inject_fault("retrain.opened")
     tags = {
         "retrain.number": str(record.number),
         "retrain.start": f"version {record.start}" if record.start else "base",
         "retrain.reason": record.reason[:500],
     }
     # One that was killed when its run had ended, and before its outcome was recorded, goes on with that run.
-    started = finished_run(home, settings_digest(settings)) if plan.continues else ""
+    started = find_finished_run(home, digest_settings(settings)) if plan.is_continuation else ""
     try:
-        pipeline = execute(settings, tags=tags, lock=lock, on_drift=on_drift, restart=restart, started=started)
+        pipeline = execute_pipeline(
+            settings, tags=tags, lock=lock, on_drift=on_drift, restart=restart, started=started
+        )
     except PosttrainError as error:
-        close_record(home, record, status="failed", note=f"{type(error).__name__}: {error}"[:500])
+        record_outcome(home, record, status="failed", note=f"{type(error).__name__}: {error}"[:500])
         raise
-    result = _outcome(pipeline)
+    result = _build_retrain_result(pipeline)
     said = pipeline.results["promote"].summary if "promote" in pipeline.results else pipeline.facts
-    close_record(
+    record_outcome(
         home,
         record,
         status="failed" if result.status == "postponed" else result.status,  # it is tried again
         version=said.get("model_version"),
         note=str(said.get("reason", result.message)),
     )
-    fault("retrain.closed")
+    inject_fault("retrain.closed")
     return pipeline
 
 
-def _publish(settings: PipelineSettings, plan: RetrainingPlan | None, result: RetrainResult) -> None:
+def _publish_report(
+    settings: PipelineSettings, plan: RetrainingPlan | None, result: RetrainResult
+) -> None:
     """Write a Prefect artifact with findings and outcome; `plan`: None in a run resumed only for the approval."""
     lines = [f"## {settings.name}: {result.status}", result.message]
-    lines += _planned(settings, plan, result) if plan is not None else []
+    lines += _format_plan(settings, plan, result) if plan is not None else []
     pipeline = result.pipeline
     lines += [pipeline.page] if pipeline is not None else []
     before = pipeline.artifact if pipeline is not None else ""
-    publish_page(f"{settings.name}-retraining", "\n\n".join(lines), result.message, before=before)
+    publish_page(
+        f"{settings.name}-retraining", "\n\n".join(lines), result.message, artifact_id=before
+    )
 
 
-def _planned(settings: PipelineSettings, plan: RetrainingPlan, result: RetrainResult) -> list[str]:
-    lines = [] if plan.why == result.message else [f"Why: {plan.why}"]
+def _format_plan(
+    settings: PipelineSettings, plan: RetrainingPlan, result: RetrainResult
+) -> list[str]:
+    lines = [] if plan.reason == result.message else [f"Why: {plan.reason}"]
     if plan.record is not None:
-        start = f"version {plan.record.start} of {settings.registered_model}" if plan.record.start else "the base model"
+        start = (
+            f"version {plan.record.start} of {settings.registered_model}"
+            if plan.record.start
+            else "the base model"
+        )
         lines.append(f"Retraining {plan.record.number} from {start}, seed {plan.record.seed}")
     if plan.record is not None and plan.record.dropped:
         lines.append(f"Skipped, without new data: {', '.join(plan.record.dropped)}")
-    if plan.new.changes or plan.new.gone:
+    if plan.new_data.changes or plan.new_data.missing_files:
         rows = ["| data | file | change | new rows |", "|---|---|---|---|"]
-        rows += [f"| {c.source} | {c.file.replace('|', '/')} | {c.kind} | {c.rows} |" for c in plan.new.changes]
-        rows += [f"| {name.replace('|', '/')} | | gone | |" for name in plan.new.gone]
+        rows += [
+            f"| {c.source} | {c.file.replace('|', '/')} | {c.kind} | {c.rows} |"
+            for c in plan.new_data.changes
+        ]
+        rows += [f"| {name.replace('|', '/')} | | gone | |" for name in plan.new_data.missing_files]
         lines.append("\n".join(rows))
     return lines
 
@@ -213,11 +252,20 @@ def run_retraining(
 ) -> RetrainResult:
     """Run the flow in this process, with live progress. Arguments: see `retrain`."""
     with (
-        watched(settings, quiet=quiet, time_left=TimeLeft(settings.stages.active)),
-        passed_on(settings) as stored,
+        open_local_session(
+            settings, quiet=quiet, time_left=RemainingTimeEstimator(settings.stages.active)
+        ),
+        flow_parameters(settings) as stored,
     ):
-        run = outlived.run(
-            lambda: retrain(stored, start=start, force=force, reason=reason, allow_drift=allow_drift, fresh=fresh)
+        run = prefect_outage.run_flow(
+            lambda: retrain(
+                stored,
+                start=start,
+                force=force,
+                reason=reason,
+                allow_drift=allow_drift,
+                fresh=fresh,
+            )
         )
         result: RetrainResult = run  # type: ignore[assignment]
     return result

@@ -7,35 +7,34 @@ import dataclasses
 from prefect import flow
 from prefect.runtime import flow_run
 
-from flows.parameters import PipelineForm, pipeline_name, read_settings, told_overrides
-from flows.post_training import execute, run_pipeline
-from flows.runtime.pipeline_result import PipelineResult
-from flows.runtime.stopped_state import name_stopped
+from flows.parameters import PipelineForm, describe_overrides, extract_pipeline_name, read_settings
+from flows.post_training import execute_pipeline, run_pipeline
+from flows.runtime.flow_run_states import mark_flow_run_stopped
+from flows.runtime.run_summary import PipelineResult
 from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings
-from tasks.config import PipelineSettings, StageName, StagesSettings, evaluation_settings
-from tasks.pipeline.partial_settings import settings_up_to
-from tasks.pipeline.run_options import OnDrift
-from tasks.stage_registry import no_such_stage
-
-__all__ = ["analyze_models", "compare_models", "evaluate_model", "evaluate_models", "run_stage", "single_stage"]
+from tasks.config import PipelineSettings, StageName, StagesSettings, resolve_evaluation_settings
+from tasks.pipeline.run_options import OnDrift, select_settings_up_to
+from tasks.stage_registry import describe_unknown_stage
 
 
-def _run_name() -> str:
+def _build_run_name() -> str:
     parameters = flow_run.parameters
     compared = f"compare {', '.join(parameters.get('models') or ())}"
     done = parameters["stage"].replace("_", " ") if "stage" in parameters else compared
-    overrides = told_overrides(parameters.get("overrides"))
-    return " · ".join(filter(None, (pipeline_name(parameters["settings"]), done, overrides)))
+    overrides = describe_overrides(parameters.get("overrides"))
+    return " · ".join(
+        filter(None, (extract_pipeline_name(parameters["settings"]), done, overrides))
+    )
 
 
 @flow(
     name="single-stage",
-    flow_run_name=_run_name,
+    flow_run_name=_build_run_name,
     validate_parameters=False,
     persist_result=False,
-    on_failure=[name_stopped],
-    on_crashed=[name_stopped],
+    on_failure=[mark_flow_run_stopped],
+    on_crashed=[mark_flow_run_stopped],
 )
 def single_stage(
     settings: PipelineForm | str,
@@ -57,18 +56,20 @@ def single_stage(
     """
     typed = read_settings(settings, overrides)
     if stage not in typed.stages.active:
-        raise SettingsError(f"{typed.name}: {no_such_stage(stage, typed.stages.active)}")
+        raise SettingsError(f"{typed.name}: {describe_unknown_stage(stage, typed.stages.active)}")
     on_drift: OnDrift = "resume" if allow_drift else "refuse"
-    return execute(settings_up_to(typed, stage, model), fresh=fresh, only=stage, on_drift=on_drift)
+    return execute_pipeline(
+        select_settings_up_to(typed, stage, model), fresh=fresh, only=stage, on_drift=on_drift
+    )
 
 
 @flow(
     name="analyze",
-    flow_run_name=_run_name,
+    flow_run_name=_build_run_name,
     validate_parameters=False,
     persist_result=False,
-    on_failure=[name_stopped],
-    on_crashed=[name_stopped],
+    on_failure=[mark_flow_run_stopped],
+    on_crashed=[mark_flow_run_stopped],
 )
 def compare_models(
     settings: PipelineForm | str, models: dict[str, str], overrides: list[str] | None = None
@@ -81,8 +82,13 @@ def compare_models(
         overrides: key.path=value each, as in `--set`; applied to `settings`.
     """
     if not models:
-        raise SettingsError("models: empty; give at least one, such as {champion: models:/demo@champion}")
-    return execute(_for_comparison(read_settings(settings, overrides, ask_servers=False), models), models=models)
+        raise SettingsError(
+            "models: empty; give at least one, such as {champion: models:/demo@champion}"
+        )
+    return execute_pipeline(
+        _select_comparison_stages(read_settings(settings, overrides, check_servers=False), models),
+        models=models,
+    )
 
 
 def run_stage(
@@ -102,7 +108,7 @@ def run_stage(
         fresh: rerun this stage even if finished; earlier stages are not rerun.
         allow_drift: resume the stage although its settings, data or code changed since its checkpoint.
     """
-    part = settings_up_to(settings, name, model)
+    part = select_settings_up_to(settings, name, model)
     return run_pipeline(part, fresh=fresh, only=name, quiet=quiet, allow_drift=allow_drift)
 
 
@@ -117,31 +123,41 @@ def evaluate_model(
     return evaluate_models(settings, {name: model}, quiet=quiet)
 
 
-def evaluate_models(settings: PipelineSettings, models: dict[str, str], *, quiet: bool = False) -> PipelineResult:
+def evaluate_models(
+    settings: PipelineSettings, models: dict[str, str], *, quiet: bool = False
+) -> PipelineResult:
     """Evaluate several models on the config's held-out episodes.
 
     Args:
         models: name -> folder, hub name or registered model.
     """
-    stages = StagesSettings(prepare_data=settings.stages.prepare_data, evaluate=evaluation_settings(settings))
+    stages = StagesSettings(
+        prepare_data=settings.stages.prepare_data, evaluate=resolve_evaluation_settings(settings)
+    )
     start = dataclasses.replace(settings.model, path=next(iter(models.values())))
-    return run_pipeline(dataclasses.replace(settings, model=start, stages=stages), models=models, quiet=quiet)
+    return run_pipeline(
+        dataclasses.replace(settings, model=start, stages=stages), models=models, quiet=quiet
+    )
 
 
-def analyze_models(settings: PipelineSettings, models: dict[str, str], *, quiet: bool = False) -> PipelineResult:
+def analyze_models(
+    settings: PipelineSettings, models: dict[str, str], *, quiet: bool = False
+) -> PipelineResult:
     """Evaluate several models on the config's held-out episodes and compare the first with all others.
 
     Args:
         models: name -> folder, or hub name.
     """
-    return run_pipeline(_for_comparison(settings, models), models=models, quiet=quiet)
+    return run_pipeline(_select_comparison_stages(settings, models), models=models, quiet=quiet)
 
 
-def _for_comparison(settings: PipelineSettings, models: dict[str, str]) -> PipelineSettings:
+def _select_comparison_stages(
+    settings: PipelineSettings, models: dict[str, str]
+) -> PipelineSettings:
     """Pipeline settings with evaluation and analysis only."""
     stages = StagesSettings(
         prepare_data=settings.stages.prepare_data,
-        evaluate=evaluation_settings(settings),
+        evaluate=resolve_evaluation_settings(settings),
         analyze=settings.stages.analyze or AnalysisSettings(),
     )
     start = dataclasses.replace(settings.model, path=next(iter(models.values())))

@@ -24,17 +24,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_core.analysis.runner import AnalysisResult, analyze
+    from rl_core.api.custom_functions import RewardSource
     from rl_core.api.evaluation import evaluate, generate
     from rl_core.api.networks import NetworkTraining, network_ppo
     from rl_core.api.on_policy import distill, grpo, policy_gradient, ppo
     from rl_core.api.policy import ModelSource, Policy, create_policy, load_policy
-    from rl_core.api.rewards import RewardSource
     from rl_core.api.supervised import dpo, reward_model, sft
     from rl_core.api.training import Training
-    from rl_core.cpu.waiting import free_processors
+    from rl_core.cpu.openmp_spin import free_processors
     from rl_core.data.records import RowSource
-    from rl_core.environments import Demonstration, Environment, Episode, Step, Tool, Toolset
-    from rl_core.environments import make as make_environment
+    from rl_core.environments import (
+        Demonstration,
+        Environment,
+        Episode,
+        Step,
+        Tool,
+        Toolset,
+        make_environment,
+    )
     from rl_core.environments.prompts import Prompts
     from rl_core.errors import (
         BackendError,
@@ -64,7 +71,13 @@ if TYPE_CHECKING:
         WorkerFailed,
     )
     from rl_core.evaluation import Evaluation, compare
-    from rl_core.networks.actor_critic import ActionSpace, ActorCritic, NetworkShape, PolicyNetwork, ValueNetwork
+    from rl_core.networks.actor_critic import (
+        ActionSpace,
+        ActorCritic,
+        NetworkShape,
+        PolicyNetwork,
+        ValueNetwork,
+    )
     from rl_core.networks.network_files import load_network
     from rl_core.readers import (
         iter_metrics,
@@ -76,7 +89,8 @@ if TYPE_CHECKING:
         read_trajectories,
         trajectory_frame,
     )
-    from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
+    from rl_core.rewards.orchestrator import RewardOrchestrator
+    from rl_core.rewards.user_function import RewardFunction
     from rl_core.settings import (
         AnalysisSettings,
         CodeSettings,
@@ -137,11 +151,16 @@ if TYPE_CHECKING:
         ToolUseSettings,
         VotingSettings,
     )
-    from rl_core.trackers import CsvTracker, JsonlTracker, TensorBoardTracker, TerminalTracker, TrackerSource
+    from rl_core.trackers import (
+        CsvTracker,
+        JsonlTracker,
+        TensorBoardTracker,
+        TerminalTracker,
+        TrackerSource,
+    )
     from rl_core.tracking import MemoryTracker, Tracker
-    from rl_core.training.callbacks import Callback, TrainingEvent
+    from rl_core.training.callbacks import Callback, Trainer, TrainingEvent
     from rl_core.training.loop_state import LoopOutcome
-    from rl_core.training.trainer_protocol import Trainer
     from rl_core.types import Message, Rollout, RolloutGroup, StopReason, ToolCall, Trajectory, Turn
 
 __all__ = [
@@ -296,18 +315,18 @@ __all__ = [
 ]
 
 # module -> its public names; name:alias where the public name is another one
-_HOME = {
+_PUBLIC_NAMES = {
     "rl_core.analysis.runner": "AnalysisResult analyze",
     "rl_core.api.on_policy": "distill grpo policy_gradient ppo",
     "rl_core.api.networks": "NetworkTraining network_ppo",
     "rl_core.api.supervised": "dpo reward_model sft",
     "rl_core.api.evaluation": "evaluate generate",
     "rl_core.api.policy": "ModelSource Policy create_policy load_policy",
-    "rl_core.api.rewards": "RewardSource",
+    "rl_core.api.custom_functions": "RewardSource",
     "rl_core.api.training": "Training",
-    "rl_core.cpu.waiting": "free_processors",
+    "rl_core.cpu.openmp_spin": "free_processors",
     "rl_core.data.records": "RowSource",
-    "rl_core.environments": "Demonstration Environment Episode Step Tool Toolset make:make_environment",
+    "rl_core.environments": "Demonstration Environment Episode Step Tool Toolset make_environment",
     "rl_core.environments.prompts": "Prompts",
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault ExportMismatch "
@@ -341,26 +360,27 @@ _HOME = {
     ),
     "rl_core.trackers": "CsvTracker JsonlTracker TensorBoardTracker TerminalTracker TrackerSource",
     "rl_core.tracking": "MemoryTracker Tracker",
-    "rl_core.training.callbacks": "Callback TrainingEvent",
+    "rl_core.training.callbacks": "Callback Trainer TrainingEvent",
     "rl_core.training.loop_state": "LoopOutcome",
-    "rl_core.training.trainer_protocol": "Trainer",
     "rl_core.types": "Message Rollout RolloutGroup StopReason ToolCall Trajectory Turn",
 }
-_PLACES = {
+_EXPORTS = {
     entry.partition(":")[2] or entry: (module, entry.partition(":")[0])
-    for module, entries in _HOME.items()
+    for module, entries in _PUBLIC_NAMES.items()
     for entry in entries.split()
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _EXPORTS:
         if not name.startswith("_"):
-            from rl_core.errors import nearest
+            from rl_core.errors import suggest_name
 
-            raise AttributeError(f"module 'rl_core' has no attribute '{name}'; {nearest(name, __all__)}")
+            raise AttributeError(
+                f"module 'rl_core' has no attribute '{name}'; {suggest_name(name, __all__)}"
+            )
         raise AttributeError(f"module 'rl_core' has no attribute '{name}'")
-    module, inner = _PLACES[name]
+    module, inner = _EXPORTS[name]
     value = getattr(importlib.import_module(module), inner)
     globals()[name] = value  # found at once from now on
     return value

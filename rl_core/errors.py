@@ -35,35 +35,6 @@ import difflib
 from collections.abc import Iterable
 from typing import Literal
 
-__all__ = [
-    "BackendError",
-    "CallbackError",
-    "CheckFailed",
-    "CheckpointError",
-    "CorruptError",
-    "DataError",
-    "EnvironmentFault",
-    "ExportMismatch",
-    "FolderBusy",
-    "ModelError",
-    "NonFiniteError",
-    "NonFiniteTensor",
-    "OutOfMemory",
-    "PosttrainError",
-    "RecordsError",
-    "ResumeRefused",
-    "RewardError",
-    "SamplerMismatch",
-    "ServiceError",
-    "SettingsError",
-    "StageTimeout",
-    "Stopped",
-    "ToolMisuse",
-    "UnknownAnswer",
-    "WorkerFailed",
-    "nearest",
-]
-
 
 class PosttrainError(Exception):
     """Base of all errors raised deliberately by this project."""
@@ -173,7 +144,7 @@ class Stopped(PosttrainError):
         self.signum = signum
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """Suggestion for an error message: the known name closest to `name`, or all names."""
     names = sorted(known)
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)

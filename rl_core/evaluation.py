@@ -12,35 +12,32 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from rl_core.analysis.statistics import (
     Difference,
     Rate,
-    clustered_rate,
-    mean_pass_at_k,
-    paired_bootstrap,
+    bootstrap_paired_difference,
+    compute_clustered_rate,
+    compute_mean_pass_at_k,
     sign_test,
 )
 from rl_core.environments.environment import Environment
-from rl_core.environments.failed_episodes import EpisodeFailures
+from rl_core.environments.failed_episodes import EpisodeFailureMonitor
 from rl_core.errors import DataError, SettingsError
 from rl_core.rollouts.episode_sequence import EpisodeRequest, Renderer
 from rl_core.settings import SamplingSettings
-from rl_core.storage.faults import fault
+from rl_core.storage.faults import inject_fault
 from rl_core.types import Rollout, StopReason, Trajectory
 
 if TYPE_CHECKING:
     from rl_core.distributed import ProcessGroup
     from rl_core.inference.sampling import RolloutBackend
 
-__all__ = [
-    "EpisodeResult",
-    "Evaluation",
-    "PairedResult",
-    "compare",
-    "evaluate",
-    "paired_differences",
-    "summarize",
-]
 
-_PLAYED = ("trajectories", "rollouts")  # fields of an Evaluation that are stored in separate files
-_TIMED = ("tokens_per_second", "seconds")  # that differ from one evaluation of a model to the next
+_SEPARATE_FIELDS = (
+    "trajectories",
+    "rollouts",
+)  # fields of an Evaluation that are stored in separate files
+_TIMING_FIELDS = (
+    "tokens_per_second",
+    "seconds",
+)  # that differ from one evaluation of a model to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,9 @@ class Evaluation:
     """Results of one model on the held-out episodes."""
 
     success_rate: float
-    interval: tuple[float, float]  # Wilson 95%, at the effective sample size if episodes were sampled several times
+    interval: tuple[
+        float, float
+    ]  # Wilson 95%, at the effective sample size if episodes were sampled several times
     by_level: dict[str, Rate]
     by_kind: dict[str, Rate]
     pass_at_k: dict[int, float]
@@ -83,10 +82,16 @@ class Evaluation:
     tokens_per_second: float  # sampled tokens / seconds of all rollouts; 0 = unknown
     seconds: float  # 0 = unknown
     episodes: list[EpisodeResult] = field(repr=False)  # in the order of the requests
-    held_out: dict[str, dict[str, Any]] = field(default_factory=dict)  # level -> `HeldOut.to_json`; {} = not known
+    held_out: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # level -> `HeldOutSeparation.to_json`; {} = not known
     failed_episodes: int = 0  # rollouts whose environment failed; they count nowhere
-    trajectories: list[Trajectory] = field(default_factory=list, repr=False)  # not part of `to_json`
-    rollouts: list[Rollout] = field(default_factory=list, repr=False)  # the same with token ids; not part of `to_json`
+    trajectories: list[Trajectory] = field(
+        default_factory=list, repr=False
+    )  # not part of `to_json`
+    rollouts: list[Rollout] = field(
+        default_factory=list, repr=False
+    )  # the same with token ids; not part of `to_json`
 
     @property
     def samples(self) -> int:
@@ -103,12 +108,21 @@ class Evaluation:
             "samples": float(self.samples),
         }
         for name in (
-            "reward_mean", "turns_mean", "tool_calls_mean", "action_tokens_mean", "misuse_rate", "truncated_rate",
-            "failed_episodes", "tokens_per_second", "seconds",
-        ):  # fmt: skip
+            "reward_mean",
+            "turns_mean",
+            "tool_calls_mean",
+            "action_tokens_mean",
+            "misuse_rate",
+            "truncated_rate",
+            "failed_episodes",
+            "tokens_per_second",
+            "seconds",
+        ):
             plain[name] = float(getattr(self, name))
         plain |= {f"pass_at_{k}": value for k, value in self.pass_at_k.items()}
-        plain |= {f"success_rate_by_level/{level}": rate.rate for level, rate in self.by_level.items()}
+        plain |= {
+            f"success_rate_by_level/{level}": rate.rate for level, rate in self.by_level.items()
+        }
         plain |= {f"success_rate_by_kind/{kind}": rate.rate for kind, rate in self.by_kind.items()}
         return {f"{prefix}/{name}": value for name, value in plain.items()}
 
@@ -118,7 +132,11 @@ class Evaluation:
         Without trajectories and rollouts, which are stored in trajectories.jsonl and tokens.jsonl, and without timings,
         which `metrics` gives.
         """
-        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _PLAYED + _TIMED}
+        row = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in _SEPARATE_FIELDS + _TIMING_FIELDS
+        }
         row["interval"] = list(self.interval)
         row["by_level"] = {level: rate._asdict() for level, rate in self.by_level.items()}
         row["by_kind"] = {kind: rate._asdict() for kind, rate in self.by_kind.items()}
@@ -133,7 +151,7 @@ class Evaluation:
         Raises: DataError if the row was not written by `to_json`.
         """
         try:
-            kept = {**dict.fromkeys(_TIMED, 0.0), **row}
+            kept = {**dict.fromkeys(_TIMING_FIELDS, 0.0), **row}
             kept["interval"] = (float(row["interval"][0]), float(row["interval"][1]))
             kept["by_level"] = {level: Rate(**rate) for level, rate in row["by_level"].items()}
             kept["by_kind"] = {kind: Rate(**rate) for kind, rate in row["by_kind"].items()}
@@ -158,7 +176,11 @@ class PairedResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain dict."""
-        return {**dataclasses.asdict(self), "success": self.success._asdict(), "reward": self.reward._asdict()}
+        return {
+            **dataclasses.asdict(self),
+            "success": self.success._asdict(),
+            "reward": self.reward._asdict(),
+        }
 
 
 def evaluate(
@@ -172,42 +194,51 @@ def evaluate(
     seed: int,
     policy_version: int = 0,
     process_group: ProcessGroup | None = None,
-    failures: EpisodeFailures | None = None,
+    failures: EpisodeFailureMonitor | None = None,
 ) -> Evaluation:
     """Evaluation of a model: every requested episode is played `samples` times.
 
     Args:
-        requests: from `rollouts.heldout_requests`. samples: rollouts of each, at least 1.
+        requests: from `rollouts.draw_heldout_requests`. samples: rollouts of each, at least 1.
         sampling: temperature 0 = greedy, with log-probabilities at temperature 1. seed: of the sampling.
         process_group: processes that each play a share of the episodes; None = this one alone.
         failures: counts the episodes whose environment failed; None = up to `sampling.max_failed_share` of this call.
     Raises: DataError without requests; SettingsError for samples below 1; EnvironmentFault if too many episodes failed.
     """
-    from rl_core.distributed import SINGLE_PROCESS  # here, as they load torch, which results do not need
-    from rl_core.rollouts.collect import collect
+    from rl_core.distributed import (
+        SINGLE_PROCESS,  # here, as they load torch, which results do not need
+    )
+    from rl_core.rollouts.collect import collect_rollouts
 
     if not requests:
         raise DataError("evaluate: there are no episodes to play")
     if samples < 1:
         raise SettingsError(f"samples: {samples} must be at least 1")
-    failures = failures or EpisodeFailures(sampling.max_failed_share)
+    failures = failures or EpisodeFailureMonitor(sampling.max_failed_share)
     before = failures.total
     start = time.perf_counter()
-    groups = collect(
-        environment, backend, renderer, requests,
-        group_size=samples, sampling=sampling, seed=seed, policy_version=policy_version,
-        process_group=process_group or SINGLE_PROCESS, failures=failures,
-    )  # fmt: skip
+    groups = collect_rollouts(
+        environment,
+        backend,
+        renderer,
+        requests,
+        group_size=samples,
+        sampling=sampling,
+        seed=seed,
+        policy_version=policy_version,
+        process_group=process_group or SINGLE_PROCESS,
+        failures=failures,
+    )
     seconds = time.perf_counter() - start
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    result = summarize((rollout.trajectory for rollout in rollouts), seconds)
+    result = summarize_trajectories((rollout.trajectory for rollout in rollouts), seconds)
     result.failed_episodes = failures.total - before
     result.rollouts = rollouts
-    fault("evaluation.played")
+    inject_fault("evaluation.played")
     return result
 
 
-def summarize(trajectories: Iterable[Trajectory], seconds: float = 0.0) -> Evaluation:
+def summarize_trajectories(trajectories: Iterable[Trajectory], seconds: float = 0.0) -> Evaluation:
     """Evaluation computed from existing trajectories.
 
     Args:
@@ -222,25 +253,36 @@ def summarize(trajectories: Iterable[Trajectory], seconds: float = 0.0) -> Evalu
         grouped[trajectory.level, trajectory.seed].append(trajectory)
     episodes = [
         EpisodeResult(
-            level, group[0].kind, seed, len(group), sum(t.success for t in group), _mean(t.reward for t in group)
+            level,
+            group[0].kind,
+            seed,
+            len(group),
+            sum(t.success for t in group),
+            _compute_mean(t.reward for t in group),
         )
         for (level, seed), group in grouped.items()
     ]
-    total = _rate(episodes)
+    total = _compute_rate(episodes)
     turns = [turn for t in played for turn in t.turns]
     tokens = sum(t.num_action_tokens for t in played)
     return Evaluation(
         success_rate=total.rate,
         interval=(total.low, total.high),
-        by_level={name: _rate(e for e in episodes if e.level == name) for name in _names(e.level for e in episodes)},
-        by_kind={name: _rate(e for e in episodes if e.kind == name) for name in _names(e.kind for e in episodes)},
-        pass_at_k=_pass_at_ks(episodes),
-        reward_mean=_mean(t.reward for t in played),
+        by_level={
+            name: _compute_rate(e for e in episodes if e.level == name)
+            for name in _list_distinct(e.level for e in episodes)
+        },
+        by_kind={
+            name: _compute_rate(e for e in episodes if e.kind == name)
+            for name in _list_distinct(e.kind for e in episodes)
+        },
+        pass_at_k=_compute_pass_at_ks(episodes),
+        reward_mean=_compute_mean(t.reward for t in played),
         turns_mean=len(turns) / len(played),
         tool_calls_mean=sum(len(turn.calls) for turn in turns) / len(played),
         action_tokens_mean=tokens / len(played),
         misuse_rate=sum(turn.is_error for turn in turns) / max(1, len(turns)),
-        truncated_rate=_mean(t.stop_reason != StopReason.TERMINATED for t in played),
+        truncated_rate=_compute_mean(t.stop_reason != StopReason.TERMINATED for t in played),
         tokens_per_second=tokens / seconds if seconds > 0 else 0.0,
         seconds=seconds,
         episodes=episodes,
@@ -260,31 +302,41 @@ def compare(
 
     Raises: DataError without common episodes.
     """
-    pairs = _pairs(challenger, champion)
+    pairs = _pair_episodes(challenger, champion)
     wins = sum(new.success > old.success for new, old in pairs)
     losses = sum(new.success < old.success for new, old in pairs)
     success, reward = (
-        paired_bootstrap(
-            [getattr(new, name) for new, _ in pairs], [getattr(old, name) for _, old in pairs],
-            samples=bootstrap_samples, seed=seed, confidence=confidence,
+        bootstrap_paired_difference(
+            [getattr(new, name) for new, _ in pairs],
+            [getattr(old, name) for _, old in pairs],
+            samples=bootstrap_samples,
+            seed=seed,
+            confidence=confidence,
         )
         for name in ("success", "reward")
-    )  # fmt: skip
+    )
     unpaired = len(challenger.episodes) + len(champion.episodes) - 2 * len(pairs)
-    return PairedResult(success, reward, len(pairs), unpaired, wins, losses, sign_test(wins, losses))
+    return PairedResult(
+        success, reward, len(pairs), unpaired, wins, losses, sign_test(wins, losses)
+    )
 
 
-def paired_differences(
+def compute_paired_differences(
     challenger: Evaluation, champion: Evaluation, metric: Literal["success", "reward"] = "success"
 ) -> list[float]:
     """Challenger minus champion on each common episode, samples of an episode averaged.
 
     Raises: DataError without common episodes.
     """
-    return [getattr(new, metric) - getattr(old, metric) for new, old in _pairs(challenger, champion)]
+    return [
+        getattr(new, metric) - getattr(old, metric)
+        for new, old in _pair_episodes(challenger, champion)
+    ]
 
 
-def _pairs(challenger: Evaluation, champion: Evaluation) -> list[tuple[EpisodeResult, EpisodeResult]]:
+def _pair_episodes(
+    challenger: Evaluation, champion: Evaluation
+) -> list[tuple[EpisodeResult, EpisodeResult]]:
     before = {episode.key: episode for episode in champion.episodes}
     pairs = [(new, before[new.key]) for new in challenger.episodes if new.key in before]
     if not pairs:
@@ -295,24 +347,26 @@ def _pairs(challenger: Evaluation, champion: Evaluation) -> list[tuple[EpisodeRe
     return pairs
 
 
-def _rate(episodes: Iterable[EpisodeResult]) -> Rate:
+def _compute_rate(episodes: Iterable[EpisodeResult]) -> Rate:
     kept = list(episodes)
-    return clustered_rate([e.successes for e in kept], [e.samples for e in kept])
+    return compute_clustered_rate([e.successes for e in kept], [e.samples for e in kept])
 
 
-def _pass_at_ks(episodes: Sequence[EpisodeResult]) -> dict[int, float]:
+def _compute_pass_at_ks(episodes: Sequence[EpisodeResult]) -> dict[int, float]:
     """pass@1, pass@2, pass@4, ... and pass@n, n the fewest samples of an episode."""
     samples, successes = [e.samples for e in episodes], [e.successes for e in episodes]
     fewest = min(samples)
     ks = sorted({2**i for i in range(fewest.bit_length()) if 2**i <= fewest} | {fewest})
-    return {k: value for k in ks if (value := mean_pass_at_k(samples, successes, k)) is not None}
+    return {
+        k: value for k in ks if (value := compute_mean_pass_at_k(samples, successes, k)) is not None
+    }
 
 
-def _mean(values: Iterable[float]) -> float:
+def _compute_mean(values: Iterable[float]) -> float:
     kept = [float(value) for value in values]
     return sum(kept) / len(kept)
 
 
-def _names(values: Iterable[str]) -> list[str]:
+def _list_distinct(values: Iterable[str]) -> list[str]:
     """Distinct values in order of first appearance."""
     return list(dict.fromkeys(values))

@@ -13,33 +13,32 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_core.analysis.probe_results import ModelProbe
+from rl_core.analysis.results import ModelProbeResult
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.conversation import training_sequences
-from rl_core.data.records import Row
+from rl_core.data.formats import Row
+from rl_core.data.training_sequences import build_training_sequences
 from rl_core.losses.kl import exact_forward_kl
 from rl_core.losses.supervised import token_entropy
-from rl_core.memory import MemoryFit
-from rl_core.models.causal_lm import evaluating
-from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
-from rl_core.models.rotary import longest_sequence
-from rl_core.models.turn_states import turn_spans, turn_states
-from rl_core.rewards.coherence import CoherenceReward
-from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.hidden_states import compute_turn_embeddings, find_turn_spans
+from rl_core.models.logprobs import completion_logprobs, iter_next_token_logprobs
+from rl_core.models.rotary import read_model_max_length
+from rl_core.out_of_memory import MemoryFit
+from rl_core.rewards.state_components import CoherenceReward
+from rl_core.rollouts.batching import TrainRow, build_batches
 from rl_core.settings import CoherenceSettings
 from rl_core.types import Rollout, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Divergence", "Subject", "divergence", "mean_nll", "probe", "same_vocabulary"]
 
 MAX_TOKENS = 4096  # padded tokens per forward pass; more exceeds CPU caches without a gain
 MAX_TURNS = 8  # turns reported separately; later ones count only in the total
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProbedModel:
     """A model to measure, with its renderer."""
 
     model: PreTrainedModel
@@ -47,7 +46,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Divergence:
+class PolicyDivergence:
     """Means over sampled tokens, in nats per token."""
 
     entropy: float
@@ -56,13 +55,13 @@ class Divergence:
     kl_by_turn: list[float]
 
 
-def probe(
-    subject: Subject,
-    first: Subject | None,
+def probe_model(
+    subject: ProbedModel,
+    first: ProbedModel | None,
     rollouts: Sequence[Rollout],
     demonstrations: Sequence[Row] = (),
     coherence: CoherenceSettings | None = None,
-) -> ModelProbe:
+) -> ModelProbeResult:
     """All measurements of one model.
 
     Args:
@@ -70,14 +69,18 @@ def probe(
         rollouts: sampled by `subject`. demonstrations: held-out rows of {messages, tools}; those longer than the
             model's context are skipped.
     """
-    nll, count = mean_nll(subject, demonstrations)
-    spread = divergence(subject.model, first.model if first else None, rollouts, subject.renderer.pad_id)
+    nll, count = compute_mean_nll(subject, demonstrations)
+    spread = measure_divergence(
+        subject.model, first.model if first else None, rollouts, subject.renderer.pad_id
+    )
     yardstick = first or subject
     score = None
     if rollouts:
-        states = turn_states(yardstick.model, rollouts, pad_id=yardstick.renderer.pad_id, max_tokens=MAX_TOKENS)
+        states = compute_turn_embeddings(
+            yardstick.model, rollouts, pad_id=yardstick.renderer.pad_id, max_tokens=MAX_TOKENS
+        )
         score = fmean(CoherenceReward(coherence or CoherenceSettings())(rollouts, states))
-    return ModelProbe(
+    return ModelProbeResult(
         perplexity=math.exp(min(nll, 700.0)) if nll is not None else None,
         demonstrations=count,
         entropy=spread.entropy if spread else None,
@@ -89,21 +92,24 @@ def probe(
     )
 
 
-def mean_nll(subject: Subject, conversations: Sequence[Row]) -> tuple[float | None, int]:
+def compute_mean_nll(
+    subject: ProbedModel, conversations: Sequence[Row]
+) -> tuple[float | None, int]:
     """Mean nats per assistant token (end-of-turn token included), and the number of conversations.
 
     Perplexity is its exponential, comparable only between models with the same tokenizer.
     """
-    context = longest_sequence(subject.model)
+    context = read_model_max_length(subject.model)
     rows, count = [], 0
     for row in conversations:
-        sequences = training_sequences(
+        sequences = build_training_sequences(
             subject.renderer, row["messages"], row.get("tools"), max_tokens=row.get("max_tokens")
         )
         if max(len(ids) for ids, _ in sequences) <= context:
             count += 1
             rows += [
-                TrainRow(prompt_ids=ids[:1], completion_ids=ids[1:], loss_mask=mask[1:]) for ids, mask in sequences
+                TrainRow(prompt_ids=ids[:1], completion_ids=ids[1:], loss_mask=mask[1:])
+                for ids, mask in sequences
             ]
     if not rows:
         return None, 0
@@ -111,18 +117,23 @@ def mean_nll(subject: Subject, conversations: Sequence[Row]) -> tuple[float | No
 
     def measure(batch: TrainBatch) -> tuple[float, int]:
         logprobs_BS, _ = completion_logprobs(subject.model, batch.to(device))
-        return -float(logprobs_BS.double().sum()), batch.num_loss_tokens  # log-prob 0 for tokens without loss
+        return -float(
+            logprobs_BS.double().sum()
+        ), batch.num_loss_tokens  # log-prob 0 for tokens without loss
 
-    with evaluating(subject.model), torch.no_grad():
-        batches = make_batches(rows, MAX_TOKENS, subject.renderer.pad_id)
-        found = MemoryFit("perplexity").compute(batches, measure)
+    with use_eval_mode(subject.model), torch.no_grad():
+        batches = build_batches(rows, MAX_TOKENS, subject.renderer.pad_id)
+        found = MemoryFit("perplexity").compute_batches(batches, measure)
     return sum(nll for nll, _ in found) / sum(tokens for _, tokens in found), count
 
 
 @torch.no_grad()
-def divergence(
-    model: PreTrainedModel, reference: PreTrainedModel | None, rollouts: Sequence[Rollout], pad_id: int
-) -> Divergence | None:
+def measure_divergence(
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    rollouts: Sequence[Rollout],
+    pad_id: int,
+) -> PolicyDivergence | None:
     """Entropy of `model` and KL(model || reference) at every sampled token, exact over the vocabulary.
 
     H = -sum_v p log p, KL = sum_v p (log p - log q), both at temperature 1 regardless of the sampling temperature.
@@ -135,37 +146,39 @@ def divergence(
 
     def measure(batch: TrainBatch) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
         batch = batch.to(device)
-        theirs = next_token_logprobs(reference, batch) if reference is not None else None
+        theirs = iter_next_token_logprobs(reference, batch) if reference is not None else None
         entropies, kls = [], []
-        for log_p_CV in next_token_logprobs(model, batch):
+        for log_p_CV in iter_next_token_logprobs(model, batch):
             entropies.append(token_entropy(log_p_CV).cpu())
             if theirs is not None:
                 kls.append(exact_forward_kl(log_p_CV, next(theirs)).cpu())
         return entropies, kls, batch.rows
 
-    with evaluating(model), evaluating(reference or model):
-        found = MemoryFit("entropy and KL").compute(make_batches(list(rollouts), MAX_TOKENS, pad_id), measure)
+    with use_eval_mode(model), use_eval_mode(reference or model):
+        found = MemoryFit("entropy and KL").compute_batches(
+            build_batches(list(rollouts), MAX_TOKENS, pad_id), measure
+        )
     entropy_N = [part for entropies, _, _ in found for part in entropies]
     kl_N = [part for _, kls, _ in found for part in kls]
     for row in (row for _, _, rows in found for row in rows):
-        spans = turn_spans(rollouts[row].loss_mask)
+        spans = find_turn_spans(rollouts[row].loss_mask)
         turns_N += [turn for turn, (start, end, _) in enumerate(spans) for _ in range(start, end)]
     turns = torch.tensor(turns_N)
     entropy, kl = torch.cat(entropy_N), torch.cat(kl_N) if kl_N else None
-    return Divergence(
+    return PolicyDivergence(
         entropy=float(entropy.double().mean()),
         kl=float(kl.double().mean()) if kl is not None else None,
-        entropy_by_turn=_by_turn(entropy, turns),
-        kl_by_turn=_by_turn(kl, turns) if kl is not None else [],
+        entropy_by_turn=_compute_turn_means(entropy, turns),
+        kl_by_turn=_compute_turn_means(kl, turns) if kl is not None else [],
     )
 
 
-def same_vocabulary(one: ChatRenderer, other: ChatRenderer) -> bool:
+def has_same_vocabulary(one: ChatRenderer, other: ChatRenderer) -> bool:
     """True if equal token ids mean equal text for both."""
     return bool(one.tokenizer.get_vocab() == other.tokenizer.get_vocab())
 
 
-def _by_turn(values_N: torch.Tensor, turns_N: torch.Tensor) -> list[float]:
+def _compute_turn_means(values_N: torch.Tensor, turns_N: torch.Tensor) -> list[float]:
     """Mean per turn, up to the first turn without data."""
     means = []
     for turn in range(MAX_TURNS):

@@ -17,17 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["MAX_HUNG", "CallTimeout", "TooManyHung", "call_within", "give_up", "hung_calls"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_HUNG = 32
-_LOOK_S = 0.1
-_END_S = 0.1  # for a late call to end when it is told to
+_POLL_INTERVAL_S = 0.1
+_GRACE_S = 0.1  # for a late call to end when it is told to
 
-_hung: list[threading.Thread] = []
+_hung_threads: list[threading.Thread] = []
 _lock = threading.Lock()
 
 
@@ -35,26 +33,28 @@ class CallTimeout(Exception):
     """A call did not return within its time."""
 
 
-class TooManyHung(CallTimeout):
+class TooManyHungCalls(CallTimeout):
     """MAX_HUNG earlier calls hang; this one was not begun."""
 
 
-class _CallEnded(BaseException):
+class _CallTerminated(BaseException):
     """Raised within a late call; no `except Exception` catches it."""
 
 
-def hung_calls() -> int:
+def count_hung_calls() -> int:
     """Number of late calls of this process that still run; each is told again to end."""
-    if not _hung:
+    if not _hung_threads:
         return 0
     with _lock:
-        _hung[:] = [thread for thread in _hung if thread.is_alive()]
-        for thread in _hung:
-            _end(thread)
-        return len(_hung)
+        _hung_threads[:] = [thread for thread in _hung_threads if thread.is_alive()]
+        for thread in _hung_threads:
+            _raise_in_thread(thread)
+        return len(_hung_threads)
 
 
-def call_within(seconds: float, name: str, function: Callable[..., T], *args: Any, of_cpu: bool = False) -> T:
+def call_with_timeout(
+    seconds: float, name: str, function: Callable[..., T], *args: Any, counts_cpu_time: bool = False
+) -> T:
     """Result of `function`, run on a thread of its own in the caller's context; whatever it raises is raised here.
 
     Args:
@@ -62,26 +62,28 @@ def call_within(seconds: float, name: str, function: Callable[..., T], *args: An
         of_cpu: `seconds` are of the thread's processor time, which a busy machine does not use up.
     Raises: CallTimeout after `seconds`; TooManyHung.
     """
-    if (count := hung_calls()) >= MAX_HUNG:
-        raise TooManyHung(f"{name} is out of service; {count} earlier calls still hang")
+    if (count := count_hung_calls()) >= MAX_HUNG:
+        raise TooManyHungCalls(f"{name} is out of service; {count} earlier calls still hang")
     outcome: list[tuple[Any, BaseException | None]] = []
     context = contextvars.copy_context()
 
     def work() -> None:
         try:
             outcome.append((context.run(function, *args), None))
-        except _CallEnded:
+        except _CallTerminated:
             pass
         except BaseException as error:
             outcome.append((None, error))
 
-    thread = threading.Thread(target=work, daemon=True, name=name)  # daemon: exit does not wait for it
+    thread = threading.Thread(
+        target=work, daemon=True, name=name
+    )  # daemon: exit does not wait for it
     thread.start()
     thread.join(seconds)
-    while of_cpu and thread.is_alive() and _cpu_seconds(thread) < seconds:
-        thread.join(_LOOK_S)
+    while counts_cpu_time and thread.is_alive() and _measure_cpu_seconds(thread) < seconds:
+        thread.join(_POLL_INTERVAL_S)
     if not outcome:
-        give_up(thread)
+        terminate_thread(thread)
         raise CallTimeout(f"{name} did not return within {seconds:g} s")
     value, error = outcome[0]
     if error is not None:
@@ -89,7 +91,7 @@ def call_within(seconds: float, name: str, function: Callable[..., T], *args: An
     return value
 
 
-def _cpu_seconds(thread: threading.Thread) -> float:
+def _measure_cpu_seconds(thread: threading.Thread) -> float:
     """Processor time that a thread has used; infinite where the system does not say, or it has just ended."""
     try:
         stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
@@ -99,18 +101,25 @@ def _cpu_seconds(thread: threading.Thread) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def give_up(thread: threading.Thread) -> None:
+def terminate_thread(thread: threading.Thread) -> None:
     """Make a late call's thread end; count it if it does not at once."""
-    _end(thread)
-    thread.join(_END_S)
+    _raise_in_thread(thread)
+    thread.join(_GRACE_S)
     if not thread.is_alive():
         return
     with _lock:
-        _hung.append(thread)
-        count = len(_hung)
-    logger.warning("%s is late and does not end; %d such calls hang, at most %d may", thread.name, count, MAX_HUNG)
+        _hung_threads.append(thread)
+        count = len(_hung_threads)
+    logger.warning(
+        "%s is late and does not end; %d such calls hang, at most %d may",
+        thread.name,
+        count,
+        MAX_HUNG,
+    )
 
 
-def _end(thread: threading.Thread) -> None:
+def _raise_in_thread(thread: threading.Thread) -> None:
     if thread.ident is not None and thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_CallEnded))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(_CallTerminated)
+        )

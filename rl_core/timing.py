@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["INSIDE", "collected", "count", "span"]
-
 # nested span -> enclosing span; the others partition an iteration
-INSIDE = {
+ENCLOSING_SPANS = {
     "environment": "rollout",
     "weight_sync": "rollout",
     "states": "reward",
@@ -28,7 +26,7 @@ _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=No
 
 
 @contextmanager
-def collected() -> Iterator[dict[str, float]]:
+def collect_seconds() -> Iterator[dict[str, float]]:
     """Seconds (and counts) by name, of all spans in the block on this thread."""
     found: dict[str, float] = {}
     token = _seconds.set(found)
@@ -50,10 +48,10 @@ class span:  # noqa: N801  # lower case like a context manager function; a gener
         self._started = time.perf_counter()
 
     def __exit__(self, *exception: object) -> None:
-        count(self._name, time.perf_counter() - self._started)
+        add_to_total(self._name, time.perf_counter() - self._started)
 
 
-def count(name: str, amount: float) -> None:
+def add_to_total(name: str, amount: float) -> None:
     """Add to a name's total; no-op outside `collected`."""
     found = _seconds.get()
     if found is not None:

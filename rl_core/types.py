@@ -16,19 +16,6 @@ from rl_core.errors import SettingsError
 if TYPE_CHECKING:  # it takes seconds to import, and commands that only look things up do without
     import torch
 
-__all__ = [
-    "Conversation",
-    "Message",
-    "Rollout",
-    "RolloutGroup",
-    "StopReason",
-    "ToolCall",
-    "TrainBatch",
-    "Trajectory",
-    "Turn",
-    "context_positions",
-]
-
 
 class Message(TypedDict):
     """One chat message; role is system, user, assistant or tool. The other fields are OpenAI's."""
@@ -48,7 +35,9 @@ class Conversation:
     """Messages that a chat answer replied to, as the chat template was given them."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] = field(default_factory=list)  # schemas that the template described; [] = none
+    tools: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # schemas that the template described; [] = none
 
 
 class StopReason(StrEnum):
@@ -76,10 +65,18 @@ class Turn:
     action: str  # the text that the policy wrote, without its end-of-turn token
     tool_call: ToolCall | None = None  # None = an answer, or text that parses as no call
     observation: str | None = None  # None = the episode ended here
-    is_error: bool = False  # True = misuse: the action did not parse, named no tool, or the tool failed
-    num_tokens: int = 0  # tokens that the policy sampled in this turn, its end-of-turn token included
-    more_calls: list[ToolCall] = field(default_factory=list)  # calls after `tool_call`, of a turn with several
-    info: dict[str, Any] = field(default_factory=dict)  # what the environment told of this step (`Step.info`)
+    is_error: bool = (
+        False  # True = misuse: the action did not parse, named no tool, or the tool failed
+    )
+    num_tokens: int = (
+        0  # tokens that the policy sampled in this turn, its end-of-turn token included
+    )
+    more_calls: list[ToolCall] = field(
+        default_factory=list
+    )  # calls after `tool_call`, of a turn with several
+    info: dict[str, Any] = field(
+        default_factory=dict
+    )  # what the environment told of this step (`Step.info`)
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -89,13 +86,23 @@ class Turn:
     def to_json(self) -> dict[str, Any]:
         """A plain dict; empty `more_calls` and `info` are left out."""
         plain = asdict(self)
-        return {name: value for name, value in plain.items() if value or name not in ("more_calls", "info")}
+        return {
+            name: value
+            for name, value in plain.items()
+            if value or name not in ("more_calls", "info")
+        }
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Turn:
         """Inverse of `to_json`."""
         call = ToolCall(**row["tool_call"]) if row.get("tool_call") else None
-        return cls(**{**row, "tool_call": call, "more_calls": [ToolCall(**c) for c in row.get("more_calls", ())]})
+        return cls(
+            **{
+                **row,
+                "tool_call": call,
+                "more_calls": [ToolCall(**c) for c in row.get("more_calls", ())],
+            }
+        )
 
 
 @dataclass(slots=True)
@@ -123,9 +130,13 @@ class Trajectory:
     mean_logprob: float = 0.0  # of the sampled tokens, nats; see `Rollout.sampler_logprobs`
     policy_version: int = 0
     sample: int = 0  # index within the group of rollouts of one prompt
-    is_grounded: bool | None = None  # the answer follows from what was observed; None = the environment cannot tell
+    is_grounded: bool | None = (
+        None  # the answer follows from what was observed; None = the environment cannot tell
+    )
     temperature: float = 1.0  # at which its tokens were drawn; 0 = greedy
-    row: dict[str, Any] = field(default_factory=dict)  # columns of the data row behind the episode; {} = it has none
+    row: dict[str, Any] = field(
+        default_factory=dict
+    )  # columns of the data row behind the episode; {} = it has none
 
     @property
     def info(self) -> dict[str, Any]:
@@ -161,8 +172,12 @@ class Rollout:
     """
 
     prompt_ids: list[int]  # [prompt tokens]
-    completion_ids: list[int]  # [T] every token after the prompt: sampled ones and observations, in order
-    loss_mask: list[bool]  # [T] True = the policy sampled this token (its end-of-turn tokens included)
+    completion_ids: list[
+        int
+    ]  # [T] every token after the prompt: sampled ones and observations, in order
+    loss_mask: list[
+        bool
+    ]  # [T] True = the policy sampled this token (its end-of-turn tokens included)
     # [T] nats, log softmax(logits / temperature) of the sampling policy (penalised, over kept tokens alone, where
     # evaluation restricts its sampling); 0.0 at observations. Greedy tokens (temperature 0) have no such
     # distribution: theirs are at temperature 1
@@ -170,7 +185,9 @@ class Rollout:
     trajectory: Trajectory
     is_truncated: bool = False  # True = cut by a limit, not ended by the environment
     is_masked: bool = False  # True = no reward could be computed: it carries no loss
-    context_starts: list[int] = field(default_factory=list)  # indices into completion_ids, rising; [] = one context
+    context_starts: list[int] = field(
+        default_factory=list
+    )  # indices into completion_ids, rising; [] = one context
     # (sampled tokens before it, policy version) of asynchronous rollouts, rising; [] = one version for all tokens
     version_starts: list[tuple[int, int]] = field(default_factory=list)
 
@@ -194,13 +211,17 @@ class Rollout:
         """Tokens after the prompt, without the prompts of later contexts: those that sampling's limit counts."""
         repeated = 0
         for start in self.context_starts:
-            repeated += self.loss_mask.index(True, start) - start if True in self.loss_mask[start:] else 0
+            repeated += (
+                self.loss_mask.index(True, start) - start if True in self.loss_mask[start:] else 0
+            )
         return len(self.completion_ids) - repeated
 
     @property
     def positions(self) -> list[int]:
         """Position of each token, prompt included, within its context."""
-        return context_positions(len(self.prompt_ids), len(self.completion_ids), self.context_starts)
+        return compute_context_positions(
+            len(self.prompt_ids), len(self.completion_ids), self.context_starts
+        )
 
     def check_one_context(self, purpose: str) -> None:
         """Raise SettingsError where a `purpose` that reads one sequence of tokens is given several contexts."""
@@ -218,7 +239,9 @@ class Rollout:
         return self.completion_ids[self.context_starts[-1] :]
 
 
-def context_positions(num_prompt: int, num_completion: int, starts: Sequence[int]) -> list[int]:
+def compute_context_positions(
+    num_prompt: int, num_completion: int, starts: Sequence[int]
+) -> list[int]:
     """Position of each token within its context; contexts begin at 0 and at these indices of the completion."""
     edges = [0, *(num_prompt + start for start in starts), num_prompt + num_completion]
     return [position for begin, end in pairwise(edges) for position in range(end - begin)]
@@ -229,7 +252,9 @@ class RolloutGroup:
     """The G rollouts of one prompt."""
 
     rollouts: list[Rollout]  # [G]
-    advantages: list[float] | None = None  # [G], set by the trainer after its update; None = values were used instead
+    advantages: list[float] | None = (
+        None  # [G], set by the trainer after its update; None = values were used instead
+    )
 
     @property
     def rewards(self) -> list[float]:
@@ -251,7 +276,9 @@ class TrainBatch:
     sampler_logprobs_BS: torch.Tensor | None = None
     # int64 [B, S], only where rows hold several sequences: 0 begins a sequence, which attends to itself alone
     position_ids_BS: torch.Tensor | None = None
-    rows: list[int] = field(default_factory=list)  # [B] index of each row in the list that it was made from; [] packed
+    rows: list[int] = field(
+        default_factory=list
+    )  # [B] index of each row in the list that it was made from; [] packed
     # float32 [B, S] above 0: log-probs and entropies are those of softmax(logits / temperature); None = 1 everywhere
     temperatures_BS: torch.Tensor | None = None
 
@@ -263,7 +290,9 @@ class TrainBatch:
     def to(self, device: torch.device | str) -> TrainBatch:
         """The same batch on another device."""
         moved: dict[str, Any] = {
-            name: getattr(self, name).to(device, non_blocking=True) if getattr(self, name) is not None else None
+            name: getattr(self, name).to(device, non_blocking=True)
+            if getattr(self, name) is not None
+            else None
             for name in self.__slots__
             if name != "rows"
         }

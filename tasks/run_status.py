@@ -16,15 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["OF_AN_EARLIER_STOP", "POSTPONED", "run_status"]
-
 POSTPONED = "postponed"  # tag of a run: why its promotion was left open
-OF_AN_EARLIER_STOP = ("error", "interrupted", POSTPONED)  # tags that a run loses when it goes on
+STALE_STOP_TAGS = ("error", "interrupted", POSTPONED)  # tags that a run loses when it goes on
 
-_WORDS = {"RUNNING": "running", "SCHEDULED": "running", "FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
+_STATUS_NAMES = {
+    "RUNNING": "running",
+    "SCHEDULED": "running",
+    "FINISHED": "finished",
+    "FAILED": "failed",
+    "KILLED": "stopped",
+}
 
 
-def run_status(status: str, tags: Mapping[str, str]) -> str:
+def describe_run_status(status: str, tags: Mapping[str, str]) -> str:
     """Word for MLflow's status of a run with these tags; "failed" for an unknown one."""
     if status == "KILLED" and tags.get("interrupted"):
         return "killed"
@@ -32,4 +36,4 @@ def run_status(status: str, tags: Mapping[str, str]) -> str:
         return "waiting"
     if status == "FINISHED" and tags.get(POSTPONED):
         return "postponed"
-    return _WORDS.get(status, "failed")
+    return _STATUS_NAMES.get(status, "failed")

@@ -4,7 +4,7 @@ Everything that has to know the stages asks here: the settings, the command line
 model version, profiles, pictures. Imports nothing but the standard library (`posttrain --help` reads it), so tasks are
 named by import path and imported when they are called.
 
-A stage of the user's is an `OwnStage` that the config names under `stages.own`; loading the config registers it.
+A stage of the user's is an `CustomStage` that the config names under `stages.own`; loading the config registers it.
 """
 
 from __future__ import annotations
@@ -14,33 +14,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = [
-    "OwnStage",
-    "PipelineStage",
-    "Product",
-    "entry",
-    "names",
-    "no_such_stage",
-    "policy_stages",
-    "register",
-    "register_own",
-    "result_stages",
-    "stages",
-    "task_of",
-    "training_stages",
-]
-
 Product = Literal["data", "policy", "reward_model", "network", "evaluation", "proof"]
 
 
 # base (the starting model; None = a preset), model (the newest policy), data, reward_model (results of those stages),
 # models (the policies by stage name), evaluation, challenger (the newest trained policy's result), proof (of their
 # export).
-TAKES = ("base", "model", "data", "reward_model", "models", "evaluation", "challenger", "proof")
+STAGE_INPUTS = (
+    "base",
+    "model",
+    "data",
+    "reward_model",
+    "models",
+    "evaluation",
+    "challenger",
+    "proof",
+)
 
 
 @dataclass(frozen=True)
-class OwnStage:
+class CustomStage:
     """A stage of the user's: what a file of theirs defines, and `stages.own` of a config names.
 
     `body(context)` writes into `context.folder`, the model into `context.folder / "model"`, and returns numbers for
@@ -54,16 +47,20 @@ class OwnStage:
     takes: tuple[str, ...] = ("model",)  # of TAKES
     needs: tuple[str, ...] = ()
     gives: Product | None = None
-    before: str | None = None  # stage that it runs before; None = evaluate if it gives a policy, else at the end
+    before: str | None = (
+        None  # stage that it runs before; None = evaluate if it gives a policy, else at the end
+    )
     learns_from: str = ""
     uses_gpu: bool = True
 
     def __post_init__(self) -> None:
         for name in self.takes:
-            if name not in TAKES:
-                raise ValueError(f"takes: there is no '{name}'; known: {', '.join(TAKES)}")
+            if name not in STAGE_INPUTS:
+                raise ValueError(f"takes: there is no '{name}'; known: {', '.join(STAGE_INPUTS)}")
         if self.gives not in (None, "policy", "reward_model"):
-            raise ValueError(f"gives: {self.gives!r}; a stage of yours gives a policy, a reward_model, or None")
+            raise ValueError(
+                f"gives: {self.gives!r}; a stage of yours gives a policy, a reward_model, or None"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,13 +74,15 @@ class PipelineStage:
     task: str  # "package.module:function", called as function(pipeline_run, *takes)
     takes: tuple[str, ...]
     needs: tuple[str, ...] = ()  # of `takes`, what it cannot run without; the others may be None
-    gives: Product | None = None  # policy: the next stages start from it; network: nothing; None = a result for people
+    gives: Product | None = (
+        None  # policy: the next stages start from it; network: nothing; None = a result for people
+    )
     learns_from: str = ""  # field of DataSettings with the file that it imitates, where it does
     uses_gpu: bool = True
-    own: OwnStage | None = None  # of the user's
+    custom: CustomStage | None = None  # of the user's
 
     @property
-    def trains(self) -> Literal["policy", "reward_model", "network"] | None:
+    def trained_kind(self) -> Literal["policy", "reward_model", "network"] | None:
         """Kind of model that the stage trains, and registers where it is a language model's; None = none."""
         return self.gives if self.gives in ("policy", "reward_model", "network") else None
 
@@ -98,7 +97,7 @@ _STAGES: tuple[PipelineStage, ...] = (
     ),
     PipelineStage(
         name="sft",
-        task="tasks.stages.sft:sft",
+        task="tasks.stages.sft:train_sft",
         takes=("model", "data"),
         needs=("data",),
         gives="policy",
@@ -106,7 +105,7 @@ _STAGES: tuple[PipelineStage, ...] = (
     ),
     PipelineStage(
         name="distill",
-        task="tasks.stages.distill:distill",
+        task="tasks.stages.distill:distill_from_teacher",
         takes=("model", "data"),
         gives="policy",
     ),
@@ -119,7 +118,7 @@ _STAGES: tuple[PipelineStage, ...] = (
     ),
     PipelineStage(
         name="reward_model",
-        task="tasks.stages.reward_model:reward_model",
+        task="tasks.stages.reward_model:train_reward_model",
         takes=("model", "data"),
         gives="reward_model",
     ),
@@ -163,7 +162,7 @@ _STAGES: tuple[PipelineStage, ...] = (
     ),
     PipelineStage(
         name="promote",
-        task="tasks.stages.promote:promote",
+        task="tasks.stages.promote:promote_challenger",
         takes=("evaluation", "challenger", "data", "proof"),
         needs=("evaluation", "challenger", "proof"),
         uses_gpu=False,
@@ -171,86 +170,96 @@ _STAGES: tuple[PipelineStage, ...] = (
 )
 
 
-def stages() -> tuple[PipelineStage, ...]:
+def list_stages() -> tuple[PipelineStage, ...]:
     """All stages, in the order in which they run."""
     return _STAGES
 
 
-def names() -> tuple[str, ...]:
+def list_stage_names() -> tuple[str, ...]:
     """Names of all stages, in the order in which they run."""
     return tuple(stage.name for stage in _STAGES)
 
 
-def entry(name: str) -> PipelineStage:
+def find_stage(name: str) -> PipelineStage:
     """The stage of that name. Raises: ValueError."""
     found = next((stage for stage in _STAGES if stage.name == name), None)
     if found is None:
-        raise ValueError(f"no stage '{name}' is registered; known: {', '.join(names())}")
+        raise ValueError(f"no stage '{name}' is registered; known: {', '.join(list_stage_names())}")
     return found
 
 
-def no_such_stage(name: str, active: Sequence[str]) -> str:
+def describe_unknown_stage(name: str, active: Sequence[str]) -> str:
     """Message about a stage that a pipeline lacks: the one that was probably meant, else all that it has."""
     import difflib  # where something is wrong
 
-    known = name in names()
-    if not known and (near := difflib.get_close_matches(name, {*active, *names()}, n=1)):
+    known = name in list_stage_names()
+    if not known and (near := difflib.get_close_matches(name, {*active, *list_stage_names()}, n=1)):
         return f"has no stage '{name}'; did you mean '{near[0]}'?"
     remedy = f"add it with --set stages.{name}={{}}" if known else "name your own under stages.own"
     return f"has no stage '{name}', only {', '.join(active)}; {remedy}"
 
 
-def policy_stages() -> tuple[str, ...]:
+def list_policy_stages() -> tuple[str, ...]:
     """Names of the stages that train a policy, each starting from the one before it."""
-    return tuple(stage.name for stage in _STAGES if stage.trains == "policy")
+    return tuple(stage.name for stage in _STAGES if stage.trained_kind == "policy")
 
 
-def training_stages() -> tuple[str, ...]:
+def list_training_stages() -> tuple[str, ...]:
     """Names of the stages that train a policy, a reward model or a network."""
-    return tuple(stage.name for stage in _STAGES if stage.trains is not None)
+    return tuple(stage.name for stage in _STAGES if stage.trained_kind is not None)
 
 
-def result_stages() -> tuple[str, ...]:
+def list_result_stages() -> tuple[str, ...]:
     """Names of the stages whose results are for people: nothing is trained from them."""
     return tuple(stage.name for stage in _STAGES if stage.gives in (None, "evaluation", "proof"))
 
 
-def register(stage: PipelineStage, *, before: str | None = None) -> None:
+def register_stage(stage: PipelineStage, *, before: str | None = None) -> None:
     """Add a stage before another one; None = at the end.
 
     Raises: ValueError for a name that is taken, an unknown `before`, or a need that is not among `takes`.
     """
     global _STAGES
-    if stage.name in names():
+    if stage.name in list_stage_names():
         raise ValueError(f"a stage '{stage.name}' is registered already; give yours another name")
     if missing := [need for need in stage.needs if need not in stage.takes]:
-        raise ValueError(f"stage '{stage.name}' needs {', '.join(missing)}, which it does not take; add it to takes")
-    index = len(_STAGES) if before is None else _STAGES.index(entry(before))
+        raise ValueError(
+            f"stage '{stage.name}' needs {', '.join(missing)}, which it does not take; add it to takes"
+        )
+    index = len(_STAGES) if before is None else _STAGES.index(find_stage(before))
     _STAGES = (*_STAGES[:index], stage, *_STAGES[index:])
 
 
-def register_own(name: str, own: OwnStage, path: str) -> None:
+def register_custom_stage(name: str, custom: CustomStage, path: str) -> None:
     """Add a stage of the user's, or put it in place of the one that an earlier config named so.
 
     Raises: as `register`.
     """
     global _STAGES
-    left = tuple(stage for stage in _STAGES if stage.name != name or stage.own is None)
+    left = tuple(stage for stage in _STAGES if stage.name != name or stage.custom is None)
     stage = PipelineStage(
-        name=name, task=path, takes=own.takes, needs=own.needs, gives=own.gives, learns_from=own.learns_from,
-        uses_gpu=own.uses_gpu, own=own,
-    )  # fmt: skip
+        name=name,
+        task=path,
+        takes=custom.takes,
+        needs=custom.needs,
+        gives=custom.gives,
+        learns_from=custom.learns_from,
+        uses_gpu=custom.uses_gpu,
+        custom=custom,
+    )
     kept, _STAGES = _STAGES, left
     try:
-        register(stage, before=own.before or ("evaluate" if own.gives == "policy" else None))
+        register_stage(
+            stage, before=custom.before or ("evaluate" if custom.gives == "policy" else None)
+        )
     except ValueError:
         _STAGES = kept
         raise
 
 
-def task_of(stage: PipelineStage) -> Callable[..., Any]:
+def import_stage_task(stage: PipelineStage) -> Callable[..., Any]:
     """The stage's function, imported now."""
-    path = stage.task if stage.own is None else "tasks.stages.own_stage:task_for"
+    path = stage.task if stage.custom is None else "tasks.stages.custom_stage:build_stage_task"
     module, _, function = path.partition(":")
     task: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return task if stage.own is None else task(stage)
+    return task if stage.custom is None else task(stage)

@@ -6,7 +6,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DO_NOT_TRACK", "true")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.pop("COLUMNS", None)  # set in the workers of pytest-xdist; output that goes to no terminal is not wrapped
+os.environ.pop(
+    "COLUMNS", None
+)  # set in the workers of pytest-xdist; output that goes to no terminal is not wrapped
 
 import pytest
 

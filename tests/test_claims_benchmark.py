@@ -21,35 +21,43 @@ def test_a_run_is_kept_once_and_only_when_it_is_whole(tmp_path):
 
     assert results.find("part", "an arm, 0.1", 0) is None
     with pytest.raises(RuntimeError):
-        results.fill("part", "an arm, 0.1", 0, lambda: (_ for _ in ()).throw(RuntimeError("cut off")))
+        results.fill_slots(
+            "part", "an arm, 0.1", 0, lambda: (_ for _ in ()).throw(RuntimeError("cut off"))
+        )
     assert results.find("part", "an arm, 0.1", 0) is None
     for _ in range(2):
-        row = results.fill("part", "an arm, 0.1", 0, measure)
+        row = results.fill_slots("part", "an arm, 0.1", 0, measure)
     assert row["value"] == 1 and len(calls) == 1 and row["processor_seconds"] >= 0
-    results.fill("part", "an arm, 0.1", 2, measure)
+    results.fill_slots("part", "an arm, 0.1", 2, measure)
     assert [row["seed"] for row in results.of("part", "an arm, 0.1", 3)] == [0, 2]
 
 
 def test_intervals_by_hand():
     # 1, 2, 3: mean 2, deviation 1, half width 4.303 / sqrt(3)
     mean, low, high = intervals.interval([1.0, 2.0, 3.0])
-    assert (mean, low, high) == pytest.approx((2.0, 2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
+    assert (mean, low, high) == pytest.approx(
+        (2.0, 2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3))
+    )
     assert intervals.gap([3.0, 4.0, 5.0], [1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.0, 2.0))
     assert math.isnan(intervals.interval([1.0])[1])
-    assert [intervals.verdict(*pair) for pair in ((0.1, 1), (-1, -0.1), (-1, 1), (math.nan, math.nan))] == [
-        "true", "refuted: worse", "not shown", "one seed"
-    ]  # fmt: skip
+    assert [
+        intervals.verdict(*pair) for pair in ((0.1, 1), (-1, -0.1), (-1, 1), (math.nan, math.nan))
+    ] == ["true", "refuted: worse", "not shown", "one seed"]
     assert intervals.shown((0.5, 0.25, 0.75), 100) == "50.0 [25.0, 75.0]"
 
 
 def test_the_first_iteration_at_a_level_is_that_of_the_moving_mean():
     curve = [0.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0]
     row = {"curves": {"train/success_rate": curve}}
-    assert iterations_to(row, 0.8) == 5 and iterations_to(row, 0.9) == 6 and iterations_to(row, 0.95) is None
+    assert (
+        iterations_to(row, 0.8) == 5
+        and iterations_to(row, 0.9) == 6
+        and iterations_to(row, 0.95) is None
+    )
 
 
 def test_settings_are_compared_on_other_episodes_than_those_that_are_reported():
-    environment = TASKS["cells"].make()
+    environment = TASKS["cells"].build_prompt()
     reported, validation = TASKS["cells"].held_out(environment)
     assert len(validation) == VALIDATION and not set(reported) & set(validation)
     assert {request.level for request in reported} == {"easy"}
@@ -66,11 +74,20 @@ def test_the_table_says_what_was_found(tmp_path):
     for seed in range(3):
         for arm, right in (("5e-3", 1), ("5e-3, rollback", 3)):
             row = {
-                "success": [1] * right + [0] * (4 - right), "levels": ["easy"] * 4, "validation": [1, 0], "turns": 2,
-                "tool_calls": 1, "misuse": 0.0, "truncated": 0.0, "curves": {"train/success_rate": [0.5]},
-            }  # fmt: skip
-            results.fill("rollback", arm, seed, lambda row=row: row)
+                "success": [1] * right + [0] * (4 - right),
+                "levels": ["easy"] * 4,
+                "validation": [1, 0],
+                "turns": 2,
+                "tool_calls": 1,
+                "misuse": 0.0,
+                "truncated": 0.0,
+                "curves": {"train/success_rate": [0.5]},
+            }
+            results.fill_slots("rollback", arm, seed, lambda row=row: row)
     text = write_report(tmp_path, results, 3)
-    assert "| 5e-3, rollback | 75.0 [75.0, 75.0]% | 75.0, 75.0, 75.0 | 50.0% | 50.0 [50.0, 50.0] | true |" in text
+    assert (
+        "| 5e-3, rollback | 75.0 [75.0, 75.0]% | 75.0, 75.0, 75.0 | 50.0% | 50.0 [50.0, 50.0] | true |"
+        in text
+    )
     assert text == (tmp_path / "claims.md").read_text() and "kl:" not in text
     assert json.loads(results.path("rollback", "5e-3", 1).read_text())["seed"] == 1

@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 
 KEPT = [(name, path) for name in TARGETS for path in sorted((CORPUS / name).iterdir())]
 EXAMPLES = {"config": 15, "data": 30, "tool_call": 150, "chat": 60, "template": 25}
-checked = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+checked = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+)
 
 
-@pytest.mark.parametrize(("name", "path"), [pytest.param(n, p, id=f"{n}: {p.name}") for n, p in KEPT])
+@pytest.mark.parametrize(
+    ("name", "path"), [pytest.param(n, p, id=f"{n}: {p.name}") for n, p in KEPT]
+)
 def test_kept_inputs_are_read_or_refused(name, path):
     data = path.read_bytes()
     assert len(data) <= MAX_BYTES
@@ -50,5 +54,8 @@ def test_the_fuzzer_keeps_what_reaches_new_lines_and_makes_failures_smaller(monk
 
 
 def test_mutations_are_bounded_and_repeat_with_their_seed():
-    made = [[mutated(b"name: x\n", random.Random(seed), [b"a: b"]) for seed in range(200)] for _ in range(2)]
+    made = [
+        [mutated(b"name: x\n", random.Random(seed), [b"a: b"]) for seed in range(200)]
+        for _ in range(2)
+    ]
     assert made[0] == made[1] and len(set(made[0])) > 150 and max(map(len, made[0])) <= MAX_BYTES

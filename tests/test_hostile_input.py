@@ -19,12 +19,17 @@ from hostile import checkpoints, configs, data, names, surroundings
 from hostile.case import Case
 
 TABLES = {
-    "configs": configs.CASES, "data": data.CASES, "checkpoints": checkpoints.CASES, "names": names.CASES,
+    "configs": configs.CASES,
+    "data": data.CASES,
+    "checkpoints": checkpoints.CASES,
+    "names": names.CASES,
     "surroundings": surroundings.CASES,
-}  # fmt: skip
+}
 MEGABYTES, CPU_SECONDS = 1024, 5
 LONGEST_MESSAGE = 6000  # characters
-LOGGED = re.compile(r"checkpoint 1 is damaged and was set aside|.*: the line of bytes \d+ to \d+ is unreadable")
+LOGGED = re.compile(
+    r"checkpoint 1 is damaged and was set aside|.*: the line of bytes \d+ to \d+ is unreadable"
+)
 SECRET = "s3cret-c4nary"
 
 
@@ -46,8 +51,12 @@ class Runner:
         environment.pop("PREFECT_API_URL", None)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "helpers.hostile_runner"],
-            cwd=home, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            cwd=home,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -87,7 +96,13 @@ def state_of(folder: Path, without: Path) -> dict[str, tuple[Any, ...]]:
                 content = hashlib.sha256(path.read_bytes()).hexdigest()
             target = os.readlink(path) if path.is_symlink() else ""
             when = 0 if stat.S_ISDIR(info.st_mode) and path == without.parent else info.st_mtime_ns
-            found[str(path.relative_to(folder))] = (info.st_mode, info.st_size * bool(when), when, target, content)
+            found[str(path.relative_to(folder))] = (
+                info.st_mode,
+                info.st_size * bool(when),
+                when,
+                target,
+                content,
+            )
     return found
 
 
@@ -104,27 +119,40 @@ def make(case: Case, root: Path) -> Path:
         if callable(content):
             content(path)
         else:
-            path.write_bytes(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
+            path.write_bytes(
+                content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
+            )
     return inside
 
 
 def _first(lines: list[str]) -> int:
-    return next((index for index, line in enumerate(lines) if line.startswith("posttrain: ")), len(lines))
+    return next(
+        (index for index, line in enumerate(lines) if line.startswith("posttrain: ")), len(lines)
+    )
 
 
 def check(case: Case, runner: Runner, root: Path) -> None:
     """Run a case and look at its end, its message, its cost and what lies around."""
-    inside, streams = make(case, root), [root.with_name(f"{root.name}.{name}") for name in ("out", "err")]
+    inside, streams = (
+        make(case, root),
+        [root.with_name(f"{root.name}.{name}") for name in ("out", "err")],
+    )
     free = inside / "outputs" if case.writes else root / "nothing"
     before = state_of(root, without=free)
     report = runner.run(
         {
-            "folder": str(inside), "arguments": list(case.arguments), "megabytes": MEGABYTES,
-            "cpu_seconds": CPU_SECONDS, "allowed": [str(free)],
-            "stdout": str(streams[0]), "stderr": str(streams[1]),
-            "environment": dict(case.environment), "user": case.user, "umask": case.umask,
+            "folder": str(inside),
+            "arguments": list(case.arguments),
+            "megabytes": MEGABYTES,
+            "cpu_seconds": CPU_SECONDS,
+            "allowed": [str(free)],
+            "stdout": str(streams[0]),
+            "stderr": str(streams[1]),
+            "environment": dict(case.environment),
+            "user": case.user,
+            "umask": case.umask,
         }
-    )  # fmt: skip
+    )
     out, err = (path.read_text(errors="surrogateescape") for path in streams)
     told = f"{report}\n--- stdout\n{out[-1500:]}\n--- stderr\n{err[-3000:]}"
     assert report["code"] == case.code, told
@@ -136,7 +164,11 @@ def check(case: Case, runner: Runner, root: Path) -> None:
         return
     said = [line for line in err.splitlines() if not line.startswith("posttrain: warning: ")]
     if said and said[0].startswith("usage: "):  # of the parser of arguments
-        said = [re.sub(r"^posttrain( \w+)?: ", "posttrain: ", line) for line in said if line.startswith("posttrain")]
+        said = [
+            re.sub(r"^posttrain( \w+)?: ", "posttrain: ", line)
+            for line in said
+            if line.startswith("posttrain")
+        ]
     assert said and all(LOGGED.match(line) for line in said[: _first(said)]), told
     assert sum(line.startswith("posttrain: ") for line in said) == 1, told
     assert 20 < len(err) < LONGEST_MESSAGE and SECRET not in err and "\0" not in err, told
@@ -146,7 +178,12 @@ def check(case: Case, runner: Runner, root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=f"{table}: {case.name}") for table, cases in TABLES.items() for case in cases]
+    "case",
+    [
+        pytest.param(case, id=f"{table}: {case.name}")
+        for table, cases in TABLES.items()
+        for case in cases
+    ],
 )
 def test_hostile_input_is_refused(case: Case, runner: Runner, tmp_path: Path) -> None:
     assert case.says, "a case says what has to be said"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from helpers.monitor_runs import make_run
 
-from flows.monitor.reader import Reader
-from flows.monitor.server import _add_files
-from flows.runtime.prefect_access import OnlyFromHere
+from flows.runtime.prefect_access import LoopbackOnlyMiddleware
+from posttrain.monitor.reader import RunReader
+from posttrain.monitor.server import _add_file_routes
 
 PATIENCE_S = 30.0
 HOST = "127.0.0.1"
@@ -28,14 +28,16 @@ class Server:
 
         self.reached: list[str] = []
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        _add_files(app, Reader(output))
+        _add_file_routes(app, RunReader(output))
 
         async def noted(scope, receive, send):  # type: ignore[no-untyped-def]
             if scope["type"] == "http":
                 self.reached.append(scope["path"])
             await app(scope, receive, send)
 
-        config = uvicorn.Config(OnlyFromHere(noted), host=HOST, port=0, log_level="critical", lifespan="off")
+        config = uvicorn.Config(
+            LoopbackOnlyMiddleware(noted), host=HOST, port=0, log_level="critical", lifespan="off"
+        )
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
@@ -65,7 +67,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made.thread.join(PATIENCE_S)
 
 
-def get(path: str, *headers: str, method: str = "GET", body: bytes = b"", host: str | None = "127.0.0.1:PORT") -> bytes:
+def get(
+    path: str,
+    *headers: str,
+    method: str = "GET",
+    body: bytes = b"",
+    host: str | None = "127.0.0.1:PORT",
+) -> bytes:
     lines = [
         f"{method} {path} HTTP/1.1",
         *([f"Host: {host}"] if host is not None else []),
@@ -114,10 +122,22 @@ REFUSED = [
     ("POST", get("/export/run.json?run=", "Content-Length: 2", method="POST", body=b"{}"), 405),
     ("DELETE", get("/export/run.json?run=", method="DELETE"), 405),
     ("TRACE", get("/export/run.json?run=", method="TRACE"), 405),
-    ("a lie about the length", get("/x", "Content-Length: 999999999999", method="POST", body=b"x"), (0, 400, 404)),
+    (
+        "a lie about the length",
+        get("/x", "Content-Length: 999999999999", method="POST", body=b"x"),
+        (0, 400, 404),
+    ),
     ("a negative length", get("/x", "Content-Length: -5", method="POST"), 400),
-    ("two lengths", get("/x", "Content-Length: 1", "Content-Length: 2", method="POST", body=b"ab"), 400),
-    ("chunks of nonsense", get("/x", "Transfer-Encoding: chunked", method="POST", body=b"zz\r\n"), (0, 400, 404)),
+    (
+        "two lengths",
+        get("/x", "Content-Length: 1", "Content-Length: 2", method="POST", body=b"ab"),
+        400,
+    ),
+    (
+        "chunks of nonsense",
+        get("/x", "Transfer-Encoding: chunked", method="POST", body=b"zz\r\n"),
+        (0, 400, 404),
+    ),
     ("no HTTP", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500), 400),
     ("NULs", bytes(10_000), 400),
     ("a head of 1 MB", get("/", f"X: {'x' * 1_000_000}"), (0, 400, 431)),
@@ -126,18 +146,27 @@ REFUSED = [
     ("HTTP 0.9", b"GET /\r\n\r\n", 400),
     ("a header without a name", get("/", ": x"), 400),
     ("a folded header", get("/", "X: a\r\n b: c"), (400, 404)),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("request_", "status"), [pytest.param(*rest, id=name) for name, *rest in REFUSED])
-def test_hostile_requests_are_refused_and_the_server_goes_on(server: Server, request_: bytes, status: object) -> None:
+@pytest.mark.parametrize(
+    ("request_", "status"), [pytest.param(*rest, id=name) for name, *rest in REFUSED]
+)
+def test_hostile_requests_are_refused_and_the_server_goes_on(
+    server: Server, request_: bytes, status: object
+) -> None:
     try:
         found = server.answer(request_)
     except (ConnectionResetError, BrokenPipeError):
         found = b""
     code = int(found.split(b" ", 2)[1]) if found.startswith(b"HTTP/1.1 ") else 0
     assert code in (status if isinstance(status, tuple) else (status,)), found[:500]
-    assert b"s3cret" not in found and b"Traceback" not in found and b"root:" not in found and b"X-Evil" not in found
+    assert (
+        b"s3cret" not in found
+        and b"Traceback" not in found
+        and b"root:" not in found
+        and b"X-Evil" not in found
+    )
     assert len(found) < 2000
     assert b"access-control-allow-origin" not in found.lower()
     good = server.answer(get("/export/run.json?run=", "Origin: http://localhost:PORT"))
@@ -151,5 +180,6 @@ def test_what_the_guard_refuses_never_reaches_the_application(server: Server) ->
             server.answer(request)
             assert len(server.reached) == before, name
     assert (
-        server.answer(get("/export/run.json?run=")).startswith(b"HTTP/1.1 200 ") and len(server.reached) == before + 1
+        server.answer(get("/export/run.json?run=")).startswith(b"HTTP/1.1 200 ")
+        and len(server.reached) == before + 1
     )

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
-from helpers.import_graph import circles, edges, imports_of, modules, parsed, room_of, rooms_imported
+from helpers.import_graph import (
+    circles,
+    edges,
+    imports_of,
+    modules,
+    parsed,
+    room_of,
+    rooms_imported,
+)
 
 PACKAGES = ("rl_core", "tasks", "flows")
 OPTIONAL = ("gymnasium", "reasoning_gym", "verifiers", "ray")  # extras
@@ -81,14 +89,17 @@ LEVELS = {
 TRAINERS = {
     "rl_core.trainers.sft",
     "rl_core.trainers.reward_model",
-    "rl_core.trainers.reward_regression",
     "rl_core.trainers.preference",
     "rl_core.trainers.policy_gradient",
     "rl_core.thoughts",
     "rl_core.networks",
 }
 
-NAMESAKES = {"settings", "api", "recipes"}  # rooms whose files are named after what they set, or open
+NAMESAKES = {
+    "settings",
+    "api",
+    "recipes",
+}  # rooms whose files are named after what they set, or open
 
 # Other file names that occur more than once within a floor.
 SAME_NAME = {
@@ -103,7 +114,11 @@ def modules_loaded_by(*programs: str) -> list[set[str]]:
     """Top-level modules in sys.modules of a fresh interpreter after each of these programs, one after the other."""
     show = "\nimport sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))\n"
     done = subprocess.run(
-        [sys.executable, "-c", show.join([*programs, ""])], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", show.join([*programs, ""])],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return [set(line.split()) for line in done.stdout.splitlines()]
 
@@ -136,7 +151,11 @@ def test_optional_packages_are_imported_inside_functions_alone():
         for path in modules("rl_core").values()
         for node in parsed(path).body
         if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+        )
         if name.split(".")[0] in OPTIONAL
     ]
     assert wrong == []
@@ -178,14 +197,18 @@ def test_circles_are_found():
 def test_every_room_has_one_place_in_the_order(package):
     listed = [room for level in LEVELS[package] for room in level]
     assert len(listed) == len(set(listed))
-    assert {room_of(module) for module in modules(package)} - set(listed) == set()  # a new room gets its place above
+    assert {room_of(module) for module in modules(package)} - set(
+        listed
+    ) == set()  # a new room gets its place above
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_room_imports_one_above_it(package):
     level_of = {room: level for level, rooms in enumerate(LEVELS[package]) for room in rooms}
     graph = edges(package)
-    empty = {package} - {module for module, others in graph.items() if others}  # `from tasks import x` takes x alone
+    empty = {package} - {
+        module for module, others in graph.items() if others
+    }  # `from tasks import x` takes x alone
     wrong = [
         f"{module} imports {other}"
         for module, others in graph.items()
@@ -291,7 +314,11 @@ def test_importing_a_module_has_no_side_effect(tmp_path):
     arguments = json.dumps([sorted((name, sorted(taken)) for name, taken in found.items()), own])
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", _IMPORT_ALL, arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", _IMPORT_ALL, arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == ""
@@ -317,7 +344,9 @@ def test_no_file_name_occurs_twice_without_a_reason(package):
     for path in modules(package).values():
         if path.name != "__init__.py" and path.parent.name not in NAMESAKES:
             places[path.name].append(str(path.relative_to(ROOT)))
-    assert {name: found for name, found in places.items() if len(found) > 1 and name not in SAME_NAME} == {}
+    assert {
+        name: found for name, found in places.items() if len(found) > 1 and name not in SAME_NAME
+    } == {}
 
 
 def test_no_module_of_a_flow_hides_one_of_python():

@@ -11,7 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def install(monkeypatch):
-    spec = importlib.util.spec_from_file_location("posttrain_install", ROOT / "deployments" / "install.py")
+    spec = importlib.util.spec_from_file_location(
+        "posttrain_install", ROOT / "deployments" / "install.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for variable in ("UV_FIND_LINKS", "UV_DEFAULT_INDEX", "SSL_CERT_FILE"):
@@ -32,13 +34,16 @@ class Commands:
 
 
 def test_settings_of_pip_reach_uv_and_the_environment_wins_over_files(install, monkeypatch):
-    listed = (
-        "global.index-url='https://one/simple'\n:env:.index-url='https://two/simple'\ninstall.find-links='/wheels'\n"
+    listed = "global.index-url='https://one/simple'\n:env:.index-url='https://two/simple'\ninstall.find-links='/wheels'\n"
+    monkeypatch.setattr(
+        install.subprocess, "run", lambda *_, **__: CompletedProcess([], 0, stdout=listed)
     )
-    monkeypatch.setattr(install.subprocess, "run", lambda *_, **__: CompletedProcess([], 0, stdout=listed))
     settings = install.pip_settings()
     assert settings == {"index-url": "https://two/simple", "find-links": "/wheels"}
-    assert install.handed_over(settings) == {"UV_DEFAULT_INDEX": "https://two/simple", "UV_FIND_LINKS": "/wheels"}
+    assert install.handed_over(settings) == {
+        "UV_DEFAULT_INDEX": "https://two/simple",
+        "UV_FIND_LINKS": "/wheels",
+    }
     monkeypatch.setenv("UV_FIND_LINKS", "/mine")
     assert install.handed_over(settings) == {"UV_DEFAULT_INDEX": "https://two/simple"}
 
@@ -54,7 +59,9 @@ def test_a_build_of_torch_at_hand_or_a_driver_decides_on_the_build(install, monk
     assert not install.wants_cpu_build({})
 
 
-def test_an_index_of_cpu_builds_that_does_not_answer_is_followed_by_the_usual_one(install, monkeypatch, capsys):
+def test_an_index_of_cpu_builds_that_does_not_answer_is_followed_by_the_usual_one(
+    install, monkeypatch, capsys
+):
     commands = Commands({"--torch-backend": 2})
     monkeypatch.setattr(install.subprocess, "run", commands)
     monkeypatch.setattr(install, "wants_cpu_build", lambda environment: True)
@@ -66,11 +73,16 @@ def test_an_index_of_cpu_builds_that_does_not_answer_is_followed_by_the_usual_on
 
 def test_pip_installs_where_uv_fails_and_its_failure_is_the_exit_code(install, monkeypatch, capsys):
     monkeypatch.setattr(install.sys, "argv", ["install.py", "--extras", "dev"])
-    monkeypatch.setattr(install.shutil, "which", lambda name: "/bin/uv" if name == "uv" else "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(
+        install.shutil, "which", lambda name: "/bin/uv" if name == "uv" else "/usr/bin/nvidia-smi"
+    )
     commands = Commands({"/bin/uv": 2})
     monkeypatch.setattr(install.subprocess, "run", commands)
     assert install.main() == 0
-    assert [command[-1] for command in commands.seen if "-c" in command] == ["torch", f"{ROOT}[dev]"]
+    assert [command[-1] for command in commands.seen if "-c" in command] == [
+        "torch",
+        f"{ROOT}[dev]",
+    ]
     assert "uv failed (exit code 2); pip installs instead" in capsys.readouterr().out
     monkeypatch.setattr(install.subprocess, "run", Commands({"/bin/uv": 2, "torch": 7}))
     assert install.main() == 7

@@ -16,7 +16,9 @@ from helpers import ROOT
 import rl_core
 
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = "".join((ROOT / "docs" / page).read_text() for page in ("quickstart.md", "bring-your-own.md"))
+DOCUMENTS = "".join(
+    (ROOT / "docs" / page).read_text() for page in ("quickstart.md", "bring-your-own.md")
+)
 
 
 def blocks(language, text=README):
@@ -29,17 +31,27 @@ def test_the_python_fits_the_api():
     for node in (node for block in blocks("python") for node in ast.walk(ast.parse(block))):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("rl_core."):
             function = getattr(rl_core, ast.unparse(node.func).removeprefix("rl_core."))
-            inspect.signature(function).bind(*node.args, **{keyword.arg: None for keyword in node.keywords})
+            inspect.signature(function).bind(
+                *node.args, **{keyword.arg: None for keyword in node.keywords}
+            )
             bound.append(function.__name__)
     assert bound == ["grpo"]
 
 
 def test_the_yaml_is_a_configuration():
-    from tasks.config import from_dict
+    from tasks.config import build_settings
 
     [block] = blocks("yaml")
-    settings = from_dict(yaml.safe_load(block), check_files=False)
-    assert settings.stages.active == ("prepare_data", "sft", "policy", "evaluate", "analyze", "export", "promote")
+    settings = build_settings(yaml.safe_load(block), check_files=False)
+    assert settings.stages.active == (
+        "prepare_data",
+        "sft",
+        "policy",
+        "evaluate",
+        "analyze",
+        "export",
+        "promote",
+    )
     assert settings.model.lora.rank == 16
 
 
@@ -49,17 +61,29 @@ def test_the_command_finds_own_code_in_the_folder_that_it_is_called_from(tmp_pat
     for name, part in (("echo", "class Echo("), ("rewards", "def brevity")):
         [block] = [block for block in blocks("python", DOCUMENTS) if part in block]
         (tmp_path / "my_package" / f"{name}.py").write_text(block)
-    (tmp_path / "rewards.py").write_text("def correct(trajectories):\n    return [0.0 for _ in trajectories]\n")
-    [environment] = [block for block in blocks("yaml", DOCUMENTS) if "my_package.echo:Echo" in block]
-    [reward] = [block for block in blocks("yaml", DOCUMENTS) if "my_package.rewards:brevity" in block]
+    (tmp_path / "rewards.py").write_text(
+        "def correct(trajectories):\n    return [0.0 for _ in trajectories]\n"
+    )
+    [environment] = [
+        block for block in blocks("yaml", DOCUMENTS) if "my_package.echo:Echo" in block
+    ]
+    [reward] = [
+        block for block in blocks("yaml", DOCUMENTS) if "my_package.rewards:brevity" in block
+    ]
     settings = yaml.safe_load(environment)
     settings["stages"]["policy"] |= yaml.safe_load(reward)["stages"]["policy"]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
-    command = "import sys; from flows.cli.main import main; sys.exit(main(['validate', 'mine.yaml']))"
+    command = (
+        "import sys; from posttrain.cli.main import main; sys.exit(main(['validate', 'mine.yaml']))"
+    )
     done = subprocess.run(
-        [sys.executable, "-P", "-c", command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-P", "-c", command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert "acts in   my_package.echo:Echo" in done.stdout
 
@@ -69,9 +93,11 @@ def test_it_stays_short():
 
 
 def test_every_path_link_and_command_that_it_names_exists():
-    from flows.cli.main import COMMANDS
+    from posttrain.cli.main import COMMANDS
 
-    for path in re.findall(r"`((?:configs|docs|examples|rl_core|tasks|flows|tests)/[\w./]+)`", README):
+    for path in re.findall(
+        r"`((?:configs|docs|examples|rl_core|tasks|flows|tests)/[\w./]+)`", README
+    ):
         assert (ROOT / path).exists(), path
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README)
     assert len(links) > 20

@@ -21,7 +21,9 @@ print(dict(timer.calls))
 
 def test_every_function_that_is_to_be_timed_exists(tmp_path):
     code = WATCH.format(folder=str(tmp_path / "published"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=BENCHMARKS)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=BENCHMARKS
+    )
     assert done.returncode == 0, done.stderr
     assert "'publishing of folders': 1" in done.stdout
 

@@ -30,7 +30,9 @@ raise RuntimeError("no such layer")
 
 def start(tmp_path, steps, name="ours"):
     command = [sys.executable, "-c", TALKER % steps]
-    return Worker(command, env={**os.environ, "PYTHONPATH": str(BENCHMARKS)}, log=tmp_path / f"{name}.txt")
+    return Worker(
+        command, env={**os.environ, "PYTHONPATH": str(BENCHMARKS)}, log=tmp_path / f"{name}.txt"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- protocol
@@ -97,14 +99,22 @@ def answer(wall, cpu, tokens=100, loss=None, peak=10.0):
 
 def make_case(ours, peer, stage="sft"):
     sides = {
-        name: {"about": {"start_s": 2.0, "versions": {}}, "dropped": [answer(1.5, 1.0)], "steps": steps}
+        name: {
+            "about": {"start_s": 2.0, "versions": {}},
+            "dropped": [answer(1.5, 1.0)],
+            "steps": steps,
+        }
         for name, steps in (("ours", ours), ("peer", peer))
     }
     return {"stage": stage, "size": "small", "threads": 1, "others_cpu": 0.1, "sides": sides}
 
 
 def test_a_line_by_hand():
-    ours = [answer(1.0, 0.5, loss=2.0), answer(2.0, 0.5, loss=1.0), answer(4.0, 1.0, loss=1.0, peak=30.0)]
+    ours = [
+        answer(1.0, 0.5, loss=2.0),
+        answer(2.0, 0.5, loss=1.0),
+        answer(4.0, 1.0, loss=1.0, peak=30.0),
+    ]
     peer = [answer(5.0, 2.0, loss=2.0), answer(4.0, 1.0, loss=1.25), answer(2.5, 2.0, loss=1.0)]
     line = table.line_of(make_case(ours, peer), floor_rate=200.0)
     # rates 100, 50, 25 against 20, 25, 40
@@ -117,19 +127,27 @@ def test_a_line_by_hand():
     assert line.start_s == {"ours": 3.5, "peer": 3.5}
     assert line.loss_gap == 0.25
     assert line.same_tokens is True
-    assert line.wanted == 2.5
+    assert line.next_candidate == 2.5
 
 
 def test_other_rows_are_seen():
     line = table.line_of(make_case([answer(1, 1, 100, 0.0)], [answer(1, 1, 99, 0.0)]), None)
     assert line.same_tokens is False
-    assert table.line_of(make_case([answer(1, 1, 100)], [answer(1, 1, 99)], "grpo"), None).same_tokens is None
+    assert (
+        table.line_of(make_case([answer(1, 1, 100)], [answer(1, 1, 99)], "grpo"), None).same_tokens
+        is None
+    )
 
 
 def test_the_table_says_what_was_met_and_what_fails():
     fast = table.line_of(make_case([answer(1, 1, loss=1.0)], [answer(3, 3, loss=1.0)]), 200.0)
     slow = table.line_of(make_case([answer(1, 1)], [answer(1.5, 1)], "generate_32x64"), None)
-    checks = {"small": [{"what": "tokens", "value": 1, "limit": 0}, {"what": "loss", "value": 1e-7, "limit": 1e-5}]}
+    checks = {
+        "small": [
+            {"what": "tokens", "value": 1, "limit": 0},
+            {"what": "loss", "value": 1e-7, "limit": 1e-5},
+        ]
+    }
     text = table.markdown("a processor", [fast, slow], checks, ["machine: m"], ["ppo: no TRL"])
     assert text.splitlines()[0] == "# Speed beside TRL and transformers: a processor"
     rows = [line for line in text.splitlines() if line.startswith("| sft |")]
@@ -138,7 +156,10 @@ def test_the_table_says_what_was_met_and_what_fails():
         "3.5, 3.5 | 0.10 |"
     ]
     assert "**1.50** [1.50, 1.50] | 3 missed | 1.00 | - |" in text
-    assert "| small | tokens | 1 | 0 | FAILS |" in text and "| small | loss | 1e-07 | 1e-05 | holds |" in text
+    assert (
+        "| small | tokens | 1 | 0 | FAILS |" in text
+        and "| small | loss | 1e-07 | 1e-05 | holds |" in text
+    )
     assert "- not measured: ppo: no TRL" in text
 
 
@@ -150,8 +171,14 @@ ROUND = Shape(hidden=4, layers=1, trunk=100, head=20)
 def test_parameters_are_those_of_the_model():
     from transformers import LlamaForCausalLM
 
-    config = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                  intermediate_size=48, vocab_size=64)  # fmt: skip
+    config = dict(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=64,
+    )
     model = LlamaForCausalLM(inputs.make_config(config))
     assert Shape.of(config).parameters == sum(parameter.numel() for parameter in model.parameters())
 
@@ -163,9 +190,13 @@ def test_floor_by_hand():
     rates = Rates(train_flops=10.0, best_flops=20.0, read_bytes=8.0, copy_bytes=4.0)
     assert adamw_seconds(ROUND, rates) == 7 * 4 * 152 / 8  # in the cache: the quicker of both
     # 3 rows of 2 new tokens behind 5: products 3 * (2*2*120 + 4*(5 + 6)*4) = 1968 at 20/s; prompt 1 * 2*100*5 at 10/s
-    assert decode_seconds(ROUND, rates, rows=3, new=2, prompt=5, unique=1) == pytest.approx(100 + 98.4)
+    assert decode_seconds(ROUND, rates, rows=3, new=2, prompt=5, unique=1) == pytest.approx(
+        100 + 98.4
+    )
     slow = Rates(10.0, 20.0, read_bytes=1.0, copy_bytes=4.0)
-    assert decode_seconds(ROUND, slow, rows=3, new=2, prompt=5, unique=1) == 2 * 4 * 120  # weights, read twice
+    assert (
+        decode_seconds(ROUND, slow, rows=3, new=2, prompt=5, unique=1) == 2 * 4 * 120
+    )  # weights, read twice
 
 
 def test_floor_of_the_stages_by_hand():
@@ -202,16 +233,18 @@ def test_rows_are_those_that_both_sides_take():
 
     rows = [str(index) for index in range(7)]
     order, placed = DataOrder(7, 3, seed=5), as_drawn(rows, 5)
-    assert [placed[index] for _ in range(3) for index in order.next()] == rows
+    assert [placed[index] for _ in range(3) for index in order.next_batch()] == rows
     made = inputs.make_rows(count=50)
     assert made == inputs.make_rows(count=50)
     assert max(len(row["prompt"]) for row in made["prompts"]) <= inputs.MAX_PROMPT
     right, wrong = inputs.score("1+1=2 # 12", "12"), inputs.score("1+1=2 # 12", "13")
     assert right == pytest.approx(wrong + 1) and 0 <= wrong < 1
-    assert len({inputs.score("x" * length, "") for length in range(32)}) == 32  # none without an advantage
+    assert (
+        len({inputs.score("x" * length, "") for length in range(32)}) == 32
+    )  # none without an advantage
     session = Scripted([1], 0, observations=[[7, 8]], limit=6)
-    assert session.advance([3, 4], [-1.0, -2.0], False) == [7, 8]
-    assert session.advance([5], [-1.0], False) is None
+    assert session.take_action([3, 4], [-1.0, -2.0], False) == [7, 8]
+    assert session.take_action([5], [-1.0], False) is None
     assert session.completion_ids == [3, 4, 7, 8, 5] and session.sampled == 3
 
 
@@ -275,10 +308,18 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
     # 4 rows, prompt 8, completion 16; 128 numbers of keys and values a token; 106,816 weights but for the embedding
     read = 2 * (16 * 106_816 + 4 * 128 * sum(range(8, 24)))
     seconds = 4 * 16 / decode["tokens_per_s"]
-    assert decode["of_the_bound"] == pytest.approx(read / seconds / found["limits"]["read_bytes_per_s"])
-    assert found["sft"]["loss"] == pytest.approx(math.log(512), abs=0.15) and found["sft"]["in_rollouts"] == 0
+    assert decode["of_the_bound"] == pytest.approx(
+        read / seconds / found["limits"]["read_bytes_per_s"]
+    )
+    assert (
+        found["sft"]["loss"] == pytest.approx(math.log(512), abs=0.15)
+        and found["sft"]["in_rollouts"] == 0
+    )
     assert 0 < found["grpo"]["in_rollouts"] < 1 and found["grpo"]["mfu"] > 0
-    assert "| grpo |" in (tmp_path / "gpu.md").read_text() and "| rollouts, 4 rows |" in capsys.readouterr().out
+    assert (
+        "| grpo |" in (tmp_path / "gpu.md").read_text()
+        and "| rollouts, 4 rows |" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

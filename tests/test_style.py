@@ -53,7 +53,9 @@ class Checked(NamedTuple):
 def checked(function: ast.FunctionDef) -> Checked:
     asserts, called = False, set()
     for node in ast.walk(function):
-        if isinstance(node, ast.Assert) or (isinstance(node, ast.Raise) and "AssertionError" in ast.dump(node)):
+        if isinstance(node, ast.Assert) or (
+            isinstance(node, ast.Raise) and "AssertionError" in ast.dump(node)
+        ):
             asserts = True
         elif isinstance(node, ast.Call):
             if isinstance(node.func, ast.Attribute) and ASSERTING.match(node.func.attr):
@@ -95,7 +97,9 @@ def hollow(trees: dict[str, ast.Module], helpers: list[ast.Module]) -> list[str]
 def test_docstrings_are_noun_phrases(place: str) -> None:
     paths = modules(place)
     assert paths, f"{place} does not exist"
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in noun_clauses(parsed(path))]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}" for path in paths for line in noun_clauses(parsed(path))
+    ]
     assert not found, "\n".join(found)
 
 
@@ -111,6 +115,8 @@ def test_every_test_asserts() -> None:
 def test_the_checks_find_what_they_look_for() -> None:
     source = '"""Fine."""\ndef f():\n    """What it does."""\nclass C:\n    """Whatever, fine."""\n'
     assert noun_clauses(ast.parse(source)) == [3]
-    empty = ast.parse("def test_a():\n    f()\ndef test_b():\n    assert f()\ndef test_c():\n    g()\n")
+    empty = ast.parse(
+        "def test_a():\n    f()\ndef test_b():\n    assert f()\ndef test_c():\n    g()\n"
+    )
     helper = ast.parse("def g():\n    h()\ndef h():\n    assert True\n")
     assert hollow({"x": empty}, [helper]) == ["x:1: test_a"]

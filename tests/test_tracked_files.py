@@ -13,7 +13,11 @@ PLAIN = {"100644", "100755"}
 def test_every_tracked_file_is_a_plain_file() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("no version control here")
-    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    kinds = {name: line.split()[0] for line, name in (row.split("\t", 1) for row in listed.splitlines())}
+    listed = subprocess.run(
+        ["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    kinds = {
+        name: line.split()[0] for line, name in (row.split("\t", 1) for row in listed.splitlines())
+    }
     assert "pyproject.toml" in kinds
     assert {name: kind for name, kind in kinds.items() if kind not in PLAIN} == {}

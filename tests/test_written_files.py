@@ -17,18 +17,33 @@ HINT = (
 
 # (file, what is called in it, reason). A line that matches nothing any more is an error.
 EXCEPTIONS = {
-    ("rl_core/models/causal_lm.py", "save_pretrained"): "within a folder that is sealed or published afterwards",
+    (
+        "rl_core/models/causal_lm.py",
+        "save_pretrained",
+    ): "within a folder that is sealed or published afterwards",
     ("rl_core/models/lora.py", "save_pretrained"): "as above",
     ("rl_core/service/saved_weights.py", "save_pretrained"): "as above",
     ("rl_core/analysis/canvas.py", "savefig"): "into memory",
     ("rl_core/environments/subprocess_main.py", "open"): "os.devnull",
     ("rl_core/environments/subprocess_main.py", "fdopen"): "a pipe",
-    ("rl_core/environments/subprocess_host.py", "tempfile.TemporaryDirectory"): "the script of a trial",
+    (
+        "rl_core/environments/subprocess_host.py",
+        "tempfile.TemporaryDirectory",
+    ): "the script of a trial",
     ("rl_core/environments/subprocess_host.py", "write_text"): "the script of a trial",
-    ("rl_core/environments/subprocess_host.py", "tempfile.mkdtemp"): "working folder of a child, removed with it",
-    ("tasks/tracking/sink.py", "tempfile.TemporaryDirectory"): "beside the journal, which clears what a kill leaves",
+    (
+        "rl_core/environments/subprocess_host.py",
+        "tempfile.mkdtemp",
+    ): "working folder of a child, removed with it",
+    (
+        "tasks/tracking/sink.py",
+        "tempfile.TemporaryDirectory",
+    ): "beside the journal, which clears what a kill leaves",
     ("tasks/tracking/sink.py", "write_text"): "in that folder",
-    ("rl_core/environments/code_child.py", "tempfile.TemporaryDirectory"): "of a program under test, in the sandbox",
+    (
+        "rl_core/environments/code_child.py",
+        "tempfile.TemporaryDirectory",
+    ): "of a program under test, in the sandbox",
     ("rl_core/environments/code_child.py", "tempfile.TemporaryFile"): "as above",
     ("rl_core/environments/mcp_tools.py", "os.open"): "os.devnull",
     ("rl_core/environments/mcp_tools.py", "fdopen"): "os.devnull",
@@ -36,8 +51,14 @@ EXCEPTIONS = {
     ("rl_core/environments/sandbox.py", "os.mkdir"): "as above",
     ("rl_core/environments/sandbox.py", "os.symlink"): "as above",
     ("rl_core/environments/sandbox.py", "open"): "as above, and /proc/self of the child",
-    ("rl_core/cpu/build.py", "tempfile.TemporaryDirectory"): "object files of the compiler; the library is adopted",
-    ("rl_core/api/supervised.py", "tempfile.TemporaryDirectory"): "transformers makes a classifier from files alone",
+    (
+        "rl_core/cpu/build.py",
+        "tempfile.TemporaryDirectory",
+    ): "object files of the compiler; the library is adopted",
+    (
+        "rl_core/api/supervised.py",
+        "tempfile.TemporaryDirectory",
+    ): "transformers makes a classifier from files alone",
     ("tasks/tracking/models.py", "tempfile.TemporaryDirectory"): "files of an upload",
     ("tasks/tracking/models.py", "write_text"): "files of an upload",
     ("tasks/tracking/models.py", "mkdir"): "files of an upload",
@@ -47,25 +68,54 @@ EXCEPTIONS = {
         "tasks/tracking/journal.py",
         "own_file",
     ): "LineLog: appended, cut and synced through one locked descriptor",
-    ("tasks/processes/rank_zero_events.py", "own_file"): "checked lines, appended through one descriptor",
+    ("tasks/processes/launch.py", "own_file"): "checked lines, appended through one descriptor",
     ("flows/sweep/trial_process.py", "fdopen"): "a pipe",
     ("flows/sweep/worker.py", "fdopen"): "a pipe",
-    ("flows/cli/streams.py", "os.open"): "os.devnull",
-    ("flows/cli/streams.py", "fdopen"): "standard output and error, where the caller closed them",
-    ("flows/runtime/prefect_database.py", "shutil.copyfile"): "to a temporary name, which is adopted",
-    ("flows/cli/doctor.py", "tempfile.TemporaryFile"): "tries whether a folder can be written",
-    ("flows/cli/model_capabilities.py", "tempfile.TemporaryDirectory"): "a downloaded model that is looked at",
-    ("flows/operations/state.py", "os.open"): "the supervisor's lock, to look whether it is held",
-    ("tasks/lifecycle/dead_runs.py", "os.open"): "a journal, to look whether it is locked",
+    ("posttrain/cli/main.py", "os.open"): "os.devnull",
+    ("posttrain/cli/main.py", "fdopen"): "standard output and error, where the caller closed them",
+    (
+        "flows/runtime/embedded_server.py",
+        "shutil.copyfile",
+    ): "to a temporary name, which is adopted",
+    ("posttrain/cli/doctor.py", "tempfile.TemporaryFile"): "tries whether a folder can be written",
+    (
+        "posttrain/cli/model_capabilities.py",
+        "tempfile.TemporaryDirectory",
+    ): "a downloaded model that is looked at",
+    (
+        "posttrain/operations/state.py",
+        "os.open",
+    ): "the supervisor's lock, to look whether it is held",
+    ("tasks/lifecycle/crashed_runs.py", "os.open"): "a journal, to look whether it is locked",
 }
 
 WRITING_MODES = set("wax+")
 METHODS = {
-    "write_text", "write_bytes", "savefig", "touch", "mkdir", "symlink_to", "hardlink_to", "save_pretrained", "to_csv",
-    "to_json_file", "to_parquet", "rename",
-}  # fmt: skip
+    "write_text",
+    "write_bytes",
+    "savefig",
+    "touch",
+    "mkdir",
+    "symlink_to",
+    "hardlink_to",
+    "save_pretrained",
+    "to_csv",
+    "to_json_file",
+    "to_parquet",
+    "rename",
+}
 FUNCTIONS = {
-    "os": {"replace", "rename", "renames", "link", "symlink", "makedirs", "mkdir", "truncate", "mkfifo"},
+    "os": {
+        "replace",
+        "rename",
+        "renames",
+        "link",
+        "symlink",
+        "makedirs",
+        "mkdir",
+        "truncate",
+        "mkfifo",
+    },
     "shutil": {"copy", "copy2", "copyfile", "copytree", "move"},
     "json": {"dump"},
     "pickle": {"dump"},
@@ -73,14 +123,23 @@ FUNCTIONS = {
     "np": {"save", "savez", "savetxt"},
     "numpy": {"save", "savez", "savetxt"},
     "yaml": {"dump_to_file"},
-    "tempfile": {"TemporaryDirectory", "TemporaryFile", "NamedTemporaryFile", "mkdtemp", "mkstemp", "gettempdir"},
-}  # fmt: skip
+    "tempfile": {
+        "TemporaryDirectory",
+        "TemporaryFile",
+        "NamedTemporaryFile",
+        "mkdtemp",
+        "mkstemp",
+        "gettempdir",
+    },
+}
 NAMES = {"save_file", "own_file", "fdopen"}
 
 
 def _mode(call: ast.Call, position: int) -> str:
     """The mode of an `open`; "?" where it is computed."""
-    given = [keyword.value for keyword in call.keywords if keyword.arg == "mode"] + call.args[position : position + 1]
+    given = [keyword.value for keyword in call.keywords if keyword.arg == "mode"] + call.args[
+        position : position + 1
+    ]
     if not given:
         return "r"
     return str(given[0].value) if isinstance(given[0], ast.Constant) else "?"
@@ -106,7 +165,9 @@ def _writes(call: ast.Call) -> str | None:
     if function.attr == "open" and module not in ("os", "tarfile", "zipfile"):
         mode = set(_mode(call, 1 if module in ("io", "gzip", "bz2", "lzma", "codecs") else 0))
         return "open" if mode <= set("rwabxt+") and mode & WRITING_MODES else None
-    if function.attr == "replace" and len(call.args) == 1 and not call.keywords:  # a text's takes two
+    if (
+        function.attr == "replace" and len(call.args) == 1 and not call.keywords
+    ):  # a text's takes two
         return "replace"
     if function.attr == "to_csv" and not call.args:  # gives text
         return None
@@ -122,7 +183,11 @@ def writes(source: str) -> Iterator[tuple[int, str]]:
 
 def found() -> list[tuple[str, int, str]]:
     """(file, line, name) outside of the storage room."""
-    paths = [path for floor in ("rl_core", "tasks", "flows") for path in sorted((ROOT / floor).rglob("*.py"))]
+    paths = [
+        path
+        for floor in ("rl_core", "tasks", "flows")
+        for path in sorted((ROOT / floor).rglob("*.py"))
+    ]
     names = [path.relative_to(ROOT).as_posix() for path in paths]
     return [
         (name, line, call)
@@ -133,7 +198,9 @@ def found() -> list[tuple[str, int, str]]:
 
 
 def test_nothing_else_writes_files() -> None:
-    others = [f"{file}:{line}: {call}" for file, line, call in found() if (file, call) not in EXCEPTIONS]
+    others = [
+        f"{file}:{line}: {call}" for file, line, call in found() if (file, call) not in EXCEPTIONS
+    ]
     assert not others, "\n".join([*others, HINT])
 
 
@@ -171,8 +238,17 @@ def test_a_new_writer_is_found(line: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["open(path)", "open(path, 'rb')", "path.open('rb')", "text.replace('a', 'b')", "frame.to_csv(index=False)",
-     "os.open(path, os.O_RDONLY)", "gzip.open(path)", "opener.open(url, timeout=2)", "self._open(run)"],
-)  # fmt: skip
+    [
+        "open(path)",
+        "open(path, 'rb')",
+        "path.open('rb')",
+        "text.replace('a', 'b')",
+        "frame.to_csv(index=False)",
+        "os.open(path, os.O_RDONLY)",
+        "gzip.open(path)",
+        "opener.open(url, timeout=2)",
+        "self._open(run)",
+    ],
+)
 def test_readers_are_not(line: str) -> None:
     assert list(writes(line)) == []

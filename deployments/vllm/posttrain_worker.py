@@ -30,22 +30,30 @@ class PosttrainWorker:
 
     def posttrain_state(self) -> dict[str, Any]:
         """Process and weights."""
-        return {"instance": os.environ.get("POSTTRAIN_INSTANCE", ""), "weights": self.posttrain_weights}
+        return {
+            "instance": os.environ.get("POSTTRAIN_INSTANCE", ""),
+            "weights": self.posttrain_weights,
+        }
 
     def posttrain_describe(self) -> dict[str, Any]:
         """Model and abilities."""
         config, lora = self.model_config.hf_text_config, self.vllm_config.lora_config
         return {
-            **self.posttrain_state(), "engine": "vllm", "architecture": self.model_config.hf_config.architectures[0],
+            **self.posttrain_state(),
+            "engine": "vllm",
+            "architecture": self.model_config.hf_config.architectures[0],
             "shape": {
-                "vocab_size": int(self.model_config.get_vocab_size()), "hidden_size": int(config.hidden_size),
+                "vocab_size": int(self.model_config.get_vocab_size()),
+                "hidden_size": int(config.hidden_size),
                 "num_hidden_layers": int(config.num_hidden_layers),
             },
-            "context": int(self.model_config.max_model_len), "dtype": str(self.model_config.dtype),
-            "logprobs": str(self.model_config.logprobs_mode), "sleeps": bool(self.model_config.enable_sleep_mode),
+            "context": int(self.model_config.max_model_len),
+            "dtype": str(self.model_config.dtype),
+            "logprobs": str(self.model_config.logprobs_mode),
+            "sleeps": bool(self.model_config.enable_sleep_mode),
             "lora_rank": int(lora.max_lora_rank) if lora is not None else 0,
             "versions": {name: version(name) for name in ("vllm", "torch", "transformers")},
-        }  # fmt: skip
+        }
 
     def posttrain_read_weights(self, folder: str) -> dict[str, Any]:
         """Digest of a folder's tensors as this process reads them."""
@@ -98,4 +106,6 @@ def _tensors(folder: Path, found: dict[str, str]) -> Iterator[tuple[str, torch.T
 
 def _digest_of(found: dict[str, str]) -> str:
     """One digest of all tensors'."""
-    return hashlib.sha256("\n".join(f"{name} {found[name]}" for name in sorted(found)).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join(f"{name} {found[name]}" for name in sorted(found)).encode()
+    ).hexdigest()

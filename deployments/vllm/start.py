@@ -13,19 +13,40 @@ import shlex
 import sys
 from pathlib import Path
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # highest ranks of adapters that vLLM can be started for
+RANKS = (
+    1,
+    8,
+    16,
+    32,
+    64,
+    128,
+    256,
+    320,
+    512,
+)  # highest ranks of adapters that vLLM can be started for
 NAME = "policy"  # of the model, for requests
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Become the server."""
     given = sys.argv[1:] if arguments is None else arguments
-    own, further = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    own, further = (
+        (given[: given.index("--")], given[given.index("--") + 1 :])
+        if "--" in given
+        else (given, [])
+    )
     options = parse(own)
     instance = f"vllm-{secrets.token_hex(8)}"
     command, environment = command_of(options, instance) + further, environment_of(instance)
     if options.print:
-        print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)]))
+        print(
+            " ".join(
+                [
+                    *(f"{name}={shlex.quote(value)}" for name, value in environment.items()),
+                    shlex.join(command),
+                ]
+            )
+        )
         return
     python = Path(options.python)
     if not (python.is_file() and os.access(python, os.X_OK)):
@@ -38,40 +59,86 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--python", required=True, help="Python of the environment that vLLM is installed in")
-    parser.add_argument("--model", required=True, help="folder or hub name of the policy's base model")
-    parser.add_argument("--host", default="127.0.0.1", help="loopback, unless a network is the trainer's alone")
+    parser.add_argument(
+        "--python", required=True, help="Python of the environment that vLLM is installed in"
+    )
+    parser.add_argument(
+        "--model", required=True, help="folder or hub name of the policy's base model"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="loopback, unless a network is the trainer's alone"
+    )
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16: the trainer's")
-    parser.add_argument("--context", type=int, help="longest prompt and completion together; default: the model's")
-    parser.add_argument("--lora-rank", type=int, default=0, help="take adapters up to this rank; 0 = none")
-    parser.add_argument("--sleeps", action="store_true", help="can give up its GPU memory during updates")
+    parser.add_argument(
+        "--dtype", default="auto", help="float32, bfloat16 or float16: the trainer's"
+    )
+    parser.add_argument(
+        "--context", type=int, help="longest prompt and completion together; default: the model's"
+    )
+    parser.add_argument(
+        "--lora-rank", type=int, default=0, help="take adapters up to this rank; 0 = none"
+    )
+    parser.add_argument(
+        "--sleeps", action="store_true", help="can give up its GPU memory during updates"
+    )
     parser.add_argument("--gpu-memory", type=float, default=0.9, help="share of the GPU's memory")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one replica")
     parser.add_argument("--print", action="store_true", help="show the command and start nothing")
     options = parser.parse_args(arguments)
     if not 0 <= options.lora_rank <= RANKS[-1]:
-        parser.error(f"--lora-rank: {options.lora_rank} is beyond {RANKS[-1]}, the highest that vLLM takes")
+        parser.error(
+            f"--lora-rank: {options.lora_rank} is beyond {RANKS[-1]}, the highest that vLLM takes"
+        )
     return options
 
 
 def command_of(options: argparse.Namespace, instance: str) -> list[str]:
     """The command, but for further arguments."""
     command = [
-        options.python, "-m", "vllm.entrypoints.cli.main", "serve", options.model, "--served-model-name", NAME,
-        "--host", options.host, "--port", str(options.port), "--dtype", options.dtype, "--seed", "0",
-        "--logprobs-mode", "processed_logprobs",  # of the distribution that tokens are drawn from
-        "--generation-config", "vllm",  # no defaults of the model's: every request says everything
-        "--fingerprint-mode", "custom", "--fingerprint-value", instance,  # every answer says which process gave it
-        "--worker-extension-cls", "posttrain_worker.PosttrainWorker",
-        "--gpu-memory-utilization", str(options.gpu_memory), "--tensor-parallel-size", str(options.tensor_parallel),
-    ]  # fmt: skip
+        options.python,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        options.model,
+        "--served-model-name",
+        NAME,
+        "--host",
+        options.host,
+        "--port",
+        str(options.port),
+        "--dtype",
+        options.dtype,
+        "--seed",
+        "0",
+        "--logprobs-mode",
+        "processed_logprobs",  # of the distribution that tokens are drawn from
+        "--generation-config",
+        "vllm",  # no defaults of the model's: every request says everything
+        "--fingerprint-mode",
+        "custom",
+        "--fingerprint-value",
+        instance,  # every answer says which process gave it
+        "--worker-extension-cls",
+        "posttrain_worker.PosttrainWorker",
+        "--gpu-memory-utilization",
+        str(options.gpu_memory),
+        "--tensor-parallel-size",
+        str(options.tensor_parallel),
+    ]
     if options.context is not None:
         command += ["--max-model-len", str(options.context)]
     if options.lora_rank:
         rank = next(rank for rank in RANKS if rank >= options.lora_rank)
         # the next adapter is loaded before the last one is dropped
-        command += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "1", "--max-cpu-loras", "2"]
+        command += [
+            "--enable-lora",
+            "--max-lora-rank",
+            str(rank),
+            "--max-loras",
+            "1",
+            "--max-cpu-loras",
+            "2",
+        ]
     if options.sleeps:
         command += ["--enable-sleep-mode"]
     return command
@@ -79,11 +146,18 @@ def command_of(options: argparse.Namespace, instance: str) -> list[str]:
 
 def environment_of(instance: str) -> dict[str, str]:
     """Environment variables beside those that are there."""
-    path = [str(Path(__file__).resolve().parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    path = [
+        str(Path(__file__).resolve().parent),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
     return {
-        "PYTHONPATH": os.pathsep.join(path), "POSTTRAIN_INSTANCE": instance, "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-    }  # fmt: skip
+        "PYTHONPATH": os.pathsep.join(path),
+        "POSTTRAIN_INSTANCE": instance,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
 
 
 if __name__ == "__main__":

@@ -19,11 +19,16 @@ from typing import Any, Literal, Union
 DOCS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(DOCS.parent))  # called as a file, from a checkout
 
-from rl_core.analysis.metric_reference import GROUPS, MetricGroup  # noqa: E402
+from rl_core.analysis.metric_reference import METRIC_GROUPS  # noqa: E402
+from rl_core.analysis.training_metrics import MetricGroup  # noqa: E402
 from rl_core.settings import OnlineSettings, Settings  # noqa: E402
-from rl_core.settings.peer_names import PeerName, trl_names, verl_names  # noqa: E402
-from rl_core.settings.trl_names import TRL_VERSION  # noqa: E402
-from rl_core.settings.verl_names import VERL_VERSION  # noqa: E402
+from rl_core.settings.framework_aliases import (  # noqa: E402
+    TRL_VERSION,
+    VERL_VERSION,
+    FrameworkAlias,
+    list_trl_aliases,
+    list_verl_aliases,
+)
 from tasks.config.settings import PipelineSettings  # noqa: E402
 
 __all__ = ["coming_from_page", "configuration_page", "main", "metrics_page", "online_page", "pages"]
@@ -74,7 +79,7 @@ _COMING_FROM = """\
 Every name of TRL {trl} (`GRPOConfig`, `RLOOConfig`, `SFTConfig`, `DPOConfig`, `KTOConfig`, `RewardConfig`,
 `DistillationConfig`, `ModelConfig`, the fields of transformers' `TrainingArguments` among them) and of verl's
 `ppo_trainer` ({verl}), with what it is here. Error messages on unknown keys and `posttrain convert` read the same
-table: `rl_core/settings/trl_names.py`, `rl_core/settings/verl_names.py`. "Same" means the same quantity; where the
+table: `rl_core/settings/framework_aliases.py`, `rl_core/settings/framework_aliases.py`. "Same" means the same quantity; where the
 meaning differs, the last column says how. Losses were compared number by number:
 [losses against TRL](benchmarks/losses.md).
 
@@ -171,15 +176,20 @@ def _settings_page(head: str, settings: type[Settings]) -> str:
 
 def metrics_page() -> str:
     """Markdown of the metric reference."""
-    return "\n".join([NOTE + _METRICS.rstrip("\n") + "\n", *(_group(group) for group in GROUPS)])
+    return "\n".join(
+        [NOTE + _METRICS.rstrip("\n") + "\n", *(_group(group) for group in METRIC_GROUPS)]
+    )
 
 
 def coming_from_page() -> str:
     """Markdown of the names of TRL and verl."""
     trl = ["| TRL | here | difference, or why there is no equal | trainers |", "|---|---|---|---|"]
-    trl += [_peer_row(row, row.paths(None), ", ".join(row.trainers)) for row in trl_names()]
+    trl += [
+        _peer_row(row, row.resolve_paths(None), ", ".join(row.trainers))
+        for row in list_trl_aliases()
+    ]
     verl = ["| verl | here | difference, or why there is no equal |", "|---|---|---|"]
-    verl += [_peer_row(row, row.paths(None)) for row in verl_names()]
+    verl += [_peer_row(row, row.resolve_paths(None)) for row in list_verl_aliases()]
     head = _COMING_FROM.format(trl=TRL_VERSION, verl=VERL_VERSION)
     parts = (
         NOTE + head.rstrip("\n"),
@@ -192,10 +202,15 @@ def coming_from_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _peer_row(row: PeerName, paths: Sequence[str], *more: str) -> str:
+def _peer_row(row: FrameworkAlias, paths: Sequence[str], *more: str) -> str:
     names = ", ".join(f"`{name}`" for name in row.names)
-    here = ", ".join(f"`{path.removeprefix('stages.<stage>.').removeprefix('stages.')}`" for path in paths) or "none"
-    cells = (names, here, row.note, *more)
+    here = (
+        ", ".join(
+            f"`{path.removeprefix('stages.<stage>.').removeprefix('stages.')}`" for path in paths
+        )
+        or "none"
+    )
+    cells = (names, here, row.difference, *more)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -226,7 +241,9 @@ def _inner(hint: Any) -> tuple[type[Settings] | None, str]:
     return None, ""
 
 
-def _section(cls: type[Settings], places: Sequence[str], anchors: Mapping[type[Settings], str]) -> str:
+def _section(
+    cls: type[Settings], places: Sequence[str], anchors: Mapping[type[Settings], str]
+) -> str:
     title = f"`{places[0]}`" if places[0] else "Top level"
     lines = [f"## {title}", "", (cls.__doc__ or "").split("\n\n")[0].strip(), ""]
     if len(places) > 1:
@@ -234,7 +251,9 @@ def _section(cls: type[Settings], places: Sequence[str], anchors: Mapping[type[S
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        limits = " and ".join(f"{_LIMITS[name]} {limit}" for name, limit in field.metadata.items() if name in _LIMITS)
+        limits = " and ".join(
+            f"{_LIMITS[name]} {limit}" for name, limit in field.metadata.items() if name in _LIMITS
+        )
         meaning = field.metadata["doc"] + (f"; {limits}" if limits else "")
         row = (f"`{field.name}`", _type(hints[field.name], anchors), _default(field), meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
@@ -244,7 +263,9 @@ def _section(cls: type[Settings], places: Sequence[str], anchors: Mapping[type[S
 def _type(hint: Any, anchors: Mapping[type[Settings], str]) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join("null" if part is type(None) else _type(part, anchors) for part in arguments)
+        return " or ".join(
+            "null" if part is type(None) else _type(part, anchors) for part in arguments
+        )
     if origin is Literal:
         return ", ".join(f"`{argument}`" for argument in arguments)
     if origin is tuple:
@@ -276,7 +297,14 @@ def _yaml(value: Any) -> str:
 
 
 def _group(group: MetricGroup) -> str:
-    lines = [f"## {group.title}", "", group.about, "", "| name | unit | meaning | when to worry |", "|---|---|---|---|"]
+    lines = [
+        f"## {group.title}",
+        "",
+        group.about,
+        "",
+        "| name | unit | meaning | when to worry |",
+        "|---|---|---|---|",
+    ]
     for metric in group.metrics:
         row = (f"`{metric.name}`", metric.unit, metric.meaning, metric.worry)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
@@ -286,13 +314,21 @@ def _group(group: MetricGroup) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the pages, or with --check name the stale ones; exit code 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a page is stale"
+    )
     check = parser.parse_args(arguments).check
-    stale = [path for path, text in pages().items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    stale = [
+        path
+        for path, text in pages().items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
     for path in stale:
         if not check:
             path.write_text(pages()[path], encoding="utf-8")
-        print(f"{path.relative_to(DOCS.parent)}: {'stale; run docs/tools/generate.py' if check else 'written'}")
+        print(
+            f"{path.relative_to(DOCS.parent)}: {'stale; run docs/tools/generate.py' if check else 'written'}"
+        )
     return int(bool(stale) and check)
 
 

@@ -29,8 +29,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from helpers.chromium import Chromium  # noqa: E402
 
-from flows.operations.services import ask  # noqa: E402
-from flows.runtime.prefect_access import password  # noqa: E402
+from flows.runtime.prefect_access import load_or_create_password  # noqa: E402
+from posttrain.operations.services import fetch_json  # noqa: E402
 
 MLFLOW_PORT, PREFECT_PORT, MONITOR_PORT = 5180, 4380, 7980
 COLOURS = 128
@@ -60,7 +60,7 @@ def main() -> None:
     output = options.output.resolve()
     options.pictures.mkdir(parents=True, exist_ok=True)
     with served(output) as addresses:
-        login = f"location.protocol == 'http:' && localStorage.setItem('prefect-password', btoa({password(output)!r}))"
+        login = f"location.protocol == 'http:' && localStorage.setItem('prefect-password', btoa({load_or_create_password(output)!r}))"
         for name, shot in pages(output, options.pipeline, addresses).items():
             if not name.startswith(options.only):
                 continue
@@ -69,7 +69,13 @@ def main() -> None:
                     whole = f"{name}{size}" if shot.all_sizes else name
                     path = options.pictures / f"{whole}{'_dark' if dark else ''}.png"
                     try:
-                        picture(shot, SIZES[size], dark, path, login if name.startswith("prefect") else "")
+                        picture(
+                            shot,
+                            SIZES[size],
+                            dark,
+                            path,
+                            login if name.startswith("prefect") else "",
+                        )
                         print(path.name, path.stat().st_size, flush=True)
                     except (TimeoutError, AssertionError) as error:
                         print(f"{path.name}: {str(error)[:600]}", file=sys.stderr, flush=True)
@@ -94,15 +100,18 @@ def pages(output: Path, pipeline: str, addresses: dict[str, str]) -> dict[str, S
         "monitor": Shot(f"{monitor}/", controls, all_sizes=True),
         "monitor_curves": Shot(f"{monitor}/?tab=curves", controls),
         "report": Shot(report.as_uri(), "!!document.querySelector('#verdict')", all_sizes=True),
-        "report_measures": Shot(report.as_uri(), "!!document.querySelector('#verdict')", "#overview"),
+        "report_measures": Shot(
+            report.as_uri(), "!!document.querySelector('#verdict')", "#overview"
+        ),
         "mlflow_runs": Shot(table, said("result")),
         "mlflow_run": Shot(run(""), said("Report"), all_sizes=True),
         "mlflow_policy": Shot(charts, plotted),
         "mlflow_traces": Shot(run("evaluate", "/traces"), said("success")),
         "mlflow_version": Shot(
-            f"{mlflow}/#/models/{pipeline}/versions/2?workflowType=machine_learning", said("promoted")
+            f"{mlflow}/#/models/{pipeline}/versions/2?workflowType=machine_learning",
+            said("promoted"),
         ),
-        **prefect_pages(addresses["prefect"], password(output)),
+        **prefect_pages(addresses["prefect"], load_or_create_password(output)),
     }
 
 
@@ -110,7 +119,7 @@ def prefect_pages(prefect: str, auth: str) -> dict[str, Shot]:
     """Pages of the newest finished flow run of the demo, of its result, and the deployment's form."""
 
     def api(path: str, body: Any = None) -> Any:
-        return ask(f"{prefect}/api{path}", body, timeout=60, auth=auth)
+        return fetch_json(f"{prefect}/api{path}", body, timeout=60, auth=auth)
 
     finished = {
         "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}},
@@ -120,21 +129,30 @@ def prefect_pages(prefect: str, auth: str) -> dict[str, Shot]:
     made = {"artifacts": {"key": {"like_": "-result"}, "flow_run_id": {"any_": [run["id"]]}}}
     artifact = api("/artifacts/filter", made)[0]["id"]
     deployment = api("/deployments/name/post-training/demo")["id"]
-    paused = api("/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["PAUSED"]}}}, "limit": 1})
+    paused = api(
+        "/flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["PAUSED"]}}}, "limit": 1}
+    )
     return {
         **(approval_form(f"{prefect}/runs/flow-run/{paused[0]['id']}") if paused else {}),
         "prefect_run": Shot(
-            f"{prefect}/runs/flow-run/{run['id']}", f"{said(run['name'])} && !!document.querySelector('canvas')"
+            f"{prefect}/runs/flow-run/{run['id']}",
+            f"{said(run['name'])} && !!document.querySelector('canvas')",
         ),
         "prefect_result": Shot(f"{prefect}/artifacts/artifact/{artifact}", said("success (95")),
-        "prefect_result_phone": Shot(f"{prefect}/artifacts/artifact/{artifact}", said("success (95"), size="_phone"),
-        "prefect_form": Shot(f"{prefect}/deployments/deployment/{deployment}/run", said("Sft Learning Rate")),
+        "prefect_result_phone": Shot(
+            f"{prefect}/artifacts/artifact/{artifact}", said("success (95"), size="_phone"
+        ),
+        "prefect_form": Shot(
+            f"{prefect}/deployments/deployment/{deployment}/run", said("Sft Learning Rate")
+        ),
     }
 
 
 def approval_form(page: str) -> dict[str, Shot]:
     """The form of a flow run that waits for a person; on a phone its button is in a menu."""
-    has_button = "[...document.querySelectorAll('button')].some(e => e.innerText.trim() == 'Resume')"
+    has_button = (
+        "[...document.querySelectorAll('button')].some(e => e.innerText.trim() == 'Resume')"
+    )
     opened = f"{said('Reviewer')} && {said('Decision')}"
     return {"prefect_approval": Shot(page, has_button, press="Resume", opened=opened)}
 
@@ -150,8 +168,9 @@ def stage_runs(output: Path, pipeline: str) -> dict[str, str]:
         rows = store.execute(
             "SELECT r.run_uuid, r.experiment_id, COALESCE(t.value, '') FROM runs r LEFT JOIN tags t "
             "ON t.run_uuid = r.run_uuid AND t.key = 'stage' JOIN experiments e ON e.experiment_id = r.experiment_id "
-            "WHERE e.name = ? ORDER BY r.start_time", (pipeline,)
-        ).fetchall()  # fmt: skip
+            "WHERE e.name = ? ORDER BY r.start_time",
+            (pipeline,),
+        ).fetchall()
     return {name: run for run, _, name in rows} | {"experiment": str(rows[0][1])}
 
 
@@ -159,13 +178,15 @@ def stage_runs(output: Path, pipeline: str) -> dict[str, str]:
 def served(output: Path) -> Iterator[dict[str, str]]:
     """Addresses of the pages by their names."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    posttrain = [sys.executable, "-m", "flows.cli.main"]
+    posttrain = [sys.executable, "-m", "posttrain.cli.main"]
     ports = ["--mlflow-port", str(MLFLOW_PORT), "--prefect-port", str(PREFECT_PORT)]
     up = [*posttrain, "up", "--detach", "--output", str(output), *ports]
     monitor = [*posttrain, "monitor", "--output", str(output), "--port", str(MONITOR_PORT)]
     process = None
     try:
-        told = subprocess.run(up, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+        told = subprocess.run(
+            up, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
         process = subprocess.Popen(monitor, env=environment, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         told += process.stdout.readline()
@@ -174,7 +195,9 @@ def served(output: Path) -> Iterator[dict[str, str]]:
         if process is not None:
             process.send_signal(signal.SIGINT)
             process.wait(60)
-        subprocess.run([*posttrain, "down", "--output", str(output)], cwd=ROOT, env=environment, check=True)
+        subprocess.run(
+            [*posttrain, "down", "--output", str(output)], cwd=ROOT, env=environment, check=True
+        )
 
 
 def picture(shot: Shot, size: tuple[int, int], dark: bool, path: Path, first: str = "") -> None:
@@ -193,7 +216,9 @@ def picture(shot: Shot, size: tuple[int, int], dark: bool, path: Path, first: st
         page.run("new Promise(done => setTimeout(done, 2500))")
         page.picture(path)
     with Image.open(path) as image:
-        image.convert("RGB").quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(path, optimize=True)
+        image.convert("RGB").quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(
+            path, optimize=True
+        )
 
 
 if __name__ == "__main__":

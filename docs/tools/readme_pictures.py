@@ -24,7 +24,13 @@ __all__ = ["main", "machine", "table_lines", "told", "with_results"]
 
 README, QUICKSTART = ROOT / "README.md", ROOT / "docs" / "quickstart.md"
 PICTURES = ROOT / "tests" / "benchmarks" / "pictures"
-_STAGES = {"sft": 2, "reward_model": 2, "policy": 2, "evaluate": 1, "promote": 2}  # clauses of their notes
+_STAGES = {
+    "sft": 2,
+    "reward_model": 2,
+    "policy": 2,
+    "evaluate": 1,
+    "promote": 2,
+}  # clauses of their notes
 _LINES = re.compile(r"(?:^    (?:sft|reward model|policy|evaluate|promote): .*\n)+", re.MULTILINE)
 _MACHINE = re.compile(r"^[^\n]*, seed \d+, \d+ s for the whole job;", re.MULTILINE)
 _TABLE = re.compile(r"(?:^    [┏┃┡│└].*\n)+", re.MULTILINE)
@@ -52,52 +58,77 @@ def machine(cpuinfo: str, seed: int) -> str:
     flags = set(re.findall(r"\b(?:amx_tile|avx512f|avx2)\b", cpuinfo))
     best = next((word for flag, word in _FLAGS.items() if flag in flags), "no AVX2")
     cores = len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE))
-    shown = re.sub(r"\((?:R|TM)\)| CPU| Processor|@.*", "", name[1] if name else "a processor without a name").strip()
+    shown = re.sub(
+        r"\((?:R|TM)\)| CPU| Processor|@.*", "", name[1] if name else "a processor without a name"
+    ).strip()
     return f"{cores} cores ({shown}, {best}), seed {seed},"
 
 
-_FLAGS = {"amx_tile": "AMX", "avx512f": "AVX-512, no AMX", "avx2": "AVX2"}  # the best one that a processor has
+_FLAGS = {
+    "amx_tile": "AMX",
+    "avx512f": "AVX-512, no AMX",
+    "avx2": "AVX2",
+}  # the best one that a processor has
 
 
 def with_results(text: str, places: Mapping[re.Pattern[str], str]) -> str:
     """A document with these results in their places. Raises: ValueError where it has not one place for each."""
     for place, result in places.items():
         if len(place.findall(text)) != 1:
-            raise ValueError(f"found {len(place.findall(text))} places like {place.pattern!r}, wanted one")
+            raise ValueError(
+                f"found {len(place.findall(text))} places like {place.pattern!r}, wanted one"
+            )
         text = place.sub(lambda _, result=result: result, text)  # type: ignore[misc]
     return text
 
 
 def table_lines(table: str) -> str:
     """The table of the terminal, without the lines around it, as a block of code."""
-    return "".join(f"    {line.rstrip()}\n" for line in table.splitlines() if line[:1] in "┏┃┡│└" and line)
+    return "".join(
+        f"    {line.rstrip()}\n" for line in table.splitlines() if line[:1] in "┏┃┡│└" and line
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo anew, then write the pictures and README's results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--config", default=str(ROOT / "configs" / "demo.yaml"))
-    parser.add_argument("--output", default=str(ROOT / "outputs" / "readme"), help="folder of the run")
+    parser.add_argument(
+        "--output", default=str(ROOT / "outputs" / "readme"), help="folder of the run"
+    )
     chosen = parser.parse_args(arguments)
     os.chdir(ROOT)
     from flows.post_training import run_pipeline
-    from rl_core.storage.single_files import write_text_atomic
-    from tasks.config import load
+    from rl_core.storage.atomic_files import write_text_atomic
+    from tasks.config import load_settings
 
-    shutil.rmtree(chosen.output, ignore_errors=True)  # a version 1 and no champion, as of whoever runs it first
-    settings = load(chosen.config, (f"output={chosen.output}",))
+    shutil.rmtree(
+        chosen.output, ignore_errors=True
+    )  # a version 1 and no champion, as of whoever runs it first
+    settings = load_settings(chosen.config, (f"output={chosen.output}",))
     result = run_pipeline(settings)
-    where, seconds = machine(Path("/proc/cpuinfo").read_text(), settings.seed), f"{result.seconds:.0f} s"
+    where, seconds = (
+        machine(Path("/proc/cpuinfo").read_text(), settings.seed),
+        f"{result.seconds:.0f} s",
+    )
     changed = {
         README: {_LINES: told(result.rows), _MACHINE: f"{where} {seconds} for the whole job;"},
         QUICKSTART: {
-            _TABLE: table_lines(result.table(80)),
+            _TABLE: table_lines(result.format_table(80)),
             _TOOK: f"On {where} it took {seconds} and ended with this table:",
         },
     }
-    texts = {path: with_results(path.read_text(encoding="utf-8"), places) for path, places in changed.items()}
-    shutil.copyfile(Path(chosen.output) / settings.name / "pipeline.png", PICTURES / "demo_pipeline.png")
-    shutil.copyfile(result.results["analyze"].path / "success_by_level.png", PICTURES / "demo_success_by_level.png")
+    texts = {
+        path: with_results(path.read_text(encoding="utf-8"), places)
+        for path, places in changed.items()
+    }
+    shutil.copyfile(
+        Path(chosen.output) / settings.name / "pipeline.png", PICTURES / "demo_pipeline.png"
+    )
+    shutil.copyfile(
+        result.results["analyze"].path / "success_by_level.png",
+        PICTURES / "demo_success_by_level.png",
+    )
     for path, text in texts.items():
         write_text_atomic(path, text)
     print(f"{README.name}, {QUICKSTART.name} and two pictures are of this run: git diff --stat")

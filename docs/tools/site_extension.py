@@ -22,7 +22,9 @@ DISPLAY = r"(?<!\\)\$\$(.+?)\$\$"
 INLINE = r"(?<![\\$\w])\$(?![\s$])([^$\n]*?[^$\s\\])\$(?![\w$])"
 AFTER_CODE = 185  # below `code` (190), so that dollars in code stay; above escapes (180), which would eat backslashes
 PART = re.compile(r"((?:Args|Returns|Raises|Source)(?:, (?:Returns|Raises))?):(?= )")
-PICTURES = "../tests/benchmarks/pictures/"  # seen from docs/; `make docs` copies them to docs/pictures/
+PICTURES = (
+    "../tests/benchmarks/pictures/"  # seen from docs/; `make docs` copies them to docs/pictures/
+)
 
 
 class _Math(InlineProcessor):
@@ -45,7 +47,9 @@ class _Lines(Preprocessor):
         """Pictures of the benchmarks from the site's own copy; one paragraph each for a docstring's one-line parts."""
         found: list[str] = []
         for line in lines:
-            line = line.replace(f"]({PICTURES}", "](pictures/").replace(f"](../{PICTURES}", "](../pictures/")
+            line = line.replace(f"]({PICTURES}", "](pictures/").replace(
+                f"](../{PICTURES}", "](../pictures/"
+            )
             if match := PART.match(line):
                 line = f"**{match[1]}:**{line[match.end() :]}"
                 found.append("")
@@ -60,7 +64,9 @@ class SiteExtension(Extension):
         """Called by Markdown."""
         md.inlinePatterns.register(_Math(DISPLAY, md, "block"), "math-display", AFTER_CODE + 1)
         md.inlinePatterns.register(_Math(INLINE, md, "inline"), "math-inline", AFTER_CODE)
-        md.preprocessors.register(_Lines(md), "lines", 20)  # after fenced code (25), which keeps its text
+        md.preprocessors.register(
+            _Lines(md), "lines", 20
+        )  # after fenced code (25), which keeps its text
 
 
 def makeExtension(**options: Any) -> SiteExtension:  # noqa: N802

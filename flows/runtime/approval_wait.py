@@ -25,28 +25,34 @@ from prefect.input import RunInput
 from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
-from flows.runtime.approval_commands import how_to_answer
-from flows.runtime.pipeline_result import PipelineResult
+from flows.runtime.run_summary import PipelineResult, format_approval_instructions
 from rl_core.errors import BackendError, SettingsError
-from rl_core.storage.single_files import make_folder, write_json_atomic
+from rl_core.storage.atomic_files import make_folder, write_json_atomic
 from tasks.config import PipelineSettings
-from tasks.lifecycle.approval import ApprovalRequest, answer, asked, expire
-from tasks.pipeline.prefect_artifacts import publish_page
+from tasks.lifecycle.approval import (
+    ApprovalRequest,
+    answer_request,
+    expire_requests,
+    reload_request,
+)
+from tasks.pipeline.prefect_stages import publish_page
 from tasks.tracking import Tracking
-
-__all__ = ["run_with_approval"]
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0  # polling interval for an answer
-WAITS = "posttrain.approval.waits"  # event that deployments/automations.yaml takes for an orderly wait
-GRACE_SECONDS = 120  # Prefect's own timeout comes after ours, whose message is clearer
+WAITING_EVENT = (
+    "posttrain.approval.waits"  # event that deployments/automations.yaml takes for an orderly wait
+)
+PAUSE_GRACE_SECONDS = 120  # Prefect's own timeout comes after ours, whose message is clearer
 
 
 class Approval(RunInput):
     """Approval form of the Prefect UI."""
 
-    decision: Literal["approve", "reject"] = Field(description="approve moves the alias champion to this version")
+    decision: Literal["approve", "reject"] = Field(
+        description="approve moves the alias champion to this version"
+    )
     reviewer: str = Field(description="who decides; kept with the version", min_length=1)
     note: str = Field(default="", description="why; kept with the version")
 
@@ -64,43 +70,52 @@ def run_with_approval(
         say: prints to the terminal.
     """
     tracking = Tracking(settings.tracking.uri, Path(settings.output), settings.experiment)
-    result = _suspended_before(settings)
+    result = _load_pending_result(settings)
     while True:
         back = result is not None
         if result is None:
             result = run_once()
-        if result.waiting is None or (not back and _asked_by_another(result.waiting)):
+        if result.waiting is None or (not back and _is_requested_by_other_run(result.waiting)):
             return result
         if not back:
-            say(f"promote: {result.waiting.outcome}\n{how_to_answer(settings, result.waiting)}")
-        request = _wait(settings, tracking, result, back)
-        say(f"promote: {request.outcome}")
+            say(
+                f"promote: {result.waiting.summary}\n{format_approval_instructions(settings, result.waiting)}"
+            )
+        request = _wait_for_decision(settings, tracking, result, back)
+        say(f"promote: {request.summary}")
         if request.state != "superseded":
-            return _with_answer(result, request)
+            return _apply_decision(result, request)
         result = None
 
 
-def _asked_by_another(request: ApprovalRequest) -> bool:
+def _is_requested_by_other_run(request: ApprovalRequest) -> bool:
     """True if another deployment run waits for the same approval; then this run ends."""
     return bool(deployment.id) and request.flow_run_id not in ("", str(flow_run.id))
 
 
-def _with_answer(result: PipelineResult, request: ApprovalRequest) -> PipelineResult:
+def _apply_decision(result: PipelineResult, request: ApprovalRequest) -> PipelineResult:
     """Result with the decision in place of the pending approval."""
-    rows = [{**row, "note": request.outcome} if row["stage"] == "promote" else row for row in result.rows]
+    rows = [
+        {**row, "note": request.summary} if row["stage"] == "promote" else row
+        for row in result.rows
+    ]
     stages = dict(result.results)
     decision = "promoted" if request.state == "approved" else "rejected"
     if "promote" in stages:
-        summary = {**stages["promote"].summary, "decision": decision, "note": request.outcome}
+        summary = {**stages["promote"].summary, "decision": decision, "note": request.summary}
         stages["promote"] = dataclasses.replace(stages["promote"], summary=summary)
-    facts = {**result.facts, "decision": decision, "note": request.outcome}
-    page = f"**{request.outcome}**\n\n{result.page}"
+    facts = {**result.facts, "decision": decision, "note": request.summary}
+    page = f"**{request.summary}**\n\n{result.page}"
     if result.artifact:
-        publish_page("", page, request.outcome, before=result.artifact)
-    return dataclasses.replace(result, rows=rows, results=stages, facts=facts, waiting=None, page=page)
+        publish_page("", page, request.summary, artifact_id=result.artifact)
+    return dataclasses.replace(
+        result, rows=rows, results=stages, facts=facts, waiting=None, page=page
+    )
 
 
-def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult, back: bool) -> ApprovalRequest:
+def _wait_for_decision(
+    settings: PipelineSettings, tracking: Tracking, result: PipelineResult, is_restarted: bool
+) -> ApprovalRequest:
     """Wait until the request is decided. A deployment run is suspended here and restarted later.
 
     Args:
@@ -109,130 +124,156 @@ def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult
     request = result.waiting
     assert request is not None
     left = request.deadline - time.time()
-    if (left > 0 or back) and deployment.id and not flow_run.parent_flow_run_id:
-        _remember(settings, result)
+    if (left > 0 or is_restarted) and deployment.id and not flow_run.parent_flow_run_id:
+        _store_pending_result(settings, result)
         try:
             form = suspend_flow_run(
-                wait_for_input=_form(request, tracking), timeout=max(1, int(left)), key=_key(request)
+                wait_for_input=_build_approval_form(request, tracking),
+                timeout=max(1, int(left)),
+                key=_build_pause_key(request),
             )
         except Pause:
-            _tell_that_it_waits()
+            _emit_waiting_event()
             raise
-        _settle(tracking, request, form, in_time=True)
-        _place(settings).unlink(missing_ok=True)
+        _apply_form_decision(tracking, request, form, ignore_deadline=True)
+        _locate_pending_result(settings).unlink(missing_ok=True)
     elif left > 0:
-        _wait_here(tracking, request)
-    if (found := asked(tracking, request)).is_waiting:
-        expire(tracking, request.name)
-        found = asked(tracking, request)
+        _pause_flow_run(tracking, request)
+    if (found := reload_request(tracking, request)).is_waiting:
+        expire_requests(tracking, request.name)
+        found = reload_request(tracking, request)
     return found
 
 
-def _tell_that_it_waits() -> None:
+def _emit_waiting_event() -> None:
     """Emit an event of the suspended flow run, behind its last heartbeat.
 
     Prefect's heartbeats end with the flow's body, so one may come between the suspension and that end. Nothing follows
     it then, and the automation `posttrain-crash-zombies` would take the run that waits for one whose process is gone.
     """
-    emit_event(event=WAITS, resource={"prefect.resource.id": f"prefect.flow-run.{flow_run.id}"})
+    emit_event(
+        event=WAITING_EVENT, resource={"prefect.resource.id": f"prefect.flow-run.{flow_run.id}"}
+    )
 
 
-def _key(request: ApprovalRequest) -> str:
+def _build_pause_key(request: ApprovalRequest) -> str:
     """Pause key; Prefect pauses once per key, so a repeated request needs a new one."""
     return re.sub(r"[^0-9a-f]+", "-", f"{request.key}-{request.asked}".lower())
 
 
-def _form(request: ApprovalRequest, tracking: Tracking) -> type[Approval]:
-    page = tracking.run_url(request.stage_run_id, tab="artifacts")  # "" while the store is away
+def _build_approval_form(request: ApprovalRequest, tracking: Tracking) -> type[Approval]:
+    page = tracking.build_run_url(
+        request.stage_run_id, tab="artifacts"
+    )  # "" while the store is away
     review = f"[`review/` in MLflow]({page})" if page else "`review/` in the MLflow run"
     return Approval.with_initial_data(
-        description=f"{request.outcome}\n\nThe evidence is the artifact `...-promote` of this run, and {review}."
+        description=f"{request.summary}\n\nThe evidence is the artifact `...-promote` of this run, and {review}."
     )
 
 
-def _settle(tracking: Tracking, request: ApprovalRequest, form: Approval, *, in_time: bool = False) -> None:
+def _apply_form_decision(
+    tracking: Tracking, request: ApprovalRequest, form: Approval, *, ignore_deadline: bool = False
+) -> None:
     """Apply the form's decision, unless the request was decided elsewhere."""
-    if not asked(tracking, request).is_waiting:
+    if not reload_request(tracking, request).is_waiting:
         return
     try:
         by = f"{form.reviewer} (Prefect form)"
-        answer(tracking, request, approve=form.decision == "approve", by=by, note=form.note, in_time=in_time)
+        answer_request(
+            tracking,
+            request,
+            approve=form.decision == "approve",
+            answered_by=by,
+            note=form.note,
+            in_time=ignore_deadline,
+        )
     except SettingsError as error:  # too late, or already decided: see the tags
         logger.warning("%s", error)
 
 
-def _wait_here(tracking: Tracking, request: ApprovalRequest) -> None:
+def _pause_flow_run(tracking: Tracking, request: ApprovalRequest) -> None:
     """Pause the flow run, so that its page shows the form, while polling for an answer from elsewhere."""
-    watch = _Watch(tracking, request)
+    watch = _ApprovalWatcher(tracking, request)
     form: Approval | None = None
     watch.start()
     try:
         try:
-            limit = int(request.deadline - time.time()) + GRACE_SECONDS
+            limit = int(request.deadline - time.time()) + PAUSE_GRACE_SECONDS
             form = pause_flow_run(
-                wait_for_input=_form(request, tracking), timeout=limit, poll_interval=2, key=_key(request)
+                wait_for_input=_build_approval_form(request, tracking),
+                timeout=limit,
+                poll_interval=2,
+                key=_build_pause_key(request),
             )
         except Exception as error:
             # The Prefect API is unavailable or refuses: the command line still works.
-            logger.warning("the Prefect page cannot take the answer (%s: %s)", type(error).__name__, error)
+            logger.warning(
+                "the Prefect page cannot take the answer (%s: %s)", type(error).__name__, error
+            )
         if form is None:
-            watch.answered.wait()
+            watch.is_decided.wait()
     finally:
-        watch.end()
-    if form is not None and not watch.answered.is_set():
-        _settle(tracking, request, form)
+        watch.stop_polling()
+    if form is not None and not watch.is_decided.is_set():
+        _apply_form_decision(tracking, request, form)
 
 
-class _Watch(threading.Thread):
+class _ApprovalWatcher(threading.Thread):
     """Thread that polls the tracking store and the deadline, then resumes the paused flow run."""
 
     def __init__(self, tracking: Tracking, request: ApprovalRequest) -> None:
         super().__init__(name="approval", daemon=True)
         self.tracking, self.request = tracking, request
-        self.answered = threading.Event()
-        self._ended = threading.Event()
+        self.is_decided = threading.Event()
+        self._stop_polling = threading.Event()
         self._context = contextvars.copy_context()  # Prefect's settings
 
-    def end(self) -> None:
+    def stop_polling(self) -> None:
         """Stop polling."""
-        self._ended.set()
+        self._stop_polling.set()
 
     def run(self) -> None:
         """Poll until decided, overdue or stopped."""
-        while not self._ended.wait(POLL_SECONDS):
+        while not self._stop_polling.wait(POLL_SECONDS):
             try:
                 if time.time() > self.request.deadline:
-                    expire(self.tracking, self.request.name)
-                if not asked(self.tracking, self.request).is_waiting:
+                    expire_requests(self.tracking, self.request.name)
+                if not reload_request(self.tracking, self.request).is_waiting:
                     break
             except BackendError as error:
                 logger.debug("asking again: %s", error)
         else:
             return
-        self.answered.set()
-        while not self._ended.wait(0.5):  # until the pause is registered, and ends
+        self.is_decided.set()
+        while not self._stop_polling.wait(0.5):  # until the pause is registered, and ends
             try:
-                self._context.copy().run(resume, self.request.flow_run_id, approve=False, by="", note="")
+                self._context.copy().run(
+                    resume_waiting_flow_run, self.request.flow_run_id, approve=False, by="", note=""
+                )
             except Exception as error:
                 logger.debug("the flow run is not to be resumed yet: %s", error)
 
 
-def resume(flow_run_id: str, *, approve: bool, by: str, note: str) -> None:
+def resume_waiting_flow_run(flow_run_id: str, *, approve: bool, by: str, note: str) -> None:
     """Resume a waiting flow run; its process reads the decision from the tracking store."""
-    form = {"decision": "approve" if approve else "reject", "reviewer": by or "posttrain", "note": note}
+    form = {
+        "decision": "approve" if approve else "reject",
+        "reviewer": by or "posttrain",
+        "note": note,
+    }
     resume_flow_run(UUID(flow_run_id), run_input=form)
 
 
 # ---------------------------------------------------------------------------------------- runs of deployments come back
 
 
-def _place(settings: PipelineSettings) -> Path:
+def _locate_pending_result(settings: PipelineSettings) -> Path:
     return Path(settings.output).resolve() / settings.name / "approvals" / f"{flow_run.id}.json"
 
 
-def _remember(settings: PipelineSettings, result: PipelineResult) -> None:
+def _store_pending_result(settings: PipelineSettings, result: PipelineResult) -> None:
     """Store the pending result, so that the restarted run (possibly with newer code) need not recompute it."""
-    path = _place(settings)
+    path = _locate_pending_result(settings)
     make_folder(path.parent)
     kept: dict[str, Any] = {
         "rows": result.rows,
@@ -246,9 +287,9 @@ def _remember(settings: PipelineSettings, result: PipelineResult) -> None:
     write_json_atomic(path, kept)
 
 
-def _suspended_before(settings: PipelineSettings) -> PipelineResult | None:
+def _load_pending_result(settings: PipelineSettings) -> PipelineResult | None:
     """Stored result of this flow run from its suspension; None if it was not suspended."""
-    path = _place(settings)
+    path = _locate_pending_result(settings)
     if not flow_run.id or not path.is_file():
         return None
     kept = json.loads(path.read_text())

@@ -1,4 +1,10 @@
-"""Prefect's embedded server of a run: started in its own session, and named to Prefect's client by its address.
+"""Prefect's sqlite database, migrated once for each version of Prefect and then copied.
+
+A new output folder would otherwise run all of Prefect's migrations, which takes longer than many a run of a pipeline of
+which everything is cached. What is kept has tables and no rows but the number of the migration. A database with that
+number has run them all, and its server need not look for more of them, for which it would import Alembic.
+
+Prefect's embedded server of a run: started in its own session, and named to Prefect's client by its address.
 
 Prefect would start it by itself, in our process group, and import the whole server here for that (about a fifth of the
 time that a run of which everything is cached takes).
@@ -12,95 +18,247 @@ import ctypes
 import errno
 import functools
 import importlib.util
+import logging
 import os
 import resource
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from flows.runtime import prefect_access
-from flows.runtime.prefect_database import database_of, keep_tables, migration_environment, start_from_tables
-from flows.runtime.prefect_home import embedded_access, prefect_environment
-from rl_core.errors import BackendError
-from rl_core.storage.faults import fault
-from rl_core.storage.single_files import REMEDIES
+from flows.runtime.prefect_home import build_embedded_access, build_prefect_environment
+from rl_core.errors import BackendError, PosttrainError
+from rl_core.storage.atomic_files import (
+    REMEDIES,
+    make_folder,
+    move_into_place,
+    reserve_temporary,
+    resolve_cache_folder,
+)
+from rl_core.storage.faults import inject_fault
 
-__all__ = [
-    "begin_embedded_server",
-    "embedded_address",
-    "other_address",
-    "own_session",
-    "start_embedded_server",
-    "stop_embedded_server",
-]
+log = logging.getLogger(__name__)
+
+_MIGRATION_TABLE = "alembic_version"  # the table with the number of the migration
+_DATABASE_VARIABLES = (
+    "PREFECT_API_DATABASE_",
+    "PREFECT_SERVER_DATABASE_",
+)  # beginnings of variables of another database
+
+
+def locate_database(home: Path) -> Path:
+    """Database file of a Prefect home."""
+    return home / "prefect.db"
+
+
+def copy_cached_tables(home: Path, environment: Mapping[str, str] = os.environ) -> bool:
+    """Give a home without a database the kept tables; False where nothing was to be done. Never raises."""
+    path, kept = locate_database(home), _locate_cached_tables()
+    if kept is None or path.exists() or not _is_migrated(kept) or _uses_other_database(environment):
+        return False
+    try:
+        make_folder(home)
+        with reserve_temporary(path) as copy:
+            try:
+                shutil.copyfile(kept, copy)
+                inject_fault("prefect.copied")
+                return move_into_place(copy, path, once=True)  # False = another run was faster
+            finally:
+                copy.unlink(missing_ok=True)
+    except (OSError, PosttrainError) as error:
+        log.debug("Prefect makes its own tables: %s", error)
+        return False
+
+
+def cache_tables(home: Path, environment: Mapping[str, str] = os.environ) -> bool:
+    """Keep the tables of a home's database, which a server may have open, unless they are kept. Never raises."""
+    path, kept = locate_database(home), _locate_cached_tables()
+    if (
+        kept is None
+        or _is_migrated(kept)
+        or _uses_other_database(environment)
+        or not _is_migrated(path)
+    ):
+        return False
+    try:
+        make_folder(kept.parent)
+        with reserve_temporary(kept) as copy:
+            try:
+                _copy_schema(path, copy)
+                inject_fault("prefect.kept")
+                move_into_place(copy, kept)
+            finally:
+                copy.unlink(missing_ok=True)
+        return True
+    except (OSError, sqlite3.Error, PosttrainError) as error:
+        log.debug("Prefect's tables are not kept: %s", error)
+        return False
+
+
+def build_migration_environment(
+    home: Path, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Variables with which the server of a home opens its database as it is; {} where migrations may be missing.
+
+    environment: of the server. Never raises.
+    """
+    kept = _locate_cached_tables()
+    if kept is None or _uses_other_database(environment):
+        return {}
+    number = _read_migration(kept)
+    return (
+        {"PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "false"}
+        if number and number == _read_migration(locate_database(home))
+        else {}
+    )
+
+
+def _locate_cached_tables() -> Path | None:
+    """File of the kept tables; None where this user has no cache."""
+    try:
+        return resolve_cache_folder("prefect") / f"{version('prefect')}.db"
+    except (OSError, PosttrainError):
+        return None
+
+
+def _uses_other_database(environment: Mapping[str, str]) -> bool:
+    return any(name.startswith(_DATABASE_VARIABLES) for name in environment)
+
+
+def _is_migrated(path: Path) -> bool:
+    """True = a database that has run its migrations."""
+    return bool(_read_migration(path))
+
+
+def _read_migration(path: Path) -> str:
+    """Number of the newest migration that a database has run; "" where it is none, or has run none."""
+    if not path.is_file():
+        return ""
+    try:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        ) as database:
+            return ",".join(
+                sorted(
+                    str(row[0])
+                    for row in database.execute(f"SELECT version_num FROM {_MIGRATION_TABLE}")
+                )
+            )
+    except sqlite3.Error:
+        return ""
+
+
+def _copy_schema(path: Path, copy: Path) -> None:
+    with (
+        contextlib.closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        ) as source,
+        contextlib.closing(sqlite3.connect(copy)) as target,
+    ):
+        source.backup(target)
+        target.execute("PRAGMA journal_mode = DELETE")  # one file
+        target.execute("PRAGMA foreign_keys = OFF")
+        names = target.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+        )
+        for (name,) in names.fetchall():
+            if name != _MIGRATION_TABLE:
+                target.execute(f'DELETE FROM "{name}"')
+        target.commit()
+        target.execute("VACUUM")
+
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-LEAST_BYTES = 5_000_000  # of Prefect's database and its log
-PORT_TAKEN = 3  # exit code of uvicorn; of a server that cannot open its database, too
-OTHER_PORTS = 2  # tried where one was taken
+MIN_FREE_BYTES = 5_000_000  # of Prefect's database and its log
+PORT_TAKEN_EXIT_CODE = 3  # exit code of uvicorn; of a server that cannot open its database, too
+MAX_PORT_RETRIES = 2  # tried where one was taken
 # Prefect's own marks of a server that a client started: no pages, no services that only a shared server needs
-_EMBEDDED = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+_EMBEDDED_VARIABLES = {
+    "PREFECT_UI_ENABLED": "0",
+    "PREFECT__SERVER_EPHEMERAL": "1",
+    "PREFECT__SERVER_FINAL": "1",
+}
 
 
-class _Ended(Exception):
+class _ServerExited(Exception):
     """The server's process ended before it answered."""
 
 
-class _ServerProcess:
+class _EmbeddedServer:
     """The server's process and its port."""
 
-    def __init__(self, given: Mapping[str, str], home: Path) -> None:
+    def __init__(self, extra_environment: Mapping[str, str], home: Path) -> None:
         """given: environment of the server beside this process's. home: of Prefect, with the database."""
-        self._given = {**given, **migration_environment(home, {**os.environ, **given})}
-        self.port = _free_port()
-        self.process = self._start()
+        self._extra_environment = {
+            **extra_environment,
+            **build_migration_environment(home, {**os.environ, **extra_environment}),
+        }
+        self.port = _find_free_port()
+        self.process = self._start_process()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/api"
 
-    def _start(self) -> subprocess.Popen[Any]:
+    def _start_process(self) -> subprocess.Popen[Any]:
         """The server behind our check of hosts and origins, from wherever this project is imported."""
         prefect = importlib.util.find_spec("prefect")
         assert prefect is not None and prefect.origin is not None
-        environment = {**os.environ, **_EMBEDDED, **self._given}
-        environment["PYTHONPATH"] = prefect_access.own_path(environment)
-        return own_session()(
+        environment = {**os.environ, **_EMBEDDED_VARIABLES, **self._extra_environment}
+        environment["PYTHONPATH"] = prefect_access.build_python_path(environment)
+        return build_session_popen()(
             [
-                sys.executable, "-P", "-m", "uvicorn", "--app-dir", str(Path(prefect.origin).parents[1]),
-                "--factory", f"{prefect_access.__name__}:create_app", "--host", "127.0.0.1", "--port", str(self.port),
-                "--log-level", "error", "--lifespan", "on",
+                sys.executable,
+                "-P",
+                "-m",
+                "uvicorn",
+                "--app-dir",
+                str(Path(prefect.origin).parents[1]),
+                "--factory",
+                f"{prefect_access.__name__}:create_app",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+                "--log-level",
+                "error",
+                "--lifespan",
+                "on",
             ],
             env=environment,
-        )  # fmt: skip
+        )
 
-    def wait(self, limit: float) -> None:
+    def wait_until_healthy(self, limit: float) -> None:
         """Wait until the server answers. Raises: RuntimeError; _Ended."""
         import httpx
 
         end, restarts = time.monotonic() + limit, 0
-        with httpx.Client(trust_env=False, verify=False) as client:  # on loopback: no proxy between us, no certificate
+        with httpx.Client(
+            trust_env=False, verify=False
+        ) as client:  # on loopback: no proxy between us, no certificate
             while time.monotonic() < end:
                 code = self.process.poll()
-                if code == PORT_TAKEN and restarts < OTHER_PORTS:
+                if code == PORT_TAKEN_EXIT_CODE and restarts < MAX_PORT_RETRIES:
                     restarts += 1
-                    self.port = _free_port()
-                    self.process = self._start()
+                    self.port = _find_free_port()
+                    self.process = self._start_process()
                 elif code is not None:
-                    raise _Ended(f"it exited with code {code}")
+                    raise _ServerExited(f"it exited with code {code}")
                 with contextlib.suppress(httpx.TransportError):
                     if client.get(f"{self.url}/health").status_code == 200:
                         return
                 time.sleep(0.1)
         raise RuntimeError("It does not answer.")
 
-    def stop(self) -> None:
+    def stop_process(self) -> None:
         """End the server."""
         self.process.terminate()
         try:
@@ -110,31 +268,37 @@ class _ServerProcess:
             self.process.wait()
 
 
-_server: _ServerProcess | None = None  # of this process, for all its runs
-_begun: _ServerProcess | None = None  # started ahead, not waited for yet
+_server: _EmbeddedServer | None = None  # of this process, for all its runs
+_prestarted_server: _EmbeddedServer | None = None  # started ahead, not waited for yet
 
 
-def begin_embedded_server() -> None:
+def prestart_embedded_server() -> None:
     """Start the server ahead, while Prefect is not imported yet; `start_embedded_server` then waits for it.
 
-    Only where the environment is as `prepare_prefect` leaves it and no file here configures Prefect: what another
+    Only where the environment is as `set_prefect_environment` leaves it and no file here configures Prefect: what another
     server, database or password means is left to Prefect's own settings.
     """
-    global _begun
-    ours = {*prefect_environment(), "PREFECT_HOME"}
+    global _prestarted_server
+    ours = {*build_prefect_environment(), "PREFECT_HOME"}
     home = os.environ.get("PREFECT_HOME", "")
     configured = [name for name in os.environ if name.startswith("PREFECT_") and name not in ours]
-    if _server is not None or _begun is not None or not home or configured or _has_prefect_files(Path(home)):
+    if (
+        _server is not None
+        or _prestarted_server is not None
+        or not home
+        or configured
+        or _has_prefect_configuration(Path(home))
+    ):
         return
     if "prefect.settings" in sys.modules:
         return
     _refuse_full_disk(Path(home))
-    start_from_tables(Path(home))
-    _begun = _ServerProcess(embedded_access(), Path(home))
+    copy_cached_tables(Path(home))
+    _prestarted_server = _EmbeddedServer(build_embedded_access(), Path(home))
     atexit.register(stop_embedded_server)
 
 
-def _has_prefect_files(home: Path) -> bool:
+def _has_prefect_configuration(home: Path) -> bool:
     """True = a profile, or a file of the current folder, may configure Prefect."""
     if (home / "profiles.toml").exists() or Path("prefect.toml").exists():
         return True
@@ -145,15 +309,15 @@ def _has_prefect_files(home: Path) -> bool:
     return False
 
 
-def start_embedded_server(meanwhile: Callable[[], None] | None = None) -> None:
-    """Start the server, unless it runs or another one is configured; see `embedded_address`.
+def start_embedded_server(while_starting: Callable[[], None] | None = None) -> None:
+    """Start the server, unless it runs or another one is configured; see `use_embedded_address`.
 
     meanwhile: called once it is on its way, before it is waited for; not where there is nothing to wait for.
     In its own session it lives until we end, and on Linux no longer, even if we are killed; Ctrl-C does not reach it,
     so that the run can still report that it was stopped.
     Raises: BackendError if it does not answer in time, ends by itself, or neither it nor another one is allowed.
     """
-    global _server, _begun
+    global _server, _prestarted_server
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
@@ -168,35 +332,38 @@ def start_embedded_server(meanwhile: Callable[[], None] | None = None) -> None:
     if _server is not None and _server.process.poll() is None:
         return
     _refuse_full_disk(settings.home)
-    fault("prefect.starting")
+    inject_fault("prefect.starting")
     limit = settings.server.ephemeral.startup_timeout_seconds
     given = settings.to_environment_variables(exclude_unset=True)
-    environment = {**os.environ, **given}  # a profile may name another database than that of the home
-    start_from_tables(settings.home, environment)
-    server = _begun or _ServerProcess(given, settings.home)
-    _begun = None
-    if meanwhile is not None:
+    environment = {
+        **os.environ,
+        **given,
+    }  # a profile may name another database than that of the home
+    copy_cached_tables(settings.home, environment)
+    server = _prestarted_server or _EmbeddedServer(given, settings.home)
+    _prestarted_server = None
+    if while_starting is not None:
         try:
-            meanwhile()
+            while_starting()
         except BaseException:
-            server.stop()
+            server.stop_process()
             raise
     try:
-        server.wait(limit)
-        fault("prefect.started")
-        keep_tables(settings.home, environment)
+        server.wait_until_healthy(limit)
+        inject_fault("prefect.started")
+        cache_tables(settings.home, environment)
     except KeyboardInterrupt:  # or SIGTERM
-        server.stop()
+        server.stop_process()
         raise
-    except _Ended as error:
+    except _ServerExited as error:
         raise BackendError(
-            f"Prefect's embedded server did not start: {error}. Its database, {database_of(settings.home)}, has to be "
+            f"Prefect's embedded server did not start: {error}. Its database, {locate_database(settings.home)}, has to be "
             "writable; where a newer version of Prefect wrote it, or it is damaged, move it away: it holds Prefect's "
             "pages of earlier runs, neither stages nor metrics. To see the server's own words, set "
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL=ERROR"
         ) from error
     except Exception as error:  # RuntimeError, or any client error while the server is starting
-        server.stop()
+        server.stop_process()
         raise BackendError(
             f"Prefect's embedded server did not start within about {limit} s: {error} Is this machine very busy? Try "
             "again, give it longer with PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=600, or use a server that "
@@ -208,15 +375,15 @@ def start_embedded_server(meanwhile: Callable[[], None] | None = None) -> None:
 
 def stop_embedded_server() -> None:
     """End the server that this process has started; also done when the process ends."""
-    global _server, _begun
-    for server in filter(None, (_server, _begun)):
-        server.stop()
-    _server = _begun = None
+    global _server, _prestarted_server
+    for server in filter(None, (_server, _prestarted_server)):
+        server.stop_process()
+    _server = _prestarted_server = None
     atexit.unregister(stop_embedded_server)
 
 
 @contextlib.contextmanager
-def embedded_address() -> Iterator[None]:
+def use_embedded_address() -> Iterator[None]:
     """Prefect's setting of the API's address within: that of the started server, if there is one.
 
     No automation of that server waits for heartbeats, and ending their thread takes a flow up to a second.
@@ -231,11 +398,13 @@ def embedded_address() -> Iterator[None]:
     if _server is None or get_current_settings().api.url is not None:
         yield
         return
-    with temporary_settings({PREFECT_API_URL: _server.url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+    with temporary_settings(
+        {PREFECT_API_URL: _server.url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
+    ):
         yield
 
 
-def other_address() -> str:
+def read_external_address() -> str:
     """Address of the API that Prefect's client uses; "" where that is the embedded server, which ends with the run."""
     from prefect.settings import get_current_settings
 
@@ -243,25 +412,27 @@ def other_address() -> str:
     return "" if _server is not None and url == _server.url else url
 
 
-def own_session() -> Callable[..., subprocess.Popen[Any]]:
+def build_session_popen() -> Callable[..., subprocess.Popen[Any]]:
     """`Popen` in a new session; the child gets SIGTERM when the thread that started it ends (Linux)."""
     try:
         prctl = ctypes.CDLL(None).prctl
     except (AttributeError, OSError, TypeError):  # not Linux: children of a killed run survive
         return functools.partial(subprocess.Popen, start_new_session=True)
     return functools.partial(
-        subprocess.Popen, start_new_session=True, preexec_fn=functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+        subprocess.Popen,
+        start_new_session=True,
+        preexec_fn=functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM),
     )
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with contextlib.closing(socket.socket()) as tried:
         tried.bind(("127.0.0.1", 0))
         port: int = tried.getsockname()[1]
         return port
 
 
-def _file_size_limit() -> int:
+def _read_file_size_limit() -> int:
     """Bytes that a file of this process and its children may have; -1 without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return -1 if soft == resource.RLIM_INFINITY else soft
@@ -269,13 +440,13 @@ def _file_size_limit() -> int:
 
 def _refuse_full_disk(home: Path) -> None:
     """Refuse at once where the server could not write its database, for which it would be waited in vain."""
-    if 0 <= (limit := _file_size_limit()) < LEAST_BYTES:
+    if 0 <= (limit := _read_file_size_limit()) < MIN_FREE_BYTES:
         raise BackendError(
             f"{home}: {os.strerror(errno.EFBIG)} for Prefect's database: files may have {limit / 1e6:.1f} MB here, it "
-            f"needs {LEAST_BYTES / 1e6:.0f}; {REMEDIES[errno.EFBIG]}"
+            f"needs {MIN_FREE_BYTES / 1e6:.0f}; {REMEDIES[errno.EFBIG]}"
         )
-    if home.is_dir() and (free := shutil.disk_usage(home).free) < LEAST_BYTES:
+    if home.is_dir() and (free := shutil.disk_usage(home).free) < MIN_FREE_BYTES:
         raise BackendError(
             f"{home}: {os.strerror(errno.ENOSPC)} for Prefect's database: {free / 1e6:.1f} MB are free, it needs "
-            f"{LEAST_BYTES / 1e6:.0f}; {REMEDIES[errno.ENOSPC]}"
+            f"{MIN_FREE_BYTES / 1e6:.0f}; {REMEDIES[errno.ENOSPC]}"
         )

@@ -1,6 +1,6 @@
 """Prefect's settings for a run: location of its database, start without a server, verbosity.
 
-The command line calls `prepare_prefect` before it imports Prefect. Settings made by the user stay.
+The command line calls `set_prefect_environment` before it imports Prefect. Settings made by the user stay.
 """
 
 from __future__ import annotations
@@ -16,24 +16,18 @@ from typing import Any
 from unittest.mock import patch
 
 from flows.runtime import prefect_access
-from rl_core.storage.single_files import make_folder
+from rl_core.storage.atomic_files import make_folder
 
-__all__ = [
-    "HEARTBEAT_SECONDS",
-    "PREFECT_PORT",
-    "embedded_access",
-    "leave_global_generator",
-    "prefect_defaults",
-    "prefect_environment",
-    "prepare_prefect",
-]
-
-_DRAWING = ("prefect.utilities.math", "websockets.client", "websockets.asyncio.connection")  # waits, pings
+_RANDOM_CONSUMERS = (
+    "prefect.utilities.math",
+    "websockets.client",
+    "websockets.asyncio.connection",
+)  # waits, pings
 HEARTBEAT_SECONDS = 30  # the least that Prefect takes; its default is 180
 PREFECT_PORT = 4200  # where `posttrain ui` serves the page
 
 
-def prefect_environment(output: Path | None = None) -> dict[str, str]:
+def build_prefect_environment(output: Path | None = None) -> dict[str, str]:
     """Environment variables for running Prefect without a separate server.
 
     Args:
@@ -63,55 +57,61 @@ def prefect_environment(output: Path | None = None) -> dict[str, str]:
     return values
 
 
-def prepare_prefect(output: Path | None = None) -> None:
+def set_prefect_environment(output: Path | None = None) -> None:
     """Set the variables that the user has not set. No effect once Prefect is imported."""
-    for name, value in prefect_environment(output).items():
+    for name, value in build_prefect_environment(output).items():
         os.environ.setdefault(name, value)
     if output is not None:
         make_folder(os.environ.get("PREFECT_HOME", output))
 
 
 @contextlib.contextmanager
-def prefect_defaults() -> Iterator[None]:
-    """The same defaults as Prefect settings, for a process that imported Prefect before `prepare_prefect` was called.
+def apply_prefect_defaults() -> Iterator[None]:
+    """The same defaults as Prefect settings, for a process that imported Prefect before `set_prefect_environment` was called.
 
     A script that imports a flow needs nothing else. Settings of the user, of a profile and of a test stay.
     """
     from prefect.logging.configuration import setup_logging
     from prefect.settings import get_current_settings, temporary_settings
 
-    leave_global_generator()
+    isolate_random_generator()
     given = get_current_settings().model_dump(exclude_unset=True)
     missing = {
         setting: value
-        for name, value in {**prefect_environment(), **_embedded_access()}.items()
-        if name not in os.environ and (setting := _setting(name)) is not None and not _is_given(setting, given)
+        for name, value in {**build_prefect_environment(), **_resolve_embedded_access()}.items()
+        if name not in os.environ
+        and (setting := _find_prefect_setting(name)) is not None
+        and not _is_set_by_user(setting, given)
     }
     if not missing:
         yield
         return
     handlers = {
-        name: value for name, value in prefect_environment().items() if name.startswith("PREFECT_LOGGING_HANDLERS")
+        name: value
+        for name, value in build_prefect_environment().items()
+        if name.startswith("PREFECT_LOGGING_HANDLERS")
     }
     with temporary_settings(missing):
-        with patch.dict(os.environ, {**handlers, **os.environ}):  # no settings: read from the environment alone
+        with patch.dict(
+            os.environ, {**handlers, **os.environ}
+        ):  # no settings: read from the environment alone
             setup_logging()
         yield
 
 
-def leave_global_generator() -> None:
+def isolate_random_generator() -> None:
     """Have Prefect's client draw waits and pings from a generator of its own, in this process and for good.
 
     It would draw from Python's global one, whenever its threads come to it: rewards and environments of the user's that
     draw from `random` as well would not give the same numbers again.
     """
-    for name in _DRAWING:
+    for name in _RANDOM_CONSUMERS:
         module = importlib.import_module(name)
         if getattr(module, "random", None) is random:
             setattr(module, "random", random.Random())  # noqa: B010 mypy knows the module there
 
 
-def _embedded_access() -> dict[str, str]:
+def _resolve_embedded_access() -> dict[str, str]:
     """Password of the embedded server and its client, new with each process; {} where another server is configured."""
     from prefect.settings import get_current_settings
 
@@ -119,31 +119,35 @@ def _embedded_access() -> dict[str, str]:
     if settings.api.url is not None:
         return {}
     known = settings.server.api.auth_string or settings.api.auth_string
-    return embedded_access(known.get_secret_value() if known is not None else "")
+    return build_embedded_access(known.get_secret_value() if known is not None else "")
 
 
-def embedded_access(word: str = "") -> dict[str, str]:
+def build_embedded_access(password: str = "") -> dict[str, str]:
     """Variables of the embedded server and its client; the password is this process's own where none is given."""
-    word = word or _own_password()
+    password = password or _create_process_password()
     # No page belongs to it: an origin that nothing has.
-    return {prefect_access.SERVER: word, prefect_access.CLIENT: word, prefect_access.ORIGINS: "http://none.invalid"}
+    return {
+        prefect_access.SERVER_AUTH_VARIABLE: password,
+        prefect_access.CLIENT_AUTH_VARIABLE: password,
+        prefect_access.ORIGINS_VARIABLE: "http://none.invalid",
+    }
 
 
 @functools.cache
-def _own_password() -> str:
+def _create_process_password() -> str:
     """One for all runs of this process, as they share the server."""
-    return prefect_access.new_password()
+    return prefect_access.generate_password()
 
 
-def _setting(variable: str) -> Any:
+def _find_prefect_setting(variable: str) -> Any:
     """Prefect setting of an environment variable; None if there is none."""
     import prefect.settings
 
     return getattr(prefect.settings, variable, None)
 
 
-def _is_given(setting: Any, given: dict[str, Any]) -> bool:
-    value: Any = given
+def _is_set_by_user(setting: Any, user_settings: dict[str, Any]) -> bool:
+    value: Any = user_settings
     for part in setting.accessor.split("."):
         if not isinstance(value, dict) or part not in value:
             return False

@@ -1,30 +1,144 @@
-"""Terminal progress of a pipeline: one bar per stage, or plain lines without a terminal."""
+"""Text within the width of the terminal, which would break words; whole in a file or a pipe.
+
+Estimates of the time that a stage and the whole run still take.
+
+Terminal progress of a pipeline: one bar per stage, or plain lines without a terminal.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
-from flows.runtime.terminal_text import fitted
-from flows.runtime.time_left import TimeLeft
-from flows.runtime.visible import visible
+from flows.runtime.terminal import escape_control_characters
 
-__all__ = ["Display"]
+_MIN_COLUMNS = 36  # columns, however narrow the terminal is
+
+
+def wrap_to_terminal(text: str, console: Console | None = None) -> str:
+    """Lines that are too long wrapped between words, with an indent two columns deeper than theirs.
+
+    console: the one that they are printed on; None = standard output.
+    """
+    terminal = console or Console()
+    if not terminal.is_terminal:
+        return text
+    width = max(_MIN_COLUMNS, terminal.width)
+    return "\n".join(
+        line if len(line) <= width else _wrap_line(line, width) for line in text.split("\n")
+    )
+
+
+def _wrap_line(line: str, width: int) -> str:
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
+
+
+_MIN_SHARE = 0.02  # of a stage, from which on its speed is told
+_MIN_SECONDS = 2.0
+
+
+class RemainingTimeEstimator:
+    """Speed of the stage that runs, and what the later stages took the last time.
+
+    A resumed stage begins in the middle: its speed is that since it went on.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[str] = (),
+        earlier: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """stages: of the run, in order. earlier: seconds that they took in an earlier run, where that is known."""
+        self.stages, self._earlier, self._clock = list(stages), dict(earlier or {}), clock
+        self._count_starts: dict[
+            str, tuple[float, int, int]
+        ] = {}  # when counting to a total began, from where, and the total
+
+    def observe_progress(self, stage: str, done: int, total: int) -> None:
+        """Take in the progress of a stage. Another total is another count (pairs, then steps): its speed is its own."""
+        if stage not in self._count_starts or self._count_starts[stage][2] != total:
+            self._count_starts[stage] = (self._clock(), done, total)
+
+    def estimate_stage_seconds(self, stage: str, done: int, total: int) -> float | None:
+        """Seconds; None where it cannot be told yet."""
+        if stage not in self._count_starts or total <= 0 or done >= total:
+            return 0.0 if total > 0 and done >= total else None
+        began, first, _ = self._count_starts[stage]
+        passed, share = self._clock() - began, (done - first) / total
+        if passed < _MIN_SECONDS or share < _MIN_SHARE:
+            return None
+        return passed * (total - done) / (done - first)
+
+    def estimate_run_seconds(self, stage: str, done: int, total: int) -> float | None:
+        """Seconds; None where a later stage never ran before."""
+        own = self.estimate_stage_seconds(stage, done, total)
+        if own is None or stage not in self.stages:
+            return None
+        later = self.stages[self.stages.index(stage) + 1 :]
+        if any(name not in self._earlier for name in later):
+            return None
+        return own + sum(self._earlier[name] for name in later)
+
+    def format_stage_position(self, stage: str) -> str:
+        """`3/7`; "" for a stage that the settings do not name."""
+        return f"{self.stages.index(stage) + 1}/{len(self.stages)}" if stage in self.stages else ""
+
+
+def read_earlier_seconds(stages_folder: Path, names: Sequence[str]) -> dict[str, float]:
+    """Seconds that the newest finished folder of each stage took; stages without one are left out."""
+    found = {}
+    for name in names:
+        summaries = sorted(
+            (stages_folder / name).glob("*/summary.json"), key=_read_modification_time
+        )
+        try:
+            found[name] = float(json.loads(summaries[-1].read_text())["seconds"])
+        except (IndexError, OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def _read_modification_time(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
 
 LOGGERS = ("rl_core", "tasks", "flows")
-LINE_SECONDS = 10.0  # between plain lines of a stage
-NARROW = 100  # columns of a terminal below which the bars are short
+PLAIN_LINE_SECONDS = 10.0  # between plain lines of a stage
+NARROW_COLUMNS = 100  # columns of a terminal below which the bars are short
 
 
-class _Warnings(logging.Handler):
+class _WarningHandler(logging.Handler):
     """Log handler that prints warnings of this project above the bars, in quiet runs too.
 
     And what is logged with `extra={"for_people": True}`, without its level.
@@ -37,13 +151,20 @@ class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
         if record.levelno >= logging.WARNING:
-            text = visible(f"{record.levelname.lower()}: {record.getMessage()}")
-            self.console.print(fitted(text, self.console), highlight=False, markup=False, soft_wrap=True)
+            text = escape_control_characters(f"{record.levelname.lower()}: {record.getMessage()}")
+            self.console.print(
+                wrap_to_terminal(text, self.console), highlight=False, markup=False, soft_wrap=True
+            )
         elif getattr(record, "for_people", False):
-            self.console.print(visible(record.getMessage()), highlight=False, markup=False, soft_wrap=True)
+            self.console.print(
+                escape_control_characters(record.getMessage()),
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
 
-class _Count(MofNCompleteColumn):
+class _CountColumn(MofNCompleteColumn):
     """Done and total; nothing for what only takes its time."""
 
     def render(self, task: Task) -> Text:
@@ -51,108 +172,139 @@ class _Count(MofNCompleteColumn):
         return Text() if task.total is None else super().render(task)
 
 
-class Display:
-    """Live progress of the stages; a context manager and a `ProgressCallback`."""
+class ProgressDisplay:
+    """Live progress of the stages; a context manager and a `StageProgressCallback`."""
 
     def __init__(
-        self, *, quiet: bool = False, console: Console | None = None, time_left: TimeLeft | None = None
+        self,
+        *,
+        quiet: bool = False,
+        console: Console | None = None,
+        time_left: RemainingTimeEstimator | None = None,
     ) -> None:
         """time_left: of the run, with its stages; None = stages are neither numbered nor timed.
 
         quiet: no progress; warnings go to standard error, as standard output may be read by a program (`--json`).
         """
         self.console = console or Console(stderr=quiet)
-        self.quiet = quiet
-        self.live = self.console.is_terminal and not quiet
-        self._time_left = time_left or TimeLeft()
+        self.is_quiet = quiet
+        self.is_live = self.console.is_terminal and not quiet
+        self._time_left = time_left or RemainingTimeEstimator()
         self._tasks: dict[str, TaskID] = {}
-        self._last: dict[str, float] = {}
-        self._warnings = _Warnings(self.console)
+        self._last_line_at: dict[str, float] = {}
+        self._warnings = _WarningHandler(self.console)
         self._progress = Progress(
             TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, min_width=18)),
-            BarColumn(bar_width=10 if self.console.width < NARROW else 24),
-            _Count(table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=10 if self.console.width < NARROW_COLUMNS else 24),
+            _CountColumn(table_column=Column(no_wrap=True)),
             TimeElapsedColumn(table_column=Column(no_wrap=True)),
             # One line for each stage, whatever the width: what does not fit is cut at the end of the line.
-            TextColumn("{task.fields[message]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+            TextColumn(
+                "{task.fields[message]}",
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
             console=self.console,
             refresh_per_second=4,
             expand=True,
         )
 
-    def __enter__(self) -> Display:
-        if self.live:
+    def __enter__(self) -> ProgressDisplay:
+        if self.is_live:
             self._progress.start()
         for name in LOGGERS:
             logging.getLogger(name).addHandler(self._warnings)
-            logging.getLogger(name).setLevel(logging.INFO)  # shown on Prefect's page; the terminal shows only warnings
+            logging.getLogger(name).setLevel(
+                logging.INFO
+            )  # shown on Prefect's page; the terminal shows only warnings
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        if self.live:
+        if self.is_live:
             self._progress.stop()
         for name in LOGGERS:
             logging.getLogger(name).removeHandler(self._warnings)
 
     def __call__(self, stage: str, done: int, total: int, message: str = "") -> None:
         """Update the progress of a stage."""
-        if self.quiet:
+        if self.is_quiet:
             return
-        self._time_left.observe(stage, done, total)
-        if not self.live:
-            self._line(stage, done, total, message)
+        self._time_left.observe_progress(stage, done, total)
+        if not self.is_live:
+            self._print_plain_line(stage, done, total, message)
             return
         if stage not in self._tasks:
-            self._finish_others(stage)
-            self._tasks[stage] = self._progress.add_task(self._name(stage), total=total, message="")
-        told = " · ".join(filter(None, (self._left(stage, done, total), message)))
+            self._stop_other_clocks(stage)
+            self._tasks[stage] = self._progress.add_task(
+                self._format_stage_name(stage), total=total, message=""
+            )
+        told = " · ".join(filter(None, (self._format_time_left(stage, done, total), message)))
         self._progress.update(self._tasks[stage], completed=done, total=total, message=told)
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def show_wait(self, description: str) -> Iterator[None]:
         """Context that shows elapsed seconds while waiting outside a stage."""
-        task = self._progress.add_task(what, total=None, message="") if self.live else None
+        task = (
+            self._progress.add_task(description, total=None, message="") if self.is_live else None
+        )
         try:
             yield
         finally:
             if task is not None:
                 self._progress.remove_task(task)
 
-    def _name(self, stage: str) -> str:
+    def _format_stage_name(self, stage: str) -> str:
         """`stage 3/7 sft`."""
-        place = self._time_left.place(stage)
+        place = self._time_left.format_stage_position(stage)
         return f"stage {place} {stage.replace('_', ' ')}" if place else stage.replace("_", " ")
 
-    def _left(self, stage: str, done: int, total: int) -> str:
+    def _format_time_left(self, stage: str, done: int, total: int) -> str:
         """Time left of the stage and of the run; "" where neither is known."""
-        own, whole = self._time_left.of_stage(stage, done, total), self._time_left.of_run(stage, done, total)
+        own, whole = (
+            self._time_left.estimate_stage_seconds(stage, done, total),
+            self._time_left.estimate_run_seconds(stage, done, total),
+        )
         if not own:
             return ""
-        more = f", run {_span(whole)}" if whole is not None and whole - own >= 1 else ""
-        return f"{_span(own)} left{more}"
+        more = f", run {_format_duration(whole)}" if whole is not None and whole - own >= 1 else ""
+        return f"{_format_duration(own)} left{more}"
 
-    def _finish_others(self, stage: str) -> None:
+    def _stop_other_clocks(self, stage: str) -> None:
         """Stop the clocks of other stages, as stages run one after the other."""
         for name, task in self._tasks.items():
             if name != stage:
                 self._progress.stop_task(task)
 
-    def _line(self, stage: str, done: int, total: int, message: str) -> None:
+    def _print_plain_line(self, stage: str, done: int, total: int, message: str) -> None:
         now = time.monotonic()
-        if done < total and now - self._last.get(stage, -LINE_SECONDS) < LINE_SECONDS:
+        if (
+            done < total
+            and now - self._last_line_at.get(stage, -PLAIN_LINE_SECONDS) < PLAIN_LINE_SECONDS
+        ):
             return
-        self._last[stage] = now
-        told = " · ".join(filter(None, (f"{done}/{total}", self._left(stage, done, total), message)))
-        self.console.print(f"{self._name(stage)}: {told}", highlight=False, markup=False, soft_wrap=True)
+        self._last_line_at[stage] = now
+        told = " · ".join(
+            filter(None, (f"{done}/{total}", self._format_time_left(stage, done, total), message))
+        )
+        self.console.print(
+            f"{self._format_stage_name(stage)}: {told}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
-    def announce(self, text: str) -> None:
+    def print_announcement(self, text: str) -> None:
         """Print important text, in quiet runs too, as unwrapped lines."""
-        self.console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
+        self.console.print(
+            escape_control_characters(text), highlight=False, markup=False, soft_wrap=True
+        )
 
 
-def _span(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """Duration in at most two units."""
     if seconds < 60:
         return f"{seconds:.0f} s"

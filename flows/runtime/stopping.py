@@ -15,33 +15,29 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["Terminated", "asked", "bounded", "last_words", "stop_after", "unbounded", "unwind_on_sigterm"]
-
 # Set by the first SIGTERM, and by Ctrl-C within `bounded(interrupt=True)`. Its exception may be swallowed by a
 # destructor, a callback from C or a bare `except`, all frequent in imports; then the next stage, or the next iteration
 # of a loop, stops.
-asked = threading.Event()
+stop_requested = threading.Event()
 
-LAST_SECONDS = (
-    7.0  # after such a signal; what has not unwound by then (a long call into C, a server that hangs) is left
-)
-WORDS_SECONDS = 1.0  # for noting that the run was stopped
-LOOK_SECONDS = 0.1  # between two looks at a training loop that finishes its iteration
+FORCED_EXIT_SECONDS = 7.0  # after such a signal; what has not unwound by then (a long call into C, a server that hangs) is left
+EXIT_CALLBACK_SECONDS = 1.0  # for noting that the run was stopped
+POLL_SECONDS = 0.1  # between two looks at a training loop that finishes its iteration
 
-_words: list[Callable[[], None]] = []
+_forced_exit_callbacks: list[Callable[[], None]] = []
 
 
-class Terminated(KeyboardInterrupt):
+class TerminatedBySignal(KeyboardInterrupt):
     """SIGTERM arrived. Not an Exception, as KeyboardInterrupt: imports and start-up code would catch it."""
 
 
 def unwind_on_sigterm() -> None:
     """Install a handler: SIGTERM raises Terminated in the main thread."""
-    asked.clear()
+    stop_requested.clear()
 
     def stop(signum: int, frame: FrameType | None) -> NoReturn:
-        asked.set()
-        raise Terminated
+        stop_requested.set()
+        raise TerminatedBySignal
 
     try:
         signal.signal(signal.SIGTERM, stop)
@@ -49,7 +45,7 @@ def unwind_on_sigterm() -> None:
         return
 
 
-def stop_after(seconds: float | None) -> None:
+def schedule_sigterm(seconds: float | None) -> None:
     """Send this process SIGTERM after `seconds`, as a scheduler with a time limit does; None = never."""
     if seconds is None:
         return
@@ -60,18 +56,22 @@ def stop_after(seconds: float | None) -> None:
 
 
 @contextlib.contextmanager
-def last_words(say: Callable[[], None]) -> Iterator[None]:
+def on_forced_exit(callback: Callable[[], None]) -> Iterator[None]:
     """Have `say` called, in another thread, if the process has to be ended within the block."""
-    _words.append(say)
+    _forced_exit_callbacks.append(callback)
     try:
         yield
     finally:
-        _words.remove(say)
+        _forced_exit_callbacks.remove(callback)
 
 
 @contextlib.contextmanager
-def bounded(
-    seconds: float | None = None, code: int = 128 + signal.SIGTERM, *, interrupt: bool = False, resumes: bool = True
+def bound_shutdown_time(
+    seconds: float | None = None,
+    code: int = 128 + signal.SIGTERM,
+    *,
+    include_interrupt: bool = False,
+    is_resumable: bool = True,
 ) -> Iterator[None]:
     """End this process `seconds` after a SIGTERM that arrives within the block, whatever then still runs.
 
@@ -89,18 +89,20 @@ def bounded(
     read, write = os.pipe()
     os.set_blocking(write, False)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    given = (read, seconds, code, interrupt, resumes)
-    threading.Thread(target=_watch, args=given, name="stop", daemon=True).start()
+    given = (read, seconds, code, include_interrupt, is_resumable)
+    threading.Thread(target=_exit_after_signal, args=given, name="stop", daemon=True).start()
     try:
         yield
     finally:
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(before)
-        os.close(write)  # the thread reads the end, unless it has seen the signal: then the end of the process is bound
+        os.close(
+            write
+        )  # the thread reads the end, unless it has seen the signal: then the end of the process is bound
 
 
 @contextlib.contextmanager
-def unbounded() -> Iterator[None]:
+def suspend_shutdown_bound() -> Iterator[None]:
     """Take the bound away within a `bounded` block, for one that handles SIGTERM itself and waits for children."""
     before = signal.set_wakeup_fd(-1)
     try:
@@ -109,17 +111,19 @@ def unbounded() -> Iterator[None]:
         signal.set_wakeup_fd(before)
 
 
-def _watch(read: int, seconds: float | None, code: int, interrupt: bool, resumes: bool) -> None:
-    signum = _awaited(read, interrupt)
+def _exit_after_signal(
+    read: int, seconds: float | None, code: int, interrupt: bool, resumes: bool
+) -> None:
+    signum = _wait_for_signal(read, interrupt)
     if signum is None:
         os.close(read)
         return
-    asked.set()
-    threading.Event().wait(LAST_SECONDS if seconds is None else seconds)
-    for say in list(_words):
+    stop_requested.set()
+    threading.Event().wait(FORCED_EXIT_SECONDS if seconds is None else seconds)
+    for say in list(_forced_exit_callbacks):
         thread = threading.Thread(target=say, daemon=True)
         thread.start()
-        thread.join(WORDS_SECONDS)
+        thread.join(EXIT_CALLBACK_SECONDS)
     how = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
     more = "; the same command resumes from the last checkpoint" if resumes else ""
     print(f"posttrain: stopped by {how}{more}", file=sys.stderr)
@@ -127,13 +131,13 @@ def _watch(read: int, seconds: float | None, code: int, interrupt: bool, resumes
     os._exit(code if signum == signal.SIGTERM else 128 + signum)
 
 
-def _awaited(read: int, interrupt: bool) -> int | None:
+def _wait_for_signal(read: int, interrupt: bool) -> int | None:
     """The signal that ends the process in bounded time; None = the block is over without one."""
     interrupted = False
     while True:
-        if interrupted and not _has_loop_to_finish():
+        if interrupted and not _has_running_training_loop():
             return signal.SIGINT
-        if interrupted and not select.select([read], [], [], LOOK_SECONDS)[0]:
+        if interrupted and not select.select([read], [], [], POLL_SECONDS)[0]:
             continue
         seen = os.read(read, 64)
         if signal.SIGTERM in seen:
@@ -143,8 +147,10 @@ def _awaited(read: int, interrupt: bool) -> int | None:
         interrupted = interrupted or (interrupt and signal.SIGINT in seen)
 
 
-def _has_loop_to_finish() -> bool:
+def _has_running_training_loop() -> bool:
     """True = a training loop handles Ctrl-C: it saves and stops after its iteration, however long that takes."""
-    signals = sys.modules.get("rl_core.training.signals")  # a loop can only run where it is imported
+    signals = sys.modules.get(
+        "rl_core.training.signals"
+    )  # a loop can only run where it is imported
     handler = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     return signals is not None and isinstance(handler, signals.StopRequests)

@@ -11,32 +11,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.runtime.summary import headline, parent_metrics, result_rows
-from flows.sweep.plan import EVALUATED
-from flows.sweep.search import RUNGS
+from flows.runtime.run_summary import build_result_rows, collect_parent_metrics, format_headline
+from flows.sweep.plan import EVALUATION_METRICS
+from flows.sweep.search import RUNG_SHARES
 from rl_core.errors import SettingsError, Stopped
-from tasks.config import PipelineSettings, from_dict
-from tasks.pipeline.dag import run_dag
-from tasks.pipeline.plain_call import plain_call
-from tasks.pipeline.result import journal_of
-from tasks.pipeline.run import PipelineRun
-from tasks.pipeline.run_options import RunOptions, TrialPlace
-from tasks.stage_registry import training_stages
+from tasks.config import PipelineSettings, build_settings
+from tasks.pipeline.dag import run_dag, wrap_stage_call
+from tasks.pipeline.pipeline_run import PipelineRun
+from tasks.pipeline.run_options import RunOptions, TrialLocation
+from tasks.pipeline.stage_result import resolve_journal_folder
+from tasks.stage_registry import list_training_stages
 from tasks.tracking import read_metrics
-
-__all__ = ["TrialJob", "Pruned", "play_fresh", "run_trial"]
 
 logger = logging.getLogger(__name__)
 
-NOT_IN_TRIALS = ("analyze", "export", "promote")  # the winner's own run has them
-_WHILE_TRAINING = {
+SKIPPED_STAGES = ("analyze", "export", "promote")  # the winner's own run has them
+_TRAINING_METRICS = {
     "success": ("eval/success_rate", "train/success_rate"),
     "reward": ("eval/reward_mean", "reward/mean"),
 }
-_RECENT = 5  # one in so many of the values so far is averaged at a rung
+_RECENT_SHARE = 5  # one in so many of the values so far is averaged at a rung
 
 
-class Pruned(Exception):
+class TrialPruned(Exception):
     """The search stopped the trial at a rung."""
 
 
@@ -52,24 +49,36 @@ class TrialJob:
     parent_folder: str
     tags: Mapping[str, str]
     models: Mapping[str, str]  # to play fresh episodes with; {} = a trial
-    skip: tuple[str, ...] = NOT_IN_TRIALS
+    skip: tuple[str, ...] = SKIPPED_STAGES
 
-    def options(self, on_metrics: Callable[[str, Mapping[str, float], int], None] | None = None) -> RunOptions:
+    def build_run_options(
+        self, on_metrics: Callable[[str, Mapping[str, float], int], None] | None = None
+    ) -> RunOptions:
         """Options of its pipeline run."""
-        place = TrialPlace(
-            home=Path(self.home), name=self.name, parent_folder=Path(self.parent_folder), on_metrics=on_metrics
+        place = TrialLocation(
+            home=Path(self.home),
+            name=self.name,
+            parent_folder=Path(self.parent_folder),
+            on_metrics=on_metrics,
         )
-        return RunOptions(on_drift="beside", tags=dict(self.tags), given=dict(self.models), trial=place)
+        return RunOptions(
+            on_drift="beside", tags=dict(self.tags), evaluated_models=dict(self.models), trial=place
+        )
 
 
-class _Rungs:
+class _RungReporter:
     """Reports of a stage's metric at shares of its training; the answer may stop it."""
 
     def __init__(
-        self, job: TrialJob, stage: str, stop: threading.Event, decide: Callable[[float], bool], reached: int
+        self,
+        job: TrialJob,
+        stage: str,
+        stop: threading.Event,
+        decide: Callable[[float], bool],
+        reached: int,
     ) -> None:
-        self._names = _WHILE_TRAINING.get(job.metric, (job.metric,))
-        self._stage, self._stop, self._decide, self._next = stage, stop, decide, reached
+        self._names = _TRAINING_METRICS.get(job.metric, (job.metric,))
+        self._stage, self._stop, self._decide, self._next_rung = stage, stop, decide, reached
         self._values: dict[str, list[float]] = {}
         self.is_pruned = False
 
@@ -82,13 +91,18 @@ class _Rungs:
 
     def on_progress(self, label: str, done: int, total: int, message: str) -> None:
         """Report at a rung, and stop the training where the search says so."""
-        if label != self._stage or self._next >= len(RUNGS) or not total or done / total < RUNGS[self._next]:
+        if (
+            label != self._stage
+            or self._next_rung >= len(RUNG_SHARES)
+            or not total
+            or done / total < RUNG_SHARES[self._next_rung]
+        ):
             return
         values = next((self._values[name] for name in self._names if name in self._values), None)
         if values is None:
             return
-        recent = values[-max(1, len(values) // _RECENT) :]
-        self._next += 1
+        recent = values[-max(1, len(values) // _RECENT_SHARE) :]
+        self._next_rung += 1
         if not self._decide(sum(recent) / len(recent)):
             self.is_pruned = True
             self._stop.set()
@@ -107,9 +121,9 @@ def run_trial(
         decide: is told the metric at a rung; False = the trial is given up.
     Raises: Pruned; Stopped; whatever the stages raise.
     """
-    settings = from_dict(job.settings)
-    watched = _last_trained(settings)
-    rungs = None if job.rungs is None else _Rungs(job, watched, stop, decide, job.rungs)
+    settings = build_settings(job.settings)
+    watched = _find_last_training_stage(settings)
+    rungs = None if job.rungs is None else _RungReporter(job, watched, stop, decide, job.rungs)
     began, cpu = time.monotonic(), time.process_time()
 
     def progress(label: str, done: int, total: int, message: str = "") -> None:
@@ -117,73 +131,100 @@ def run_trial(
         if rungs is not None:
             rungs.on_progress(label, done, total, message)
 
-    options = job.options(rungs.on_metrics if rungs is not None else None)
+    options = job.build_run_options(rungs.on_metrics if rungs is not None else None)
     try:
         with PipelineRun(settings, options, on_progress=progress, stop=stop) as run:
-            run_dag(run, job.models, plain_call, skip=job.skip)
-            value, metrics = _measured(run, job.metric)
-            rows = result_rows(run)
-            run.parent.log_metrics({**parent_metrics(run), "sweep/value": value}, 0)
-            run.parent.set_tag("result", headline(rows))
+            run_dag(run, job.models, wrap_stage_call, skip=job.skip)
+            value, metrics = _measure_metric(run, job.metric)
+            rows = build_result_rows(run)
+            run.parent.log_metrics({**collect_parent_metrics(run), "sweep/value": value}, 0)
+            run.parent.set_tag("result", format_headline(rows))
     except Stopped as error:
         if rungs is not None and rungs.is_pruned:
-            raise Pruned from error
+            raise TrialPruned from error
         raise
-    trained = [result for name, result in run.results.items() if name in training_stages()]
+    trained = [result for name, result in run.results.items() if name in list_training_stages()]
     return {
         "status": "finished",
         "value": value,
         "metrics": metrics,
         "stages": {
-            name: {"folder": result.folder, "key": result.key, "cached": result.cached, "seconds": result.seconds}
+            name: {
+                "folder": result.folder,
+                "key": result.key,
+                "cached": result.cached,
+                "seconds": result.seconds,
+            }
             for name, result in run.results.items()
         },
         "policy": trained[-1].stage if trained else "",
         "model": str(trained[-1].model) if trained else "",
         "seconds": round(time.monotonic() - began, 3),
         "cpu_seconds": round(time.process_time() - cpu, 3),
-        "peak_bytes": peak_bytes(),
+        "peak_bytes": measure_peak_bytes(),
         "run_id": run.parent.run_id or "",
     }
 
 
-def play_fresh(job: TrialJob, stop: threading.Event) -> dict[str, Any]:
+def evaluate_on_fresh_episodes(job: TrialJob, stop: threading.Event) -> dict[str, Any]:
     """Play the job's held-out episodes with its models; returns the folder of the evaluation.
 
     Raises: as `run_trial`; DataError where the environment has no fresh episodes left.
     """
-    with PipelineRun(from_dict(job.settings), job.options(), stop=stop) as run:
-        run_dag(run, job.models, plain_call, skip=job.skip)
+    with PipelineRun(build_settings(job.settings), job.build_run_options(), stop=stop) as run:
+        run_dag(run, job.models, wrap_stage_call, skip=job.skip)
         return {"folder": run.results["evaluate"].folder}
 
 
-def peak_bytes() -> int:
+def measure_peak_bytes() -> int:
     """The most memory that this process and its children ever held."""
-    used = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    used = (
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     return 1024 * sum(used)
 
 
-def _last_trained(settings: PipelineSettings) -> str:
-    return next(name for name in reversed(training_stages()) if getattr(settings.stages, name) is not None)
+def _find_last_training_stage(settings: PipelineSettings) -> str:
+    return next(
+        name
+        for name in reversed(list_training_stages())
+        if getattr(settings.stages, name) is not None
+    )
 
 
-def _measured(run: PipelineRun, metric: str) -> tuple[float, dict[str, float]]:
+def _measure_metric(run: PipelineRun, metric: str) -> tuple[float, dict[str, float]]:
     """The sweep's metric of a finished trial, and what else its stages tell."""
-    trained = [name for name in reversed(list(run.results)) if name in training_stages()]
+    trained = [name for name in reversed(list(run.results)) if name in list_training_stages()]
     numbers = run.results[trained[0]].summary.get("metrics") or {}
-    metrics = {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
+    metrics = {
+        name: float(value) for name, value in numbers.items() if isinstance(value, int | float)
+    }
     if "evaluate" in run.results:
         row = next(iter(run.results["evaluate"].summary["models"].values()))
-        metrics |= {name: float(row[name]) for name in ("success", "success_low", "success_high", "reward")}
-    if metric in EVALUATED:
+        metrics |= {
+            name: float(row[name]) for name in ("success", "success_low", "success_high", "reward")
+        }
+    if metric in EVALUATION_METRICS:
         return metrics[metric], metrics
     for name in trained:
-        logged = [row[metric] for _, row in read_metrics(_journal(run, name)) if metric in row]
+        logged = [
+            row[metric] for _, row in read_metrics(_locate_journal(run, name)) if metric in row
+        ]
         if logged:
             return logged[-1], metrics
-    known = sorted({name for stage in trained for _, row in read_metrics(_journal(run, stage)) for name in row})
-    raise SettingsError(f"--metric {metric}: no stage of the trial logs it; it logs {', '.join(known)}")
+    known = sorted(
+        {
+            name
+            for stage in trained
+            for _, row in read_metrics(_locate_journal(run, stage))
+            for name in row
+        }
+    )
+    raise SettingsError(
+        f"--metric {metric}: no stage of the trial logs it; it logs {', '.join(known)}"
+    )
 
 
-def _journal(run: PipelineRun, stage: str) -> Path:
-    return journal_of(run.results[stage].path)
+def _locate_journal(run: PipelineRun, stage: str) -> Path:
+    return resolve_journal_folder(run.results[stage].path)

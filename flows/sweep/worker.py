@@ -21,36 +21,38 @@ import sys
 import threading
 from typing import IO, Any
 
-from flows.runtime.stopping import Terminated, unwind_on_sigterm
-from flows.runtime.user_code_path import find_own_code
+from flows.runtime.import_setup import append_working_directory
+from flows.runtime.stopping import TerminatedBySignal, unwind_on_sigterm
 from rl_core.errors import PosttrainError, Stopped
-from tasks.processes.child_processes import die_with_parent
-
-__all__ = ["main"]
+from tasks.processes.child_processes import bind_to_parent
 
 logger = logging.getLogger(__name__)
 
 
-def main(parent: int, descriptor: int) -> int:
+def run_worker(parent: int, descriptor: int) -> int:
     """Take jobs until standard input ends; returns the exit code."""
-    die_with_parent(parent)
+    bind_to_parent(parent)
     unwind_on_sigterm()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent says what happens
-    find_own_code()
+    append_working_directory()
     with os.fdopen(descriptor, "w", buffering=1) as events:
         try:
-            _serve(events)
-        except (Stopped, Terminated):
-            _say(events, event="stopped")
+            _serve_jobs(events)
+        except (Stopped, TerminatedBySignal):
+            _write_event(events, event="stopped")
             return 128 + signal.SIGTERM
     return 0
 
 
-def _serve(events: IO[str]) -> None:
-    from flows.sweep.trial import TrialJob, play_fresh, run_trial  # torch and MLflow
+def _serve_jobs(events: IO[str]) -> None:
+    from flows.sweep.trial import (  # torch and MLflow
+        TrialJob,
+        evaluate_on_fresh_episodes,
+        run_trial,
+    )
 
     while True:
-        _say(events, event="ready")
+        _write_event(events, event="ready")
         line = sys.stdin.readline()
         if not line:
             return
@@ -58,37 +60,51 @@ def _serve(events: IO[str]) -> None:
         stop = threading.Event()
 
         def decide(value: float) -> bool:
-            _say(events, event="rung", value=value)
+            _write_event(events, event="rung", value=value)
             return bool(json.loads(sys.stdin.readline())["goes_on"])
 
         def progress(stage: str, done: int, total: int, message: str) -> None:
-            _say(events, event="progress", stage=stage, done=done, total=total, message=message)
+            _write_event(
+                events, event="progress", stage=stage, done=done, total=total, message=message
+            )
 
-        _say(events, event="ended", outcome=_outcome(
-            lambda job=job, stop=stop: play_fresh(job, stop) if job.models else run_trial(job, stop, decide, progress)
-        ))  # fmt: skip
+        _write_event(
+            events,
+            event="ended",
+            outcome=_run_job(
+                lambda job=job, stop=stop: (
+                    evaluate_on_fresh_episodes(job, stop)
+                    if job.models
+                    else run_trial(job, stop, decide, progress)
+                )
+            ),
+        )
 
 
-def _outcome(run: Any) -> dict[str, Any]:
-    from flows.sweep.trial import Pruned, peak_bytes
+def _run_job(run: Any) -> dict[str, Any]:
+    from flows.sweep.trial import TrialPruned, measure_peak_bytes
 
     try:
         return dict(run())
-    except Pruned:
-        return {"status": "pruned", "peak_bytes": peak_bytes()}
+    except TrialPruned:
+        return {"status": "pruned", "peak_bytes": measure_peak_bytes()}
     except Stopped:
         raise
     except PosttrainError as error:  # its text is for people
-        return {"status": "failed", "why": str(error), "peak_bytes": peak_bytes()}
+        return {"status": "failed", "why": str(error), "peak_bytes": measure_peak_bytes()}
     except Exception as error:  # a trial's fault is its own: the sweep goes on
         logger.exception("a trial failed")
-        return {"status": "failed", "why": f"{type(error).__name__}: {error}", "peak_bytes": peak_bytes()}
+        return {
+            "status": "failed",
+            "why": f"{type(error).__name__}: {error}",
+            "peak_bytes": measure_peak_bytes(),
+        }
 
 
-def _say(events: IO[str], **what: Any) -> None:
-    events.write(json.dumps(what) + "\n")
+def _write_event(events: IO[str], **fields: Any) -> None:
+    events.write(json.dumps(fields) + "\n")
     events.flush()
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(run_worker(int(sys.argv[1]), int(sys.argv[2])))

@@ -11,60 +11,57 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.storage.single_files import replacing
+from rl_core.storage.atomic_files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "COLORS",
-    "FAINT",
-    "INK",
-    "MUTED",
-    "canvas",
-    "color_of",
-    "label_axes",
-    "legend",
-    "shades",
-    "short",
-    "add_headroom",
-]
 
 # Okabe-Ito palette: eight colours distinguishable with any colour vision.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#7F7F7F", "#B8A900")
 INK, MUTED, FAINT = "#222831", "#5A6570", "#D9DEE4"
 
 
-def color_of(index: int) -> str:
+def select_model_color(index: int) -> str:
     """Colour of the model with that index."""
     return COLORS[index % len(COLORS)]
 
 
-def shades(color: str, count: int) -> list[str]:
+def build_shades(color: str, count: int) -> list[str]:
     """`count` shades of one colour, light to dark, for ordered categories (levels) of one model."""
     base = [int(color[place : place + 2], 16) for place in (1, 3, 5)]
     mixed = []
     for number in range(count):
-        share = (number + 1) / (count + 1)  # position between near-white, the colour, and near-black
+        share = (number + 1) / (
+            count + 1
+        )  # position between near-white, the colour, and near-black
         goal, weight = (255, 1.1 - 2.2 * share) if share < 0.5 else (0, 1.3 * (share - 0.5))
         weight = min(0.75, max(0.0, weight))
-        mixed.append("#" + "".join(f"{round(value + (goal - value) * weight):02X}" for value in base))
+        mixed.append(
+            "#" + "".join(f"{round(value + (goal - value) * weight):02X}" for value in base)
+        )
     return mixed
 
 
 @contextmanager
-def canvas(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
+def open_canvas(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
     """Figure saved on exit; created without pyplot, hence without global state or a display."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     style: Any = {
-        "font.size": 9.5, "axes.edgecolor": "#8A94A0", "axes.labelcolor": INK, "text.color": INK,
-        "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
+        "font.size": 9.5,
+        "axes.edgecolor": "#8A94A0",
+        "axes.labelcolor": INK,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
         "text.parse_math": False,  # '$' in tool or model names is literal
-    }  # fmt: skip
+    }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
@@ -72,14 +69,14 @@ def canvas(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
         picture = io.BytesIO()
         # A fixed software tag makes the bytes reproducible.
         figure.savefig(picture, dpi=140, metadata={"Software": "posttrain"})
-    with replacing(path, binary=True) as file:
+    with replace_file(path, binary=True) as file:
         file.write(picture.getvalue())
 
 
 def label_axes(axes: Axes, title: str, x_label: str, y_label: str, grid: str) -> None:
     """Set title, axis labels and a grid along one axis."""
     if title:
-        axes.set_title(short(title, 70), loc="left", fontsize=11, fontweight="bold", pad=9)
+        axes.set_title(shorten_text(title, 70), loc="left", fontsize=11, fontweight="bold", pad=9)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(axis=grid, color=FAINT, linewidth=0.8, zorder=0)  # type: ignore[arg-type]
@@ -87,11 +84,17 @@ def label_axes(axes: Axes, title: str, x_label: str, y_label: str, grid: str) ->
     axes.tick_params(length=0 if grid else 3)
 
 
-def legend(figure: Figure, axes: Axes, models: int) -> None:
+def draw_legend(figure: Figure, axes: Axes, models: int) -> None:
     """Add one legend below the panels, so that it never covers data."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, [short(label, 30) for label in labels], loc="outside lower center", ncols=min(4, models),
-                  frameon=False, fontsize=9)  # fmt: skip
+    figure.legend(
+        handles,
+        [shorten_text(label, 30) for label in labels],
+        loc="outside lower center",
+        ncols=min(4, models),
+        frameon=False,
+        fontsize=9,
+    )
 
 
 def add_headroom(axes: Axes, share: float = 0.1) -> None:
@@ -100,7 +103,9 @@ def add_headroom(axes: Axes, share: float = 0.1) -> None:
     axes.set_ylim(low, high + share * (high - low))
 
 
-def short(text: str, width: int = 24) -> str:
+def shorten_text(text: str, width: int = 24) -> str:
     """Drawable text: lone surrogates and control characters replaced, length capped."""
-    shown = "".join(c if c.isprintable() else "?" for c in text.encode("utf-8", "replace").decode("utf-8"))
+    shown = "".join(
+        c if c.isprintable() else "?" for c in text.encode("utf-8", "replace").decode("utf-8")
+    )
     return shown if len(shown) <= width else shown[: width - 1] + "…"

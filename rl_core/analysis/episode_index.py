@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
-from rl_core.analysis.glossary import DIRECTIONS
-from rl_core.analysis.statistics import Rate, pass_at_k, rate_from_sums
+from rl_core.analysis.glossary import PAIRED_METRIC_DIRECTIONS
+from rl_core.analysis.statistics import Rate, compute_rate_from_sums, pass_at_k
 from rl_core.errors import DataError
 from rl_core.types import Trajectory
 
-__all__ = ["EpisodeIndex", "EpisodeRef", "PairCounts", "PairedMeasure"]
-
-_MEASURES = tuple(DIRECTIONS)
+_METRICS = tuple(PAIRED_METRIC_DIRECTIONS)
 _SCHEMA = f"""
 CREATE TABLE episode (
     place INTEGER,      -- number of (environment, level)
@@ -32,22 +30,22 @@ CREATE TABLE episode (
     successes INTEGER,
     reward REAL,        -- sum over the samples
     offset INTEGER,     -- of the first sample's line
-    {", ".join(f"{name} REAL" for name in _MEASURES)},  -- sums over the samples; NULL where one of them has none
+    {", ".join(f"{name} REAL" for name in _METRICS)},  -- sums over the samples; NULL where one of them has none
     PRIMARY KEY (place, seed, model)
 ) WITHOUT ROWID
 """
-_BATCH = 2000  # rows per INSERT
+_BATCH_ROWS = 2000  # rows per INSERT
 _JOIN = """
 FROM episode a JOIN episode b USING (place, seed)
 WHERE a.model = ? AND b.model = ? AND a.digest = b.digest
 """
-Group = Literal["all", "level", "kind"]
+GroupBy = Literal["all", "level", "kind"]
 _ALIASES = "abcdefgh"  # aliases of the joined tables; limits the number of models
 MAX_GROUPS = 1000  # maximum distinct levels or kinds; more indicate a malformed file
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeRef:
+class EpisodeReference:
     """One episode, with the byte offset of each model's first trajectory of it."""
 
     environment: str
@@ -60,7 +58,7 @@ class EpisodeRef:
 
 
 @dataclass(frozen=True, slots=True)
-class PairCounts:
+class PairedDifferences:
     """Histogram of paired success differences (b - a) of two models."""
 
     values: list[float]
@@ -75,7 +73,7 @@ class PairCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class PairedMeasure:
+class PairedMetricSums:
     """Sums of paired differences (b - a) of one measure over the episodes on which both models have it."""
 
     episodes: int
@@ -93,18 +91,27 @@ class EpisodeIndex:
             self._db.execute(f"PRAGMA {pragma}")
         self._db.execute(_SCHEMA)
         self._db.execute("BEGIN")
-        self._places: dict[tuple[str, str], int] = {}
-        self._kinds: dict[str, int] = {}
+        self._level_ids: dict[tuple[str, str], int] = {}
+        self._kind_ids: dict[str, int] = {}
         self._pending: list[tuple[int | float | None, ...]] = []
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._db.close()
 
-    def add(
-        self, model: int, trajectory: Trajectory, offset: int, measures: Mapping[str, float | None] | None = None
+    def add_trajectory(
+        self,
+        model: int,
+        trajectory: Trajectory,
+        offset: int,
+        metrics: Mapping[str, float | None] | None = None,
     ) -> None:
         """Add one trajectory of one model.
 
@@ -112,131 +119,167 @@ class EpisodeIndex:
             offset: start of its line in bytes.
             measures: of `Summary.add`; None = not to be compared.
         """
-        place = self._places.setdefault((trajectory.environment, trajectory.level), len(self._places))
-        kind = self._kinds.setdefault(trajectory.kind, len(self._kinds))
+        place = self._level_ids.setdefault(
+            (trajectory.environment, trajectory.level), len(self._level_ids)
+        )
+        kind = self._kind_ids.setdefault(trajectory.kind, len(self._kind_ids))
         if max(place, kind) >= MAX_GROUPS:
             raise DataError(
                 f"more than {MAX_GROUPS} different levels or kinds of question; check the fields 'level' and 'kind'"
             )
-        digest = zlib.crc32(f"{trajectory.prompt}\0{trajectory.target}".encode("utf-8", "surrogatepass"))
-        known = measures or {}
+        digest = zlib.crc32(
+            f"{trajectory.prompt}\0{trajectory.target}".encode("utf-8", "surrogatepass")
+        )
+        known = metrics or {}
         self._pending.append(
-            (place, trajectory.seed, model, kind, digest, int(trajectory.success), trajectory.reward, offset,
-             *(known.get(name) for name in _MEASURES))
-        )  # fmt: skip
-        if len(self._pending) >= _BATCH:
-            self.flush()
+            (
+                place,
+                trajectory.seed,
+                model,
+                kind,
+                digest,
+                int(trajectory.success),
+                trajectory.reward,
+                offset,
+                *(known.get(name) for name in _METRICS),
+            )
+        )
+        if len(self._pending) >= _BATCH_ROWS:
+            self.flush_pending_rows()
 
-    def flush(self) -> None:
+    def flush_pending_rows(self) -> None:
         """Write pending rows; called by every query."""
         self._db.executemany(
-            f"""INSERT INTO episode VALUES (?, ?, ?, ?, ?, 1, ?, ?, ?{", ?" * len(_MEASURES)})
+            f"""INSERT INTO episode VALUES (?, ?, ?, ?, ?, 1, ?, ?, ?{", ?" * len(_METRICS)})
             ON CONFLICT DO UPDATE SET samples = samples + 1, successes = successes + excluded.successes,
-            reward = reward + excluded.reward, {", ".join(f"{n} = {n} + excluded.{n}" for n in _MEASURES)}""",
+            reward = reward + excluded.reward, {", ".join(f"{n} = {n} + excluded.{n}" for n in _METRICS)}""",
             self._pending,
         )
         self._pending.clear()
 
-    def label(self, place: int) -> str:
+    def format_level(self, level_id: int) -> str:
         """Level, with its environment if there are several."""
-        environment, level = list(self._places)[place]
-        return level if len({name for name, _ in self._places}) == 1 else f"{environment}/{level}"
+        environment, level = list(self._level_ids)[level_id]
+        return (
+            level if len({name for name, _ in self._level_ids}) == 1 else f"{environment}/{level}"
+        )
 
-    def names(self, by: Group) -> dict[int, str]:
+    def list_group_names(self, by: GroupBy) -> dict[int, str]:
         """Id -> display name of the levels or kinds, in order of first appearance; {0: 'all'} for all."""
         if by == "all":
             return {0: "all"}
         if by == "level":
-            return {number: self.label(number) for number in self._places.values()}
-        return {number: kind for kind, number in self._kinds.items()}
+            return {number: self.format_level(number) for number in self._level_ids.values()}
+        return {number: kind for kind, number in self._kind_ids.items()}
 
-    def rates(self, model: int, by: Group = "all") -> dict[str, Rate]:
+    def compute_rates(self, model: int, by: GroupBy = "all") -> dict[str, Rate]:
         """Success rate of a model with its interval, overall or by level or kind."""
-        self.flush()
+        self.flush_pending_rows()
         rows = self._db.execute(
-            f"""SELECT {_column(by)}, COUNT(*), SUM(samples), SUM(successes), SUM(successes * successes),
+            f"""SELECT {_select_group_column(by)}, COUNT(*), SUM(samples), SUM(successes), SUM(successes * successes),
             SUM(samples * samples), SUM(successes * samples) FROM episode WHERE model = ? GROUP BY 1 ORDER BY 1""",
             (model,),
         )
-        names = self.names(by)
-        return {names[row[0]]: rate_from_sums(*row[1:]) for row in rows}
+        names = self.list_group_names(by)
+        return {names[row[0]]: compute_rate_from_sums(*row[1:]) for row in rows}
 
-    def pass_at_ks(self, model: int) -> dict[int, float]:
+    def compute_pass_at_ks(self, model: int) -> dict[int, float]:
         """pass@k for k = 1, 2, 4, ... up to the fewest samples of an episode."""
-        self.flush()
+        self.flush_pending_rows()
         rows = self._db.execute(
-            "SELECT samples, successes, COUNT(*) FROM episode WHERE model = ? GROUP BY 1, 2", (model,)
+            "SELECT samples, successes, COUNT(*) FROM episode WHERE model = ? GROUP BY 1, 2",
+            (model,),
         ).fetchall()
         fewest = min(row[0] for row in rows)
         ks = sorted({2**i for i in range(fewest.bit_length())} | {fewest})
         total = sum(count for _, _, count in rows)
         return {k: sum(pass_at_k(n, c, k) * count for n, c, count in rows) / total for k in ks}
 
-    def episodes(self, model: int) -> int:
+    def count_episodes(self, model: int) -> int:
         """Number of distinct episodes of a model."""
-        self.flush()
-        return int(self._db.execute("SELECT COUNT(*) FROM episode WHERE model = ?", (model,)).fetchone()[0])
+        self.flush_pending_rows()
+        return int(
+            self._db.execute("SELECT COUNT(*) FROM episode WHERE model = ?", (model,)).fetchone()[0]
+        )
 
-    def pairs(self, a: int, b: int, by: Group = "all") -> dict[str, PairCounts]:
+    def compute_paired_differences(
+        self, a: int, b: int, by: GroupBy = "all"
+    ) -> dict[str, PairedDifferences]:
         """Differences b - a on common episodes, overall or by level or kind."""
-        self.flush()
+        self.flush_pending_rows()
         rows = self._db.execute(
-            f"""SELECT {_column(by, "a.")}, 1.0 * b.successes / b.samples - 1.0 * a.successes / a.samples, COUNT(*),
+            f"""SELECT {_select_group_column(by, "a.")}, 1.0 * b.successes / b.samples - 1.0 * a.successes / a.samples, COUNT(*),
             SUM(b.reward / b.samples - a.reward / a.samples),
             SUM((b.reward / b.samples - a.reward / a.samples) * (b.reward / b.samples - a.reward / a.samples))
             {_JOIN} GROUP BY 1, 2 ORDER BY 1, 2""",
             (a, b),
         )
-        names = self.names(by)
-        found: dict[str, PairCounts] = {}
+        names = self.list_group_names(by)
+        found: dict[str, PairedDifferences] = {}
         for number, value, count, reward, squares in rows:
-            old = found.get(names[number], PairCounts([], [], 0.0, 0.0))
-            found[names[number]] = PairCounts(
-                [*old.values, value], [*old.counts, count], old.reward_sum + reward, old.reward_squares + squares
+            old = found.get(names[number], PairedDifferences([], [], 0.0, 0.0))
+            found[names[number]] = PairedDifferences(
+                [*old.values, value],
+                [*old.counts, count],
+                old.reward_sum + reward,
+                old.reward_squares + squares,
             )
         return found
 
-    def paired_measures(self, a: int, b: int) -> dict[str, PairedMeasure]:
+    def sum_paired_metrics(self, a: int, b: int) -> dict[str, PairedMetricSums]:
         """Differences b - a of the measures on common episodes; those that no episode of both has are left out."""
-        self.flush()
-        differences = [f"(b.{name} / b.samples - a.{name} / a.samples)" for name in _MEASURES]
+        self.flush_pending_rows()
+        differences = [f"(b.{name} / b.samples - a.{name} / a.samples)" for name in _METRICS]
         sums = ", ".join(f"COUNT({d}), SUM({d}), SUM({d} * {d})" for d in differences)
         row = self._db.execute(f"SELECT {sums} {_JOIN}", (a, b)).fetchone()
-        found = zip(_MEASURES, row[::3], row[1::3], row[2::3], strict=True)
-        return {name: PairedMeasure(count, total, squares) for name, count, total, squares in found if count}
+        found = zip(_METRICS, row[::3], row[1::3], row[2::3], strict=True)
+        return {
+            name: PairedMetricSums(count, total, squares)
+            for name, count, total, squares in found
+            if count
+        }
 
-    def changed(self, models: Sequence[int], *, worse: bool, limit: int) -> list[EpisodeRef]:
+    def find_changed_episodes(
+        self, models: Sequence[int], *, worse: bool, limit: int
+    ) -> list[EpisodeReference]:
         """Common episodes on which the last model is worse (or better) than the first.
 
         Sorted by the difference of success, then of reward, largest first.
         """
         sign = 1 if worse else -1
         last = _ALIASES[len(models) - 1]
-        success = f"{sign} * (1.0 * {last}.successes / {last}.samples - 1.0 * a.successes / a.samples)"
+        success = (
+            f"{sign} * (1.0 * {last}.successes / {last}.samples - 1.0 * a.successes / a.samples)"
+        )
         reward = f"{sign} * ({last}.reward / {last}.samples - a.reward / a.samples)"
-        return self._refs(models, f"AND {success} < 0", f"{success}, {reward}, ", limit)
+        return self._find_episodes(models, f"AND {success} < 0", f"{success}, {reward}, ", limit)
 
-    def shared(self, models: Sequence[int], limit: int) -> list[EpisodeRef]:
+    def find_common_episodes(self, models: Sequence[int], limit: int) -> list[EpisodeReference]:
         """Common episodes in a fixed pseudo-random order."""
-        return self._refs(models, "", "", limit)
+        return self._find_episodes(models, "", "", limit)
 
-    def _refs(self, models: Sequence[int], where: str, order: str, limit: int) -> list[EpisodeRef]:
+    def _find_episodes(
+        self, models: Sequence[int], where: str, order: str, limit: int
+    ) -> list[EpisodeReference]:
         """Joined rows of several models' episodes; ties in a fixed pseudo-random order."""
-        self.flush()
+        self.flush_pending_rows()
         names = _ALIASES[: len(models)]
         joins = " ".join(
             f"JOIN episode {n} ON {n}.place = a.place AND {n}.seed = a.seed AND {n}.digest = a.digest AND {n}.model = ?"
             for n in names[1:]
         )
-        columns = ", ".join(f"{n}.offset, 1.0 * {n}.successes / {n}.samples, {n}.reward / {n}.samples" for n in names)
+        columns = ", ".join(
+            f"{n}.offset, 1.0 * {n}.successes / {n}.samples, {n}.reward / {n}.samples"
+            for n in names
+        )
         rows = self._db.execute(
             f"""SELECT a.place, a.kind, a.seed, {columns} FROM episode a {joins} WHERE a.model = ? {where}
             ORDER BY {order}((a.seed & 65535) * 40503 + a.place * 30011) & 65535, a.place, a.seed LIMIT ?""",
             (*models[1:], models[0], limit),
         )
-        places, kinds = list(self._places), list(self._kinds)
+        places, kinds = list(self._level_ids), list(self._kind_ids)
         return [
-            EpisodeRef(
+            EpisodeReference(
                 environment=places[row[0]][0],
                 level=places[row[0]][1],
                 kind=kinds[row[1]],
@@ -249,5 +292,5 @@ class EpisodeIndex:
         ]
 
 
-def _column(by: Group, table: str = "") -> str:
+def _select_group_column(by: GroupBy, table: str = "") -> str:
     return {"all": "0", "level": f"{table}place", "kind": f"{table}kind"}[by]

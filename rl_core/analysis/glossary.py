@@ -1,9 +1,7 @@
 """Labels and definitions of the report's measures."""
 
-__all__ = ["DIRECTIONS", "GLOSSARY", "MEASURES"]
-
 # Name of a metric, label, format.
-MEASURES = (
+METRICS = (
     ("reward_mean", "Mean reward", "{:.3f}"),
     ("turns_mean", "Turns per episode", "{:.2f}"),
     ("tool_calls_mean", "Tool calls per episode", "{:.2f}"),
@@ -27,7 +25,7 @@ MEASURES = (
 )
 
 # Measures that each episode has, whose differences are paired: 1 = more is better, -1 = less is, 0 = neither.
-DIRECTIONS = {
+PAIRED_METRIC_DIRECTIONS = {
     "turns_mean": 0,
     "tool_calls_mean": 0,
     "action_tokens_mean": 0,
@@ -58,7 +56,10 @@ GLOSSARY = (
         "Share of episodes with a tool observation before the answer: reasoning in pixel space. Tools of environments "
         "without images do not count; if only files are given, every tool counts.",
     ),
-    ("Misuse", "An action that parses as neither call nor answer, names no tool, or whose tool failed."),
+    (
+        "Misuse",
+        "An action that parses as neither call nor answer, names no tool, or whose tool failed.",
+    ),
     (
         "Loop",
         "A block of tool steps (same actions, same observations) that is immediately repeated.",

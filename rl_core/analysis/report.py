@@ -1,4 +1,8 @@
-"""Self-contained HTML report, with light and dark colour schemes, for screens, phones and paper.
+"""Tables of the report: all models beside each other, with the last one's difference from the first.
+
+Episodes side by side: those that the last model lost to the first, filterable without a script, and others.
+
+Self-contained HTML report, with light and dark colour schemes, for screens, phones and paper.
 
 The verdict comes first, then what got worse, then the numbers, figures and further episodes.
 """
@@ -7,98 +11,543 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rl_core.analysis.glossary import GLOSSARY
-from rl_core.analysis.report_cases import filter_style, regressions, shown_cases
-from rl_core.analysis.report_html import html_page, safe_text, section, verdict
-from rl_core.analysis.report_tables import (
-    comparisons_table,
-    loops_table,
-    main_pair,
-    overview,
-    rates_table,
-    reward_model_table,
-    tools_table,
+from rl_core.analysis.canvas import select_model_color
+from rl_core.analysis.comparison import ModelComparison
+from rl_core.analysis.glossary import GLOSSARY, METRICS, PAIRED_METRIC_DIRECTIONS
+from rl_core.analysis.report_html import (
+    MISSING,
+    classify_difference,
+    escape_text,
+    format_difference,
+    format_rate,
+    render_page,
+    render_section,
+    render_table,
 )
-from rl_core.analysis.results import Analysis
+from rl_core.analysis.results import AnalysisData, EpisodeCase, ModelResult
+from rl_core.analysis.statistics import Rate
+from rl_core.analysis.summary import NO_CALL
+from rl_core.types import Trajectory, Turn
 
-__all__ = ["render"]
-
-_text = safe_text
+_text, _table = escape_text, render_table  # short names for the strings below
 
 
-def render(analysis: Analysis, figures: Sequence[tuple[Path, str]], title: str = "Trajectory analysis") -> str:
+def find_main_comparison(analysis: AnalysisData) -> ModelComparison | None:
+    """The last model against the first; None where there is one model."""
+    first, last = analysis.models[0].name, analysis.models[-1].name
+    return next(
+        (pair for pair in analysis.comparisons if (pair.first, pair.second) == (first, last)), None
+    )
+
+
+def render_model_name(index: int, name: str) -> str:
+    """Model name with a dot in its colour."""
+    return f"<span class='dot' style='background:{select_model_color(index)}'></span>{_text(name)}"
+
+
+def _render_difference_header(pair: ModelComparison | None) -> list[str]:
+    return [f"{_text(pair.second)} &minus; {_text(pair.first)}"] if pair is not None else []
+
+
+def render_overview_table(analysis: AnalysisData) -> str:
+    """Every measure of every model."""
+    models, pair = analysis.models, find_main_comparison(analysis)
+    ks = sorted({k for model in models for k in model.pass_at_k if k > 1})
+    metrics = [model.collect_metrics() for model in models]
+    told = _render_paired_differences(pair) if pair is not None else {}
+    rows: list[list[str]] = [
+        [
+            "Success (95% interval)",
+            *(format_rate(model.total) for model in models),
+            *_render_success_difference(pair),
+        ],
+        *(
+            [
+                f"pass@{k}",
+                *(f"{100 * m.pass_at_k[k]:.1f}%" if k in m.pass_at_k else MISSING for m in models),
+                *_render_unpaired_difference(pair, _select_pass_at_k(k), "{:.1%}", models),
+            ]
+            for k in ks
+        ),
+        [
+            "Episodes &times; samples",
+            *(f"{m.episodes:,} &times; {m.total.n / m.episodes:.3g}" for m in models),
+            *([""] if pair else []),
+        ],
+        *(
+            [
+                label,
+                *(form.format(row[name]) if name in row else MISSING for row in metrics),
+                *(
+                    [told[name]]
+                    if name in told
+                    else _render_unpaired_difference(pair, _select_metric(name), form, models)
+                ),
+            ]
+            for name, label, form in (*METRICS, *_list_custom_metrics(models[0]))
+            if any(name in row for row in metrics)
+        ),
+    ]
+    head = [
+        "",
+        *(render_model_name(n, m.name) for n, m in enumerate(models)),
+        *_render_difference_header(pair),
+    ]
+    return _table(head, rows)
+
+
+def _render_paired_differences(pair: ModelComparison) -> dict[str, str]:
+    """Cells of the paired differences by measure; shares in points."""
+    told = {"reward_mean": format_difference(pair.reward, 1, 3)}
+    for name, _, form in METRICS:
+        if (difference := pair.measures.get(name)) is not None:
+            is_share = form.endswith("%}")
+            digits = int(form.partition(".")[2][0])
+            told[name] = format_difference(
+                difference, 100 if is_share else 1, digits, PAIRED_METRIC_DIRECTIONS[name]
+            )
+    return told
+
+
+def _select_pass_at_k(k: int) -> Callable[[ModelResult], float | None]:
+    return lambda model: model.pass_at_k.get(k)
+
+
+def _select_metric(name: str) -> Callable[[ModelResult], float | None]:
+    return lambda model: model.collect_metrics().get(name)
+
+
+def _render_success_difference(pair: ModelComparison | None) -> list[str]:
+    return [format_difference(pair.total.success)] if pair is not None else []
+
+
+def _render_unpaired_difference(
+    pair: ModelComparison | None,
+    value: Callable[[ModelResult], float | None],
+    form: str,
+    models: Sequence[ModelResult],
+) -> list[str]:
+    """Cell of a difference that has no interval, in the measure's own format."""
+    if pair is None:
+        return []
+    first, last = value(models[0]), value(models[-1])
+    if first is None or last is None:
+        return [MISSING]
+    shown = form.format(abs(last - first))
+    if float(shown.rstrip("%").replace(",", "")) == 0:
+        return [shown]
+    return [f"{'+' if last > first else '&minus;'}{shown}"]
+
+
+def _list_custom_metrics(model: ModelResult) -> list[tuple[str, str, str]]:
+    """Measures of the user's, as those of the glossary."""
+    return [
+        (name, _text(measure.label), "{:.3f}")
+        for name, (measure, _) in model.summary.custom_metrics.items()
+    ]
+
+
+def render_comparisons_table(comparisons: Sequence[ModelComparison]) -> str:
+    """Every pair of models on its common episodes."""
+    rows = []
+    for pair in comparisons:
+        total = pair.total
+        p_value = "&lt; 0.001" if pair.p_value < 0.001 else f"{pair.p_value:.3f}"
+        rows.append(
+            [
+                f"{_text(pair.second)} &minus; {_text(pair.first)}",
+                format_difference(total.success),
+                format_difference(pair.reward, 1, 3),
+                f"{total.episodes:,}",
+                f"{total.wins:,}",
+                f"{total.losses:,}",
+                p_value,
+            ]
+        )
+    head = [
+        "Difference",
+        "Success, points",
+        "Reward",
+        "Episodes",
+        "Better on",
+        "Worse on",
+        "Sign test p",
+    ]
+    return _table(head, rows) if rows else ""
+
+
+def render_reward_model_table(analysis: AnalysisData) -> str:
+    """Agreement of the reward model with true success."""
+    found = analysis.probes.reward_model
+    if found is None:
+        return ""
+    accuracy = format_rate(found.accuracy) if found.accuracy else MISSING
+
+    def number(value: float | None) -> str:
+        return MISSING if value is None else f"{value:.3f}"
+
+    row = [
+        f"{len(found.scores):,}",
+        f"{found.pairs:,}",
+        accuracy,
+        number(found.ece),
+        number(found.auc),
+        number(found.correlation),
+    ]
+    head = [
+        "Episodes scored",
+        "Pairs",
+        "Ranked correctly",
+        "Calibration error",
+        "AUC",
+        "Correlation with success",
+    ]
+    return _table(head, [row], text_columns=0)
+
+
+def render_rates_table(analysis: AnalysisData, group: str, head: str) -> str:
+    """Success by level or kind, with the paired difference of the last model from the first.
+
+    Args:
+        group: by_level or by_kind. head: of the first column.
+    """
+    models, pair = analysis.models, find_main_comparison(analysis)
+    rates: list[Mapping[str, Rate]] = [getattr(model, group) for model in models]
+    paired = {row.name: row for row in getattr(pair, group)} if pair is not None else {}
+    rows = [
+        [
+            _text(name),
+            *(format_rate(rate[name]) if name in rate else MISSING for rate in rates),
+            *(
+                [format_difference(paired[name].success) if name in paired else MISSING]
+                if pair is not None
+                else []
+            ),
+        ]
+        for name in dict.fromkeys(name for rate in rates for name in rate)
+    ]
+    return (
+        _table(
+            [head, *(_text(model.name) for model in models), *_render_difference_header(pair)], rows
+        )
+        if rows
+        else ""
+    )
+
+
+def render_tools_table(models: Sequence[ModelResult]) -> str:
+    """Calls and misuse by tool."""
+    rows = []
+    for model in models:
+        tools = list(model.summary.tools.values())
+        total = sum(t.trajectories for t in tools)
+        for name in [*model.summary.list_tool_names(), NO_CALL]:
+            calls, errors = sum(t.calls[name] for t in tools), sum(t.errors[name] for t in tools)
+            if calls or errors:
+                share = f"{100 * errors / calls:.1f}%" if calls else MISSING
+                rows.append(
+                    [
+                        _text(model.name),
+                        _text(name),
+                        f"{calls:,}",
+                        f"{calls / total:.2f}",
+                        f"{errors:,}",
+                        share,
+                    ]
+                )
+    head = ["Model", "Tool", "Calls", "Per episode", "Misuse", "Share of calls"]
+    return _table(head, rows, text_columns=2) if rows else ""
+
+
+def render_loops_table(models: Sequence[ModelResult]) -> str:
+    """Sequences of actions that occur most, and repeated state-action cycles."""
+    rows = []
+    for model in models:
+        total = max(1, model.summary.trajectories)
+        for strategy, count in model.summary.strategies.most_common(5):
+            rows.append(
+                [
+                    _text(model.name),
+                    _text(strategy, 120),
+                    f"{count:,}",
+                    f"{100 * count / total:.1f}%",
+                ]
+            )
+    loops = [
+        f"{_text(model.name)}: {sum(model.summary.loop_periods.values()):,} ("
+        + ", ".join(
+            f"{count:,} of period {period}"
+            for period, count in sorted(model.summary.loop_periods.items())
+        )
+        + ")"
+        for model in models
+        if model.summary.loop_periods
+    ]
+    said = (
+        f"Episodes with loops: {'; '.join(loops)}."
+        if loops
+        else "No episode repeated a state-action cycle."
+    )
+    head = ["Model", "Sequence of actions", "Episodes", "Share"]
+    return f"<p>{said}</p>{_table(head, rows, text_columns=2)}"
+
+
+MAX_CASE_BYTES = (
+    3_000_000  # of all episodes side by side; with figures and tables a report stays below 5 MB
+)
+MAX_FILTER_VALUES = 40  # levels or kinds that can be filtered by
+_MAX_QUESTION_CHARACTERS = 90  # characters of the question in an episode's headline
+
+_escape_case_text, _render_case_table = (
+    escape_text,
+    render_table,
+)  # short names for the strings below
+
+
+def is_regression(case: EpisodeCase) -> bool:
+    """True = the last model did worse than the first."""
+    return case.episode.success[-1] < case.episode.success[0]
+
+
+def render_regressions(
+    comparisons: Sequence[ModelComparison], pair: ModelComparison | None, cases: str, filters: str
+) -> str:
+    """Episodes that the last model lost, then the worst of every pair of models as tables."""
+    parts = []
+    if pair is not None:
+        lead = f"{_escape_case_text(pair.second)} does worse than {_escape_case_text(pair.first)} on {pair.total.losses:,} of"
+        told = f"{lead} {pair.total.episodes:,} common episodes, better on {pair.total.wins:,}."
+        parts.append(f"<p>{told}</p>{filters if cases else ''}{cases}")
+    for one in comparisons:
+        rows = [
+            [
+                f"{_escape_case_text(e.level)} / {e.seed}",
+                _escape_case_text(e.kind),
+                f"{100 * e.success[0]:.0f}% → {100 * e.success[1]:.0f}%",
+                f"{e.reward[0]:.3f} → {e.reward[1]:.3f}",
+            ]
+            for e in one.regressions
+        ]
+        if rows:
+            label = f"{_escape_case_text(one.second)} does worse than {_escape_case_text(one.first)} on {one.total.losses:,} episodes"
+            table = _render_case_table(
+                ["Level / seed", "Kind", "Success", "Reward"], rows, "", text_columns=2
+            )
+            parts.append(
+                f"<details class='list'><summary>{label}: the worst {len(rows)}</summary>{table}</details>"
+            )
+    return "".join(parts)
+
+
+def render_cases(
+    cases: Sequence[EpisodeCase], names: Sequence[str], limit: int = MAX_CASE_BYTES
+) -> tuple[str, str]:
+    """HTML of the episodes that were lost and of the others; what does not fit into `limit` bytes is counted instead.
+
+    Args:
+        names: of the models.
+    """
+    classes = [_assign_filter_classes(cases, attribute, prefix) for attribute, prefix in _FILTERS]
+    found: dict[bool, list[str]] = {True: [], False: []}
+    left_out: dict[bool, int] = {True: 0, False: 0}
+    for case in sorted(cases, key=lambda case: not is_regression(case)):
+        kinds = [
+            known.get(getattr(case.episode, attribute), "")
+            for known, (attribute, _) in zip(classes, _FILTERS, strict=True)
+        ]
+        text = _render_case(
+            case, names, " ".join(filter(None, kinds)), is_open=not found[is_regression(case)]
+        )
+        size = len(text.encode())
+        if size <= limit:
+            limit -= size
+            found[is_regression(case)].append(text)
+        else:
+            left_out[is_regression(case)] += 1
+    more = {
+        key: f"<p class='note'>{count:,} more would make this page too large: they are in the trajectory files.</p>"
+        for key, count in left_out.items()
+        if count
+    }
+    return tuple("".join(found[key]) + more.get(key, "") for key in (True, False))  # type: ignore[return-value]
+
+
+_FILTERS = (("level", "l"), ("kind", "k"))
+
+
+def _assign_filter_classes(
+    cases: Sequence[EpisodeCase], attribute: str, prefix: str
+) -> Mapping[str, str]:
+    """Class of each level or kind of the episodes that were lost."""
+    values = dict.fromkeys(
+        getattr(case.episode, attribute) for case in cases if is_regression(case)
+    )
+    return {
+        value: f"{prefix}{number}" for number, value in enumerate(list(values)[:MAX_FILTER_VALUES])
+    }
+
+
+def render_filters(cases: Sequence[EpisodeCase]) -> tuple[str, str]:
+    """(controls, style) that hide lost episodes of other levels and kinds: radio buttons and `:has`, no script."""
+    controls, rules = "", ""
+    for attribute, prefix in _FILTERS:
+        known = _assign_filter_classes(cases, attribute, prefix)
+        if len(known) < 2:
+            continue
+        buttons = f"<label><input type='radio' name='{prefix}' id='{prefix}all' checked>all</label>"
+        for value, name in known.items():
+            count = sum(
+                is_regression(case) and getattr(case.episode, attribute) == value for case in cases
+            )
+            buttons += f"<label><input type='radio' name='{prefix}' id='{name}'>{_escape_case_text(value, 60)} ({count})</label>"
+            rules += f"#regressions:has(#{name}:checked) article:not(.{name}){{display:none}}"
+        controls += f"<fieldset><legend>{attribute.capitalize()}</legend>{buttons}</fieldset>"
+    return (f"<form class='filters'>{controls}</form>" if controls else ""), rules
+
+
+def _render_case(case: EpisodeCase, names: Sequence[str], classes: str, *, is_open: bool) -> str:
+    episode, first = case.episode, case.trajectories[0]
+    image = ""
+    if case.image is not None:
+        data = base64.b64encode(case.image).decode()
+        image = f"<img class='image' alt='the hidden image' src='data:image/png;base64,{data}'>"
+    columns = []
+    for index, (name, trajectory) in enumerate(zip(names, case.trajectories, strict=True)):
+        turn = case.turning_points[index] if index else case.first_turning_point
+        columns.append(_render_case_column(index, name, trajectory, turn))
+    target = f"<p><b>Right answer</b> {_escape_case_text(first.target)}</p>" if first.target else ""
+    marks = " ".join(
+        f"<span class='{'good' if t.success else 'bad'}' title='{_escape_case_text(name)}'>{'✓' if t.success else '✗'}</span>"
+        for name, t in zip(names, case.trajectories, strict=True)
+    )
+    question = _escape_case_text(
+        " ".join(first.prompt.split())[-_MAX_QUESTION_CHARACTERS:], _MAX_QUESTION_CHARACTERS
+    )
+    return (
+        f"<article class='{classes}'><details{' open' if is_open else ''}><summary><b>{_escape_case_text(episode.level)} · "
+        f"{_escape_case_text(episode.kind)} · seed {episode.seed}</b> {marks} <small>{question}</small></summary>"
+        f"<div class='question'>{image}<div><pre>{_escape_case_text(first.prompt)}</pre>{target}</div></div>"
+        f"<div class='columns'>{''.join(columns)}</div></details></article>"
+    )
+
+
+def _render_case_column(index: int, name: str, trajectory: Trajectory, turning: int | None) -> str:
+    outcome = (
+        "<span class='good'>✓ success</span>"
+        if trajectory.success
+        else "<span class='bad'>✗ failure</span>"
+    )
+    answer = "none" if trajectory.answer is None else _escape_case_text(trajectory.answer, 200)
+    turns = "".join(
+        _render_turn(number, turn, number == turning)
+        for number, turn in enumerate(trajectory.turns)
+    )
+    ended_early = turning is not None and turning >= len(trajectory.turns)
+    end = "<p class='turning'>turning point: it ends here</p>" if ended_early else ""
+    return (
+        f"<div class='column'><h4><span>{render_model_name(index, name)}</span> {outcome}</h4><ol>{turns}</ol>{end}"
+        f"<p class='end'>answer: <b>{answer}</b> · reward {trajectory.reward:.3f} · {_escape_case_text(trajectory.stop_reason)}</p>"
+        "</div>"
+    )
+
+
+def _render_turn(number: int, turn: Turn, turning: bool) -> str:
+    mark = "<p class='turning'>turning point</p>" if turning else ""
+    error = " error" if turn.is_error else ""
+    observation = ""
+    if turn.observation is not None:
+        observation = f"<pre class='observation{error}'>{_escape_case_text(turn.observation)}</pre>"
+    flag = "<span class='bad flag'>misuse</span>" if turn.is_error else ""
+    return f"<li value='{number + 1}'>{mark}<pre class='action'>{_escape_case_text(turn.action)}</pre>{flag}{observation}</li>"
+
+
+_escape_report_text = escape_text
+
+
+def render_report(
+    analysis: AnalysisData, figures: Sequence[tuple[Path, str]], title: str = "Trajectory analysis"
+) -> str:
     """HTML page.
 
     Args:
         figures: (PNG file, caption) in order; the images are embedded. A caption may begin with a question.
     """
     names = [model.name for model in analysis.models]
-    was_lost, others = shown_cases(analysis.cases, names)
-    controls, style = filter_style(analysis.cases)
-    pair = main_pair(analysis)
+    was_lost, others = render_cases(analysis.cases, names)
+    controls, style = render_filters(analysis.cases)
+    pair = find_main_comparison(analysis)
     sections = {
-        "regressions": ("What got worse", regressions(analysis.comparisons, pair, was_lost, controls)),
-        "overview": ("All measures", overview(analysis)),
-        "comparison": ("Paired comparison", comparisons_table(analysis.comparisons)),
-        "levels": ("Success by level", rates_table(analysis, "by_level", "Level")),
-        "kinds": ("Success by kind of question", rates_table(analysis, "by_kind", "Kind")),
-        "figures": ("Figures", _pictures(figures)),
-        "reward-model": ("Reward model against true success", reward_model_table(analysis)),
-        "tools": ("Tools", tools_table(analysis.models)),
-        "strategies": ("Strategies and loops", loops_table(analysis.models)),
+        "regressions": (
+            "What got worse",
+            render_regressions(analysis.comparisons, pair, was_lost, controls),
+        ),
+        "overview": ("All measures", render_overview_table(analysis)),
+        "comparison": ("Paired comparison", render_comparisons_table(analysis.comparisons)),
+        "levels": ("Success by level", render_rates_table(analysis, "by_level", "Level")),
+        "kinds": ("Success by kind of question", render_rates_table(analysis, "by_kind", "Kind")),
+        "figures": ("Figures", _render_figures(figures)),
+        "reward-model": ("Reward model against true success", render_reward_model_table(analysis)),
+        "tools": ("Tools", render_tools_table(analysis.models)),
+        "strategies": ("Strategies and loops", render_loops_table(analysis.models)),
         "episodes": ("Episodes side by side", others),
-        "terms": ("How to read this", _terms()),
+        "terms": ("How to read this", _render_glossary()),
     }
     shown = {identity: found for identity, found in sections.items() if found[1]}
     links = "".join(f"<a href='#{identity}'>{name}</a>" for identity, (name, _) in shown.items())
     parts = [
-        _headline(analysis),
-        "".join(f"<p class='note'>{_text(note)}</p>" for note in analysis.notes),
+        _render_headline(analysis),
+        "".join(f"<p class='note'>{_escape_report_text(note)}</p>" for note in analysis.notes),
         f"<nav>{links}</nav>",
-        *(section(identity, name, body) for identity, (name, body) in shown.items()),
+        *(render_section(identity, name, body) for identity, (name, body) in shown.items()),
     ]
-    return html_page(title, "".join(parts), style)
+    return render_page(title, "".join(parts), style)
 
 
-def _headline(analysis: Analysis) -> str:
+def _render_headline(analysis: AnalysisData) -> str:
     last = analysis.models[-1]
     text = (
-        f"<b>{_text(last.name)}</b> succeeds in <b>{100 * last.total.rate:.1f}%</b> of {last.total.n:,} attempts at "
+        f"<b>{_escape_report_text(last.name)}</b> succeeds in <b>{100 * last.total.rate:.1f}%</b> of {last.total.n:,} attempts at "
         f"{last.episodes:,} episodes (95% interval {100 * last.total.low:.1f} to {100 * last.total.high:.1f}%)"
     )
     for pair in analysis.comparisons:
         if pair.second == last.name:
             d = pair.total.success
             text += (
-                f". It is <b>{_THAN[verdict(d)]} {_text(pair.first)}</b>: {100 * d.difference:+.1f} points "
+                f". It is <b>{_VERDICT_PHRASES[classify_difference(d)]} {_escape_report_text(pair.first)}</b>: {100 * d.difference:+.1f} points "
                 f"[{100 * d.low:+.1f}, {100 * d.high:+.1f}] on the {pair.total.episodes:,} common episodes"
             )
-    main = main_pair(analysis)
-    kind = verdict(main.total.success) if main is not None else "same"
+    main = find_main_comparison(analysis)
+    kind = classify_difference(main.total.success) if main is not None else "same"
     return f"<p class='lead is-{kind}' id='verdict'>{text}.</p>"
 
 
-_THAN = {"better": "better than", "worse": "worse than", "same": "not clearly different from"}
+_VERDICT_PHRASES = {
+    "better": "better than",
+    "worse": "worse than",
+    "same": "not clearly different from",
+}
 
 
-def _pictures(figures: Sequence[tuple[Path, str]]) -> str:
+def _render_figures(figures: Sequence[tuple[Path, str]]) -> str:
     shown = ""
     for path, caption in figures:
         data = path.read_bytes()
-        width = int.from_bytes(data[16:20], "big") // 1.5  # PNG header; one scale for all figures, hence one font size
+        width = (
+            int.from_bytes(data[16:20], "big") // 1.5
+        )  # PNG header; one scale for all figures, hence one font size
         question = re.match(r"[^.?]*\?", caption)
-        head = f"<h3>{_text(question[0])}</h3>" if question else ""
+        head = f"<h3>{_escape_report_text(question[0])}</h3>" if question else ""
         rest = caption[question.end() :].strip() if question else caption
         shown += (
-            f"<figure>{head}<img alt='{_text(caption)}' width='{width:.0f}' "
-            f"src='data:image/png;base64,{base64.b64encode(data).decode()}'><figcaption>{_text(rest)}</figcaption></figure>"
+            f"<figure>{head}<img alt='{_escape_report_text(caption)}' width='{width:.0f}' "
+            f"src='data:image/png;base64,{base64.b64encode(data).decode()}'><figcaption>{_escape_report_text(rest)}</figcaption></figure>"
         )
     return shown
 
 
-def _terms() -> str:
+def _render_glossary() -> str:
     terms = "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in GLOSSARY)
     return f"<dl>{terms}</dl>"

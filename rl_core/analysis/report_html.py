@@ -1,6 +1,8 @@
-"""HTML of reports: the page with its style, tables, and text made safe.
+"""Style sheet of the report, as Python text so that it is part of every installation.
 
-Trajectories hold model output, so every text is escaped by `safe_text`, and the page's CSP forbids scripts and loading.
+HTML of reports: the page with its style, tables, and text made safe.
+
+Trajectories hold model output, so every text is escaped by `escape_text`, and the page's CSP forbids scripts and loading.
 """
 
 from __future__ import annotations
@@ -8,38 +10,117 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from rl_core.analysis.report_style import STYLE
 from rl_core.analysis.statistics import Difference, Rate
 
-__all__ = ["MISSING", "html_page", "html_table", "percent", "points", "safe_text", "section", "verdict"]
+STYLE_SHEET = """
+:root{color-scheme:light dark;--ink:#1f2630;--faint:#5d6875;--page:#fbfbfa;--card:#fff;--line:#dde2e8;--tint:#f0f4f8;
+--blue:#0060a0;--orange:#b34700;--mark:#fff1d6}
+@media (prefers-color-scheme:dark){:root{--ink:#e4e8ed;--faint:#9aa6b3;--page:#15181c;--card:#1d2127;--line:#343b45;
+--tint:#262c34;--blue:#6cb8f0;--orange:#ff9d5c;--mark:#463611}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
+main{max-width:1080px;margin:0 auto;padding:28px 22px 60px}
+h1{font-size:26px;margin:0 0 6px}
+h2{font-size:18px;margin:38px 0 10px;padding-bottom:5px;border-bottom:1px solid var(--line)}
+h3{font-size:15px;margin:0 0 10px}
+h4{font-size:14px;margin:0 0 8px;display:flex;justify-content:space-between;gap:8px}
+.lead{font-size:17px;max-width:960px;background:var(--card);border:1px solid var(--line);border-radius:8px;
+border-left:5px solid var(--faint);padding:12px 16px}
+.is-better{border-left-color:var(--blue)}
+.is-worse{border-left-color:var(--orange)}
+nav{display:flex;flex-wrap:wrap;gap:6px 16px;margin:14px 0 0;font-size:14px}
+a{color:var(--blue)}
+section{scroll-margin-top:8px}
+.filters{display:flex;flex-wrap:wrap;gap:8px 20px;margin:0 0 12px}
+fieldset{border:0;padding:0;margin:0;display:flex;flex-wrap:wrap;gap:4px 14px;align-items:baseline}
+legend{float:left;margin-right:12px;color:var(--faint);font-size:13px}
+.filters label{cursor:pointer;font-size:14px}
+summary{cursor:pointer}
+summary small{margin-left:6px}
+details[open]>summary{margin-bottom:10px}
+.list{margin:8px 0}
+.note{background:var(--mark);padding:8px 12px;border-radius:6px}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;margin-bottom:12px}
+caption{text-align:left;color:var(--faint);padding:4px 0}
+th,td{padding:6px 12px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+.text{text-align:left}
+thead th{color:var(--faint);font-weight:600;font-size:13px}
+tbody tr:hover{background:var(--tint)}
+small{color:var(--faint);font-size:12.5px}
+.better,.good{color:var(--blue);font-weight:600}
+.worse,.bad{color:var(--orange);font-weight:600}
+figure{margin:0 0 30px;text-align:center}
+figure h3{text-align:left}
+figure img{max-width:100%;background:#fff;border:1px solid var(--line);border-radius:8px;padding:8px}
+figcaption{color:var(--faint);font-size:13px}
+article{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:10px 16px;margin:0 0 10px}
+.question{display:flex;gap:16px;align-items:flex-start;margin-bottom:12px}
+.question .image{width:180px;max-width:35%;border-radius:6px;image-rendering:pixelated;border:1px solid var(--line)}
+.question p{margin:6px 0}
+.columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(250px,1fr));gap:14px}
+.column{border-left:3px solid var(--line);padding-left:12px;min-width:0}
+.dot{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:7px}
+ol{margin:0;padding-left:22px}
+li{margin-bottom:8px}
+li::marker{color:var(--faint);font-size:12px}
+pre{margin:0 0 3px;white-space:pre-wrap;overflow-wrap:anywhere;
+font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,monospace}
+.action{font-weight:600}
+.observation{background:var(--tint);border-radius:5px;padding:4px 8px;max-height:220px;overflow:auto}
+.observation.error{border-left:3px solid var(--orange)}
+.flag{font-size:12.5px}
+.turning{display:inline-block;background:var(--mark);border-radius:4px;padding:0 8px;margin:0 0 4px;font-size:12.5px}
+.end{color:var(--faint);font-size:13px;margin:6px 0 0}
+dt{font-weight:600}
+dd{margin:0 0 8px;color:var(--faint)}
+@media (prefers-color-scheme:dark){figure img{filter:invert(.9) hue-rotate(180deg)}}
+@media (max-width:700px){main{padding:16px 12px 40px}
+th,td{padding:6px 8px}
+tr>:first-child{position:sticky;left:0;background:var(--page);z-index:1;white-space:normal;min-width:104px;
+max-width:150px}
+.question{flex-direction:column}}
+@media print{:root{--ink:#000;--faint:#444;--page:#fff;--card:#fff;--line:#bbb;--tint:#eee;--blue:#00508a;
+--orange:#8f3700;color-scheme:light}
+body{font-size:11px}main{max-width:none;padding:0}nav,.filters{display:none}
+details::details-content{content-visibility:visible;display:block;block-size:auto}
+figure img{filter:none;max-height:9cm}thead{display:table-header-group}
+tr,figure,.column,.lead{break-inside:avoid}h2,h3,summary{break-after:avoid}
+.scroll{overflow:visible}th,td{white-space:normal;padding:3px 6px}}
+"""
 
-MAX_TEXT = 4000  # characters shown of one action or observation
+
+MAX_TEXT_CHARACTERS = 4000  # characters shown of one action or observation
 MISSING = "&ndash;"
 
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_CONTENT_SECURITY_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def html_page(title: str, body: str, style: str = "") -> str:
+def render_page(title: str, body: str, style: str = "") -> str:
     """A page of its own in the report's style; `body` is HTML, `style` further rules."""
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<meta http-equiv='Content-Security-Policy' content=\"{_POLICY}\">"
-        f"<title>{safe_text(title)}</title><style>{STYLE}{style}</style></head><body><main><h1>{safe_text(title)}</h1>"
+        f"<meta http-equiv='Content-Security-Policy' content=\"{_CONTENT_SECURITY_POLICY}\">"
+        f"<title>{escape_text(title)}</title><style>{STYLE_SHEET}{style}</style></head><body><main><h1>{escape_text(title)}</h1>"
         f"{body}</main></body></html>\n"
     )
 
 
-def safe_text(value: object, limit: int = MAX_TEXT) -> str:
+def escape_text(value: object, limit: int = MAX_TEXT_CHARACTERS) -> str:
     """HTML-safe text: markup escaped, control characters and lone surrogates replaced, length capped."""
     text = str(value)
     if len(text) > limit:
         text = f"{text[:limit]}… ({len(text) - limit:,} more characters)"
     text = text.encode("utf-8", "replace").decode("utf-8")
-    return escape("".join(c if c in "\n\t" or (c >= " " and c != "\x7f") else "�" for c in text), quote=True)
+    return escape(
+        "".join(c if c in "\n\t" or (c >= " " and c != "\x7f") else "�" for c in text), quote=True
+    )
 
 
-def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], label: str = "", text_columns: int = 1) -> str:
+def render_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], label: str = "", text_columns: int = 1
+) -> str:
     """Table of HTML cells; the first `text_columns` columns are text, the others numbers."""
 
     def cell(tag: str, column: int, content: str) -> str:
@@ -47,24 +128,25 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], label: str = 
 
     heads = "".join(cell("th", column, content) for column, content in enumerate(head))
     body = "".join(
-        f"<tr>{''.join(cell('td', column, content) for column, content in enumerate(row))}</tr>" for row in rows
+        f"<tr>{''.join(cell('td', column, content) for column, content in enumerate(row))}</tr>"
+        for row in rows
     )
     caption = f"<caption>{label}</caption>" if label else ""
     return f"<div class='scroll'><table>{caption}<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
-def section(identity: str, title: str, body: str, kind: str = "") -> str:
+def render_section(identity: str, title: str, body: str, kind: str = "") -> str:
     """A section that the contents list links to; "" where there is nothing in it."""
     extra = f" class='{kind}'" if kind else ""
     return f"<section id='{identity}'{extra}><h2>{title}</h2>{body}</section>" if body else ""
 
 
-def percent(rate: Rate) -> str:
+def format_rate(rate: Rate) -> str:
     """Cell of a success rate with its interval."""
     return f"{100 * rate.rate:.1f}% <small>[{100 * rate.low:.1f}, {100 * rate.high:.1f}]</small>"
 
 
-def verdict(difference: Difference, direction: int = 1) -> str:
+def classify_difference(difference: Difference, direction: int = 1) -> str:
     """better or worse where the interval leaves out zero, else same.
 
     direction: 1 = more is better, -1 = less is; 0 = neither, which is always the same.
@@ -75,9 +157,11 @@ def verdict(difference: Difference, direction: int = 1) -> str:
     return "better" if up == (direction > 0) else "worse"
 
 
-def points(difference: Difference, scale: float = 100, digits: int = 1, direction: int = 1) -> str:
+def format_difference(
+    difference: Difference, scale: float = 100, digits: int = 1, direction: int = 1
+) -> str:
     """Cell of a difference with its interval and, where it leaves out zero, the verdict."""
     d, low, high = (scale * value + 0.0 for value in difference)
-    kind = verdict(difference, direction)
+    kind = classify_difference(difference, direction)
     word = f" <span class='{kind}'>{kind}</span>" if kind != "same" else ""
     return f"<span class='{kind}'>{d:+.{digits}f}</span> <small>[{low:+.{digits}f}, {high:+.{digits}f}]</small>{word}"

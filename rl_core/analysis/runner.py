@@ -12,31 +12,48 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.analysis.comparison import Comparison, compare_models
-from rl_core.analysis.episode_index import EpisodeIndex, EpisodeRef
-from rl_core.analysis.figure_set import draw
-from rl_core.analysis.glossary import MEASURES
-from rl_core.analysis.own_measures import OwnMeasure, own_measures
-from rl_core.analysis.probe_results import Probes
-from rl_core.analysis.report import render
-from rl_core.analysis.results import Analysis, Case, ModelResult, metrics_of, summary_rows, write_csv, write_json
-from rl_core.analysis.summary import Summary
-from rl_core.analysis.training_curves import TrainingCurves, read_training
-from rl_core.analysis.training_figure import PREFIXES, WANTED
-from rl_core.analysis.trajectories import read_trajectory_at, read_with_offsets, turning_point
+from rl_core.analysis.comparison import ModelComparison, compare_models
+from rl_core.analysis.custom_metrics import CustomMetric, load_custom_metrics
+from rl_core.analysis.episode_index import EpisodeIndex, EpisodeReference
+from rl_core.analysis.figures import draw_analysis_figures
+from rl_core.analysis.glossary import METRICS
+from rl_core.analysis.report import render_report
+from rl_core.analysis.results import (
+    AnalysisData,
+    EpisodeCase,
+    ModelResult,
+    ProbeResults,
+    build_summary_rows,
+    collect_analysis_metrics,
+    write_analysis_csv,
+    write_analysis_json,
+)
+from rl_core.analysis.summary import TrajectorySummary
+from rl_core.analysis.training_curves import (
+    DRAWN_METRICS,
+    DRAWN_PREFIXES,
+    TrainingCurves,
+    read_training_curves,
+)
+from rl_core.analysis.trajectories import (
+    find_turning_point,
+    read_trajectories_with_offsets,
+    read_trajectory_at,
+)
 from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings
-from rl_core.storage.faults import fault
-from rl_core.storage.single_files import make_folder, write_text_atomic
+from rl_core.storage.atomic_files import make_folder, write_text_atomic
+from rl_core.storage.faults import inject_fault
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["AnalysisResult", "ImageOf", "analyze", "measure_names"]
 
 logger = logging.getLogger(__name__)
 
-ImageOf = Callable[[str, int], bytes | None]  # (level, seed) -> PNG of the episode's hidden image
+EpisodeImageRenderer = Callable[
+    [str, int], bytes | None
+]  # (level, seed) -> PNG of the episode's hidden image
 MAX_MODELS = 8  # distinguishable colours
 
 
@@ -47,7 +64,7 @@ class AnalysisResult:
     metrics: dict[str, float]  # `analysis/...`, for tracking
     files: list[Path]  # written, report first
     summary: list[dict[str, Any]]  # one row per model
-    comparisons: list[Comparison]
+    comparisons: list[ModelComparison]
     notes: list[str]  # caveats for the reader
 
     @property
@@ -55,16 +72,21 @@ class AnalysisResult:
         """Path of the HTML page."""
         return self.files[0]
 
-    def frame(self) -> pd.DataFrame:
+    def to_frame(self) -> pd.DataFrame:
         """The summary as a table indexed by model; the whole analysis: `rl_core.read_analysis(out)`."""
         import pandas as pd
 
         return pd.DataFrame.from_records(self.summary).set_index("model")
 
 
-def measure_names() -> set[str]:
+def list_reserved_metric_names() -> set[str]:
     """Names that a measure of the user's cannot have."""
-    return {"success_rate", "episodes", *Summary().metrics(), *(name for name, _, _ in MEASURES)}
+    return {
+        "success_rate",
+        "episodes",
+        *TrajectorySummary().compute_metrics(),
+        *(name for name, _, _ in METRICS),
+    }
 
 
 def analyze(
@@ -73,8 +95,8 @@ def analyze(
     settings: AnalysisSettings,
     *,
     training: Mapping[str, Path] | None = None,
-    probes: Probes | None = None,
-    image_of: ImageOf | None = None,
+    probes: ProbeResults | None = None,
+    image_of: EpisodeImageRenderer | None = None,
     image_tools: Collection[str] | None = None,
     curriculum: Sequence[str] = (),
     title: str = "Trajectory analysis",
@@ -95,93 +117,123 @@ def analyze(
     if not models or len(models) > MAX_MODELS:
         raise DataError(f"analyze: found {len(models)} models, expected 1 to {MAX_MODELS}")
     names, paths = list(models), [Path(path) for path in models.values()]
-    own = own_measures(settings.measures, measure_names())
-    curves = {name: read_training(path, WANTED, PREFIXES) for name, path in (training or {}).items()}
+    own = load_custom_metrics(settings.measures, list_reserved_metric_names())
+    curves = {
+        name: read_training_curves(path, DRAWN_METRICS, DRAWN_PREFIXES)
+        for name, path in (training or {}).items()
+    }
     with EpisodeIndex() as index:
         results = [
-            _count(index, number, name, path, image_tools, seed, own)
+            _summarize_model(index, number, name, path, image_tools, seed, own)
             for number, (name, path) in enumerate(zip(names, paths, strict=True))
         ]
         comparisons = [
-            compare_models(index, names, first, second, samples=settings.bootstrap_samples, seed=seed)
+            compare_models(
+                index, names, first, second, samples=settings.bootstrap_samples, seed=seed
+            )
             for first, second in combinations(range(len(names)), 2)
         ]
-        chosen = _choose(index, len(names), settings.side_by_side)
-        cases = [_case(episode, paths, image_of) for episode in chosen]
-    probes = probes or Probes()
+        chosen = _choose_episodes(index, len(names), settings.side_by_side)
+        cases = [_read_case(episode, paths, image_of) for episode in chosen]
+    probes = probes or ProbeResults()
     for result in results:
         result.probe = probes.models.get(result.name)
-    analysis = Analysis(results, comparisons, cases, probes, [*_notes(comparisons, curves), *probes.notes])
+    analysis = AnalysisData(
+        results, comparisons, cases, probes, [*_build_notes(comparisons, curves), *probes.notes]
+    )
     for note in analysis.notes:
         logger.warning("%s", note)
     make_folder(out)
-    drawn = draw(analysis, curves, out, curriculum)
+    drawn = draw_analysis_figures(analysis, curves, out, curriculum)
     report = out / "report.html"
-    write_text_atomic(report, render(analysis, drawn, title))
+    write_text_atomic(report, render_report(analysis, drawn, title))
     files = [
         report,
-        write_json(out / "analysis.json", analysis),
-        write_csv(out / "analysis.csv", analysis),
+        write_analysis_json(out / "analysis.json", analysis),
+        write_analysis_csv(out / "analysis.csv", analysis),
         *(path for path, _ in drawn),
     ]
-    fault("analysis.written")
-    return AnalysisResult(metrics_of(analysis), files, summary_rows(analysis), comparisons, analysis.notes)
+    inject_fault("analysis.written")
+    return AnalysisResult(
+        collect_analysis_metrics(analysis),
+        files,
+        build_summary_rows(analysis),
+        comparisons,
+        analysis.notes,
+    )
 
 
-def _count(
+def _summarize_model(
     index: EpisodeIndex,
     number: int,
     name: str,
     path: Path,
     image_tools: Collection[str] | None,
     seed: int,
-    own: Sequence[OwnMeasure] = (),
+    custom_metrics: Sequence[CustomMetric] = (),
 ) -> ModelResult:
     """Summary of one model's file, which is also added to the index."""
-    summary = Summary(image_tools, seed, own)
-    for offset, trajectory in read_with_offsets(path):
-        index.add(number, trajectory, offset, summary.add(trajectory))
+    summary = TrajectorySummary(image_tools, seed, custom_metrics)
+    for offset, trajectory in read_trajectories_with_offsets(path):
+        index.add_trajectory(number, trajectory, offset, summary.add_trajectory(trajectory))
     return ModelResult(
         name=name,
         summary=summary,
-        total=index.rates(number)["all"],
-        by_level=index.rates(number, "level"),
-        by_kind=index.rates(number, "kind"),
-        pass_at_k=index.pass_at_ks(number),
-        episodes=index.episodes(number),
+        total=index.compute_rates(number)["all"],
+        by_level=index.compute_rates(number, "level"),
+        by_kind=index.compute_rates(number, "kind"),
+        pass_at_k=index.compute_pass_at_ks(number),
+        episodes=index.count_episodes(number),
     )
 
 
-def _choose(index: EpisodeIndex, models: int, limit: int) -> list[EpisodeRef]:
+def _choose_episodes(index: EpisodeIndex, models: int, limit: int) -> list[EpisodeReference]:
     """Episodes for the report: half of them lost by the last model to the first, a quarter won, a quarter any."""
     if not limit:
         return []
     everyone = range(models)
-    pools = [index.shared(everyone, limit)]
+    pools = [index.find_common_episodes(everyone, limit)]
     if models > 1:
-        worse, better = (index.changed(everyone, worse=worse, limit=limit) for worse in (True, False))
+        worse, better = (
+            index.find_changed_episodes(everyone, worse=worse, limit=limit)
+            for worse in (True, False)
+        )
         pools = [worse[::2], worse[1::2], better, *pools]
-    chosen: dict[tuple[str, str, int], EpisodeRef] = {}
+    chosen: dict[tuple[str, str, int], EpisodeReference] = {}
     for rank in range(limit):
         for pool in pools:
             if rank < len(pool) and len(chosen) < limit:
-                chosen.setdefault((pool[rank].environment, pool[rank].level, pool[rank].seed), pool[rank])
+                chosen.setdefault(
+                    (pool[rank].environment, pool[rank].level, pool[rank].seed), pool[rank]
+                )
     return list(chosen.values())
 
 
-def _case(episode: EpisodeRef, paths: Sequence[Path], image_of: ImageOf | None) -> Case:
-    trajectories = [read_trajectory_at(path, offset) for path, offset in zip(paths, episode.offsets, strict=True)]
+def _read_case(
+    episode: EpisodeReference, paths: Sequence[Path], image_of: EpisodeImageRenderer | None
+) -> EpisodeCase:
+    trajectories = [
+        read_trajectory_at(path, offset)
+        for path, offset in zip(paths, episode.offsets, strict=True)
+    ]
     image = None
     if image_of is not None:
         try:
             image = image_of(episode.level, episode.seed)
-        except Exception:  # images are optional: an error in a user's renderer must not fail the analysis
+        except (
+            Exception
+        ):  # images are optional: an error in a user's renderer must not fail the analysis
             logger.warning("no image of %s/%d", episode.level, episode.seed, exc_info=True)
-    turning_points = [None, *(turning_point(trajectories[0], other) for other in trajectories[1:])]
-    return Case(episode, trajectories, turning_points, image)
+    turning_points = [
+        None,
+        *(find_turning_point(trajectories[0], other) for other in trajectories[1:]),
+    ]
+    return EpisodeCase(episode, trajectories, turning_points, image)
 
 
-def _notes(comparisons: Sequence[Comparison], curves: Mapping[str, TrainingCurves]) -> list[str]:
+def _build_notes(
+    comparisons: Sequence[ModelComparison], curves: Mapping[str, TrainingCurves]
+) -> list[str]:
     notes = [
         f"'{pair.first}' and '{pair.second}' did not play the same episodes: they are compared on the "
         f"{pair.total.episodes:,} common ones ({pair.only_first:,} only '{pair.first}', {pair.only_second:,} only "
@@ -190,7 +242,7 @@ def _notes(comparisons: Sequence[Comparison], curves: Mapping[str, TrainingCurve
         if pair.only_first or pair.only_second
     ]
     return notes + [
-        f"{run.skipped:,} unreadable rows of the training metrics of '{name}' were skipped."
+        f"{run.num_skipped:,} unreadable rows of the training metrics of '{name}' were skipped."
         for name, run in curves.items()
-        if run.skipped
+        if run.num_skipped
     ]

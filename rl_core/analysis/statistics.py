@@ -1,4 +1,6 @@
-"""Statistics of evaluation results: intervals, paired differences, pass@k, loops, diversity. Pure functions.
+"""Diversity of samples: distinct n-grams and self-BLEU. Pure functions of sequences of words or token ids.
+
+Statistics of evaluation results: intervals, paired differences, pass@k, loops, diversity. Pure functions.
 
 Suffixes on arrays: E episodes, K samples of one episode, U distinct values.
 """
@@ -6,6 +8,7 @@ Suffixes on arrays: E episodes, K samples of one episode, U distinct values.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from statistics import NormalDist
@@ -14,30 +17,98 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rl_core.analysis.diversity import distinct_ngrams
 from rl_core.errors import DataError
 
-__all__ = [
-    "Difference",
-    "Loop",
-    "Rate",
-    "bootstrap_mean",
-    "bootstrap_ratio",
-    "clustered_rate",
-    "distinct_n",
-    "entropy",
-    "find_loop",
-    "mean_pass_at_k",
-    "moving_average",
-    "paired_bootstrap",
-    "pass_at_k",
-    "rate_difference",
-    "rate_from_sums",
-    "sign_test",
-    "wilson_interval",
-]
+Ngram = tuple[Hashable, ...]
 
-_CHUNK = 2_000_000  # multinomial cells per chunk; limits a bootstrap to 16 MB
+
+def compute_distinct_ngrams(sequences: Iterable[Sequence[Hashable]], n: int) -> float:
+    """Distinct n-grams over all n-grams of the sequences (none crosses two of them); 0 without any.
+
+    It decreases with the amount of text: compare samples of equal size.
+    Source: Li et al. 2016, arXiv:1510.03055, section 5.1 (distinct-1, distinct-2).
+    """
+    seen: set[Ngram] = set()
+    total = 0
+    for sequence in sequences:
+        grams = _list_ngrams(sequence, n)
+        seen.update(grams)
+        total += len(grams)
+    return len(seen) / total if total else 0.0
+
+
+def compute_self_bleu(sequences: Sequence[Sequence[Hashable]], max_n: int = 4) -> float:
+    """Mean BLEU of each sequence against all others as its references: 1 = all equal, near 0 = nothing in common.
+
+    BLEU = min(1, exp(1 - r / c)) exp(mean_n log p_n), c the length of the sequence, r that of the reference nearest to
+    it (ties: the shorter), p_n its n-grams that occur in references, each at most as often as in the one that has it
+    most, over all its n-grams; from n = 2 on with 1 added to both, so that one missing order does not decide. A
+    sequence shorter than `max_n` has the orders up to its length; an empty one has BLEU 1 beside an empty one, else 0.
+    Args:
+        sequences: at least 2. max_n: longest n-grams, at least 1.
+    Raises: DataError for fewer sequences or orders.
+    Source: Zhu et al. 2018, arXiv:1802.01886, section 3.1; Papineni et al. 2002, aclanthology.org/P02-1040; smoothing
+        of Lin and Och 2004, aclanthology.org/C04-1072.
+    """
+    if len(sequences) < 2 or max_n < 1:
+        raise DataError(
+            f"self_bleu: {len(sequences)} sequences and orders up to {max_n}; needs at least 2 and 1"
+        )
+    counts = [
+        [Counter(_list_ngrams(sequence, n)) for n in range(1, max_n + 1)] for sequence in sequences
+    ]
+    most = [_find_two_largest_counts([one[order] for one in counts]) for order in range(max_n)]
+    lengths = sorted(map(len, sequences))
+    total = 0.0
+    for sequence, orders in zip(sequences, counts, strict=True):
+        size = len(sequence)
+        if not size:
+            total += float(lengths[1] == 0)
+            continue
+        logs = []
+        for order in range(min(max_n, size)):
+            matched = sum(
+                min(count, _find_largest_other_count(most[order][gram], count))
+                for gram, count in orders[order].items()
+            )
+            added = int(order > 0)
+            if matched + added == 0:
+                break
+            logs.append(math.log((matched + added) / (size - order + added)))
+        else:
+            total += _compute_brevity_penalty(size, lengths) * math.exp(sum(logs) / len(logs))
+    return total / len(sequences)
+
+
+def _list_ngrams(sequence: Sequence[Hashable], n: int) -> list[Ngram]:
+    return [tuple(sequence[i : i + n]) for i in range(len(sequence) - n + 1)]
+
+
+def _find_two_largest_counts(counts: Sequence[Counter[Ngram]]) -> dict[Ngram, tuple[int, int]]:
+    """Of each n-gram the two largest counts in a sequence."""
+    found: dict[Ngram, tuple[int, int]] = {}
+    for one in counts:
+        for gram, count in one.items():
+            first, second = found.get(gram, (0, 0))
+            found[gram] = (count, first) if count > first else (first, max(second, count))
+    return found
+
+
+def _find_largest_other_count(largest: tuple[int, int], count: int) -> int:
+    """The largest count in another sequence."""
+    first, second = largest
+    return second if count == first else first
+
+
+def _compute_brevity_penalty(size: int, lengths: Sequence[int]) -> float:
+    """Brevity penalty of a sequence of `size`; `lengths`: of all sequences, it included, in rising order."""
+    place = bisect_left(lengths, size)
+    others = [*lengths[max(0, place - 1) : place], *lengths[place + 1 : place + 2]]
+    nearest = min(others, key=lambda length: (abs(length - size), length))
+    return min(1.0, math.exp(1 - nearest / size))
+
+
+_CELLS_PER_CHUNK = 2_000_000  # multinomial cells per chunk; limits a bootstrap to 16 MB
 
 
 class Rate(NamedTuple):
@@ -57,7 +128,7 @@ class Difference(NamedTuple):
     high: float
 
 
-class Loop(NamedTuple):
+class StepLoop(NamedTuple):
     """A block of `period` steps from step `start`, occurring `repeats` times in a row."""
 
     start: int
@@ -78,7 +149,9 @@ def wilson_interval(successes: float, n: float, confidence: float = 0.95) -> tup
     Source: Wilson 1927, doi:10.2307/2276774; Brown, Cai, DasGupta 2001, doi:10.1214/ss/1009213286.
     """
     if not 0 <= successes <= n:
-        raise DataError(f"wilson_interval: {successes} successes of {n} trials; successes must lie within 0 and n")
+        raise DataError(
+            f"wilson_interval: {successes} successes of {n} trials; successes must lie within 0 and n"
+        )
     _check_confidence(confidence)
     if n == 0:
         return 0.0, 1.0
@@ -93,7 +166,9 @@ def wilson_interval(successes: float, n: float, confidence: float = 0.95) -> tup
     return low, high
 
 
-def rate_from_sums(episodes: int, n: int, c: int, cc: float, nn: float, cn: float, confidence: float = 0.95) -> Rate:
+def compute_rate_from_sums(
+    episodes: int, n: int, c: int, cc: float, nn: float, cn: float, confidence: float = 0.95
+) -> Rate:
     """Success rate over episodes with several samples each, from sums over the episodes.
 
     Samples of one episode are correlated, so the interval is Wilson's at the effective sample size
@@ -109,13 +184,19 @@ def rate_from_sums(episodes: int, n: int, c: int, cc: float, nn: float, cn: floa
     p = c / n
     spread = cc - 2 * p * cn + p * p * nn
     # At p = 0 or 1 the variance estimate is 0; the number of episodes is then a conservative n_eff.
-    n_eff = float(episodes) if c in (0, n) or spread <= 0 else min(float(n), p * (1 - p) * n * n / spread)
+    n_eff = (
+        float(episodes)
+        if c in (0, n) or spread <= 0
+        else min(float(n), p * (1 - p) * n * n / spread)
+    )
     low, high = wilson_interval(p * n_eff, n_eff, confidence)
     return Rate(p, low, high, n)
 
 
-def clustered_rate(successes_E: ArrayLike, samples_E: ArrayLike, confidence: float = 0.95) -> Rate:
-    """`rate_from_sums` of arrays.
+def compute_clustered_rate(
+    successes_E: ArrayLike, samples_E: ArrayLike, confidence: float = 0.95
+) -> Rate:
+    """`compute_rate_from_sums` of arrays.
 
     Args:
         successes_E: int [E], successes of each episode. samples_E: int [E], its samples.
@@ -123,15 +204,23 @@ def clustered_rate(successes_E: ArrayLike, samples_E: ArrayLike, confidence: flo
     """
     c_E, n_E = np.asarray(successes_E, dtype=np.int64), np.asarray(samples_E, dtype=np.int64)
     if c_E.shape != n_E.shape or c_E.ndim != 1:
-        raise DataError(f"clustered_rate: successes {c_E.shape} and samples {n_E.shape} must be vectors of one length")
+        raise DataError(
+            f"clustered_rate: successes {c_E.shape} and samples {n_E.shape} must be vectors of one length"
+        )
     if (c_E < 0).any() or (c_E > n_E).any():
         raise DataError("clustered_rate: every episode needs 0 <= successes <= samples")
-    return rate_from_sums(
-        len(n_E), int(n_E.sum()), int(c_E.sum()), int(c_E @ c_E), int(n_E @ n_E), int(c_E @ n_E), confidence
+    return compute_rate_from_sums(
+        len(n_E),
+        int(n_E.sum()),
+        int(c_E.sum()),
+        int(c_E @ c_E),
+        int(n_E @ n_E),
+        int(c_E @ n_E),
+        confidence,
     )
 
 
-def rate_difference(after: Rate, before: Rate) -> Difference:
+def compute_rate_difference(after: Rate, before: Rate) -> Difference:
     """Difference `after` - `before` of two independent proportions, with Newcombe's hybrid score interval.
 
     d - sqrt((p1 - l1)^2 + (u2 - p2)^2), d + sqrt((u1 - p1)^2 + (p2 - l2)^2), p and (l, u) the proportions and their
@@ -170,11 +259,13 @@ def bootstrap_mean(
         raise DataError("bootstrap_mean: values must be finite")
     total = int(counts.sum())
     generator = np.random.default_rng(seed)
-    rows = max(1, _CHUNK // len(values))
+    rows = max(1, _CELLS_PER_CHUNK // len(values))
     means = np.empty(samples)
     for start in range(0, samples, rows):
         size = min(rows, samples - start)
-        means[start : start + size] = generator.multinomial(total, counts / total, size=size) @ values / total
+        means[start : start + size] = (
+            generator.multinomial(total, counts / total, size=size) @ values / total
+        )
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Difference(float(counts @ values / total), float(low), float(high))
 
@@ -196,12 +287,14 @@ def bootstrap_ratio(
     sums, sizes = np.asarray(sums_E, dtype=np.float64), np.asarray(sizes_E, dtype=np.float64)
     _check_confidence(confidence)
     if sums.shape != sizes.shape or sums.ndim != 1 or not len(sums) or samples < 1:
-        raise DataError(f"bootstrap_ratio: sums {sums.shape} and sizes {sizes.shape} must be vectors of one length")
+        raise DataError(
+            f"bootstrap_ratio: sums {sums.shape} and sizes {sizes.shape} must be vectors of one length"
+        )
     if not np.isfinite(sums).all() or (sizes < 1).any():
         raise DataError("bootstrap_ratio: sums must be finite, and every text needs a token")
     texts = len(sums)
     generator = np.random.default_rng(seed)
-    rows = max(1, _CHUNK // texts)
+    rows = max(1, _CELLS_PER_CHUNK // texts)
     ratios = np.empty(samples)
     for start in range(0, samples, rows):
         size = min(rows, samples - start)
@@ -211,7 +304,7 @@ def bootstrap_ratio(
     return Difference(float(sums.sum() / sizes.sum()), float(low), float(high))
 
 
-def paired_bootstrap(
+def bootstrap_paired_difference(
     a: ArrayLike, b: ArrayLike, samples: int = 2000, seed: int = 0, confidence: float = 0.95
 ) -> Difference:
     """Paired difference mean(a) - mean(b) on the same episodes, with a bootstrap interval over episodes.
@@ -226,7 +319,9 @@ def paired_bootstrap(
     a_E, b_E = (np.asarray(x, dtype=np.float64) for x in (a, b))
     a_E, b_E = (x.mean(axis=1) if x.ndim == 2 and x.shape[1] else x for x in (a_E, b_E))
     if a_E.shape != b_E.shape or a_E.ndim != 1:
-        raise DataError(f"paired_bootstrap: outcomes of {a_E.shape} and {b_E.shape} episodes cannot be paired")
+        raise DataError(
+            f"paired_bootstrap: outcomes of {a_E.shape} and {b_E.shape} episodes cannot be paired"
+        )
     values_U, counts_U = np.unique(a_E - b_E, return_counts=True)
     return bootstrap_mean(values_U, counts_U, samples=samples, seed=seed, confidence=confidence)
 
@@ -242,7 +337,9 @@ def sign_test(wins: int, losses: int) -> float:
         raise DataError(f"sign_test: counts {wins} and {losses} must not be negative")
     n, k = wins + losses, min(wins, losses)
     # Terms from C(n, k) / 2^n downwards, C(n, i-1) = C(n, i) i / (n-i+1), until negligible.
-    term = math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2))
+    term = math.exp(
+        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2)
+    )
     total = 0.0
     for i in range(k, -1, -1):
         total += term
@@ -264,30 +361,38 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def mean_pass_at_k(samples_E: Iterable[int], successes_E: Iterable[int], k: int) -> float | None:
+def compute_mean_pass_at_k(
+    samples_E: Iterable[int], successes_E: Iterable[int], k: int
+) -> float | None:
     """Mean of `pass_at_k` over the episodes with at least k samples; None without any."""
     groups = Counter((n, c) for n, c in zip(samples_E, successes_E, strict=True) if n >= k)
     total = sum(groups.values())
-    return sum(pass_at_k(n, c, k) * count for (n, c), count in groups.items()) / total if total else None
+    return (
+        sum(pass_at_k(n, c, k) * count for (n, c), count in groups.items()) / total
+        if total
+        else None
+    )
 
 
-def entropy(counts: Iterable[float]) -> float:
+def compute_entropy(counts: Iterable[float]) -> float:
     """Shannon entropy in nats of the distribution proportional to `counts`: -sum p log p; 0 for an empty one."""
     kept = [count for count in counts if count > 0]
     total = sum(kept)
-    return max(0.0, -sum(count / total * math.log(count / total) for count in kept)) if kept else 0.0
+    return (
+        max(0.0, -sum(count / total * math.log(count / total) for count in kept)) if kept else 0.0
+    )
 
 
-def distinct_n(texts: Iterable[str], n: int) -> float:
+def compute_distinct_words(texts: Iterable[str], n: int) -> float:
     """Distinct word n-grams over all word n-grams of the texts (n-grams do not cross texts); 0 without any.
 
     It decreases with the amount of text: compare samples of equal size.
     Source: Li et al. 2016, arXiv:1510.03055, section 5.1 (distinct-1, distinct-2).
     """
-    return distinct_ngrams((text.split() for text in texts), n)
+    return compute_distinct_ngrams((text.split() for text in texts), n)
 
 
-def find_loop(steps: Sequence[Hashable], min_repeats: int = 2) -> Loop | None:
+def find_loop(steps: Sequence[Hashable], min_repeats: int = 2) -> StepLoop | None:
     """Cycle covering the most steps: a block occurring at least `min_repeats` times in a row.
 
     A step is a state-action pair, e.g. (canonical action, resulting state): oscillation between two states is a cycle
@@ -303,16 +408,20 @@ def find_loop(steps: Sequence[Hashable], min_repeats: int = 2) -> Loop | None:
         return None
     numbers: dict[Hashable, int] = {}
     ids_T = np.array([numbers.setdefault(step, len(numbers)) for step in steps])
-    best: Loop | None = None
+    best: StepLoop | None = None
     for period in range(1, total // min_repeats + 1):
-        for start, matches in _runs(ids_T[period:] == ids_T[:-period]):
-            repeats = matches // period + 1  # m matches at lag p mean that m + p steps have period p
-            if repeats >= min_repeats and (best is None or repeats * period > best.repeats * best.period):
-                best = Loop(start, period, repeats)
+        for start, matches in _find_runs(ids_T[period:] == ids_T[:-period]):
+            repeats = (
+                matches // period + 1
+            )  # m matches at lag p mean that m + p steps have period p
+            if repeats >= min_repeats and (
+                best is None or repeats * period > best.repeats * best.period
+            ):
+                best = StepLoop(start, period, repeats)
     return best
 
 
-def moving_average(values_T: ArrayLike, window: int) -> NDArray[np.float64]:
+def compute_moving_average(values_T: ArrayLike, window: int) -> NDArray[np.float64]:
     """Trailing mean over the last `window` values (fewer at the start). Returns: float [T]."""
     values = np.asarray(values_T, dtype=np.float64)
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -321,10 +430,12 @@ def moving_average(values_T: ArrayLike, window: int) -> NDArray[np.float64]:
     return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
 
 
-def _runs(flags_T: NDArray[np.bool_]) -> list[tuple[int, int]]:
+def _find_runs(flags_T: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """(start, length) of every run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags_T, [False]]).astype(np.int8)))
-    return [(int(start), int(end - start)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    return [
+        (int(start), int(end - start)) for start, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
 
 
 def _check_confidence(confidence: float) -> None:

@@ -1,31 +1,137 @@
-"""Streaming statistics of trajectories, in constant memory."""
+"""Coherence measures: similarity band of consecutive turns, repeated actions, retracted answers.
+
+Tool steps of an episode: which repeat, which are useful, and the share of right actions in the right place.
+
+Streaming statistics of trajectories, in constant memory.
+"""
 
 from __future__ import annotations
 
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from rl_core.analysis.coherence_measures import contradictions, repetitions
-from rl_core.analysis.own_measures import OwnMeasure
-from rl_core.analysis.statistics import distinct_n, entropy
-from rl_core.analysis.tool_steps import right_action_rate, tool_steps
-from rl_core.types import StopReason, Trajectory
+from rl_core.analysis.custom_metrics import CustomMetric
+from rl_core.analysis.statistics import compute_distinct_words, compute_entropy, find_loop
+from rl_core.analysis.trajectories import build_action_key, build_state_key
+from rl_core.data.model_text import strip_thought
+from rl_core.environments.calculator import extract_solution_final, is_same_number
+from rl_core.environments.question_episodes import ANSWER_WORD, is_same_text, read_answer
+from rl_core.types import StopReason, Trajectory, Turn
 
-__all__ = ["OTHER", "LevelTools", "Moments", "Reservoir", "Summary"]
+
+def score_similarity_band(cosine: float, low: float, high: float) -> float:
+    """Score 1 inside [low, high], falling linearly to 0 at -1 and at +1."""
+    cosine = min(1.0, max(-1.0, cosine))  # rounding
+    if cosine < low:
+        return (cosine + 1) / (low + 1)
+    return (1 - cosine) / (1 - high) if cosine > high else 1.0
+
+
+def count_repetitions(trajectory: Trajectory) -> int:
+    """Number of turns that repeat an action (ignoring case and white space) within the same part of the episode."""
+    count = 0
+    for part in _split_turns_by_question(trajectory):
+        actions = [" ".join(turn.action.lower().split()) for turn in part]
+        count += len(actions) - len(set(actions))
+    return count
+
+
+def count_contradictions(trajectory: Trajectory) -> int:
+    """Number of answers that differ from the previous one in the same part of the episode.
+
+    Any line 'answer X' or '#### X' of an action counts as an answer, drafts before its last line included.
+    """
+    count = 0
+    for part in _split_turns_by_question(trajectory):
+        answers = [answer for turn in part for answer in _iter_answers(turn.action)]
+        pairs = pairwise(answers)
+        count += sum(not (is_same_text(a, b) or is_same_number(a, b)) for a, b in pairs)
+    return count
+
+
+def _iter_answers(action: str) -> Iterator[str]:
+    if ANSWER_WORD not in action and "####" not in action:  # fast path: nearly every tool call
+        return
+    for line in strip_thought(action).splitlines():  # thoughts do not count
+        answer = read_answer(line)
+        stated = answer if answer is not None else extract_solution_final(line)
+        if stated:
+            yield stated
+
+
+def _split_turns_by_question(trajectory: Trajectory) -> list[list[Turn]]:
+    """Turns split after each answer accepted by the environment, since the next question may have another answer."""
+    parts: list[list[Turn]] = [[]]
+    for turn in trajectory.turns:
+        parts[-1].append(turn)
+        if turn.tool_call is None and not turn.is_error and turn.observation is not None:
+            parts.append([])
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSteps:
+    """Steps other than answers: calls and misuse. Answers end an episode and explore nothing."""
+
+    steps: list[tuple[Hashable, str]]  # (action, state after it)
+    useful: set[tuple[Hashable, str]]  # those that worked and told something, each once
+
+    @property
+    def efficiency(self) -> float | None:
+        """Distinct useful steps over steps; None = there is none."""
+        return len(self.useful) / len(self.steps) if self.steps else None
+
+    @property
+    def loop_period(self) -> int:
+        """Period of a block of steps that is immediately repeated; 0 = none."""
+        loop = find_loop(self.steps)
+        return loop.period if loop else 0
+
+
+def extract_tool_steps(trajectory: Trajectory) -> ToolSteps:
+    """Tool steps of an episode."""
+    steps, useful = [], set()
+    for turn in trajectory.turns:
+        if turn.tool_call is not None or turn.is_error:
+            step = build_action_key(turn), build_state_key(turn)
+            steps.append(step)
+            if turn.tool_call is not None and not turn.is_error and turn.observation is not None:
+                useful.add(step)
+    return ToolSteps(steps, useful)
+
+
+def compute_right_action_rate(
+    trajectory: Trajectory, steps: ToolSteps | None = None
+) -> float | None:
+    """Right actions in the right place (RaPR): useful tool steps and a right answer, over all turns; None = no turn.
+
+    A call is right where it worked and told something that no earlier step of the episode had; an answer where the
+    environment calls it a success and does not call it a guess (`is_grounded` false). Text that is neither, a repeated
+    step, misuse and a wrong answer are not.
+    """
+    if not trajectory.turns:
+        return None
+    found = steps if steps is not None else extract_tool_steps(trajectory)
+    last = trajectory.turns[-1]
+    is_answer = last.tool_call is None and not last.is_error
+    right = is_answer and trajectory.success and trajectory.is_grounded is not False
+    return (len(found.useful) + right) / len(trajectory.turns)
+
 
 MAX_NAMES = 256  # distinct tools or strategies counted by name; further ones count as OTHER, which bounds memory
-OTHER = "(other)"
+OTHER_NAME = "(other)"
 NO_CALL = "(no tool)"  # misuse by text that names no tool
-RESERVOIR = 5000  # reservoir size per distribution: quantile error at most about 0.7 percentage points (1 sd)
-KEPT_ACTIONS = 1000  # trajectories used for distinct-n, the same number for every model
+RESERVOIR_SIZE = 5000  # reservoir size per distribution: quantile error at most about 0.7 percentage points (1 sd)
+DIVERSITY_SAMPLE_SIZE = 1000  # trajectories used for distinct-n, the same number for every model
 
 
 @dataclass
-class Moments:
+class StreamMoments:
     """Count, mean, variance and extremes of a stream (Welford 1962, doi:10.2307/1266577)."""
 
     n: int = 0
@@ -34,7 +140,7 @@ class Moments:
     low: float = math.inf
     high: float = -math.inf
 
-    def add(self, value: float) -> None:
+    def add_value(self, value: float) -> None:
         """Count one value."""
         self.n += 1
         step = value - self.mean
@@ -60,7 +166,7 @@ class Reservoir:
         self._seen = 0
         self.items: list[Any] = []
 
-    def add(self, item: Any) -> None:
+    def add_item(self, item: Any) -> None:
         """Add one item."""
         self._seen += 1
         if len(self.items) < self._size:
@@ -69,17 +175,17 @@ class Reservoir:
             self.items[place] = item
 
 
-class Distribution:
+class StreamDistribution:
     """Moments of a stream, and a reservoir for quantiles and figures."""
 
     def __init__(self, seed: int) -> None:
-        self.moments = Moments()
-        self.reservoir = Reservoir(RESERVOIR, seed)
+        self.moments = StreamMoments()
+        self.reservoir = Reservoir(RESERVOIR_SIZE, seed)
 
-    def add(self, value: float) -> None:
+    def add_value(self, value: float) -> None:
         """Add one value."""
-        self.moments.add(value)
-        self.reservoir.add(value)
+        self.moments.add_value(value)
+        self.reservoir.add_item(value)
 
     def to_json(self) -> dict[str, float]:
         """Mean, standard deviation, extremes and quantiles."""
@@ -87,37 +193,61 @@ class Distribution:
         if not values:
             return {}
         quantiles = {
-            f"p{share}": float(values[min(len(values) - 1, len(values) * share // 100)]) for share in (10, 50, 90)
+            f"p{share}": float(values[min(len(values) - 1, len(values) * share // 100)])
+            for share in (10, 50, 90)
         }
-        return {"mean": m.mean, "std": m.std, "min": float(m.low), "max": float(m.high), **quantiles}
+        return {
+            "mean": m.mean,
+            "std": m.std,
+            "min": float(m.low),
+            "max": float(m.high),
+            **quantiles,
+        }
 
 
 @dataclass
-class LevelTools:
+class LevelToolCounts:
     """Tool use at one level."""
 
     trajectories: int = 0
     calls: Counter[str] = field(default_factory=Counter)  # by tool
-    errors: Counter[str] = field(default_factory=Counter)  # misuse by tool; NO_CALL if the text named none
+    errors: Counter[str] = field(
+        default_factory=Counter
+    )  # misuse by tool; NO_CALL if the text named none
 
 
-class Summary:
+class TrajectorySummary:
     """Counts over one model's trajectories: `add` each, then read `metrics` and the attributes."""
 
     def __init__(
-        self, image_tools: Collection[str] | None = None, seed: int = 0, own: Sequence[OwnMeasure] = ()
+        self,
+        image_tools: Collection[str] | None = None,
+        seed: int = 0,
+        custom_metrics: Sequence[CustomMetric] = (),
     ) -> None:
-        """`image_tools`: tools that reveal the hidden image; None = all. own: measures of the user's."""
-        self.own = {measure.name: (measure, Moments()) for measure in own}
+        """`list_image_tools`: tools that reveal the hidden image; None = all. own: measures of the user's."""
+        self.custom_metrics = {
+            measure.name: (measure, StreamMoments()) for measure in custom_metrics
+        }
         self._image_tools = image_tools
-        self.tools: dict[tuple[str, str], LevelTools] = {}  # by (environment, level)
-        names = ("reward", "turns", "action_tokens", "completion_tokens", "tool_calls", "exploration", "right_actions")
-        self.distributions = {name: Distribution(seed + index) for index, name in enumerate(names)}
+        self.tools: dict[tuple[str, str], LevelToolCounts] = {}  # by (environment, level)
+        names = (
+            "reward",
+            "turns",
+            "action_tokens",
+            "completion_tokens",
+            "tool_calls",
+            "exploration",
+            "right_actions",
+        )
+        self.distributions = {
+            name: StreamDistribution(seed + index) for index, name in enumerate(names)
+        }
         self.stop_reasons: Counter[str] = Counter()
         self.loop_periods: Counter[int] = Counter()
         self.strategies: Counter[str] = Counter()
-        self.rewards: dict[str, Moments] = {}
-        self._actions = Reservoir(KEPT_ACTIONS, seed + 100)
+        self.rewards: dict[str, StreamMoments] = {}
+        self._actions = Reservoir(DIVERSITY_SAMPLE_SIZE, seed + 100)
         self._counts: Counter[str] = Counter()
         self._nll = 0.0
 
@@ -126,7 +256,7 @@ class Summary:
         """Number of trajectories added."""
         return self._counts["trajectories"]
 
-    def add(self, trajectory: Trajectory) -> dict[str, float | None]:
+    def add_trajectory(self, trajectory: Trajectory) -> dict[str, float | None]:
         """Add one trajectory; returns its measures by the names of `glossary.DIRECTIONS`, None = it has none."""
         counts, turns = self._counts, trajectory.turns
         calls = [turn for turn in turns if turn.tool_call is not None]
@@ -137,38 +267,44 @@ class Summary:
         counts["errors"] += errors
         counts["with_errors"] += errors > 0
         counts["answered"] += trajectory.answer is not None
-        looked = self._looked(trajectory)
+        looked = self._has_looked(trajectory)
         counts["looked"] += looked
         counts["action_tokens"] += trajectory.num_action_tokens
         self._nll -= trajectory.mean_logprob * trajectory.num_action_tokens
-        self.stop_reasons[_bounded(self.stop_reasons, trajectory.stop_reason)] += 1
-        steps = tool_steps(trajectory)
+        self.stop_reasons[_limit_names(self.stop_reasons, trajectory.stop_reason)] += 1
+        steps = extract_tool_steps(trajectory)
         if period := steps.loop_period:
             counts["looping"] += 1
             self.loop_periods[min(period, 99)] += 1
         if (efficiency := steps.efficiency) is not None:
-            self.distributions["exploration"].add(efficiency)
-        if (right := right_action_rate(trajectory, steps)) is not None:
-            self.distributions["right_actions"].add(right)
-        repeated, taken_back = repetitions(trajectory), contradictions(trajectory)
+            self.distributions["exploration"].add_value(efficiency)
+        if (right := compute_right_action_rate(trajectory, steps)) is not None:
+            self.distributions["right_actions"].add_value(right)
+        repeated, taken_back = count_repetitions(trajectory), count_contradictions(trajectory)
         counts["repeated"] += repeated
         counts["taken_back"] += taken_back
         counts["coherent"] += not (repeated or taken_back)
         strategy = " > ".join(
-            turn.tool_call.name if turn.tool_call else "error" if turn.is_error else "text" for turn in turns
+            turn.tool_call.name if turn.tool_call else "error" if turn.is_error else "text"
+            for turn in turns
         )
-        self.strategies[_bounded(self.strategies, strategy[:200] or "(nothing)")] += 1
+        self.strategies[_limit_names(self.strategies, strategy[:200] or "(nothing)")] += 1
         for name, value in (
-            ("reward", trajectory.reward), ("turns", len(turns)), ("action_tokens", trajectory.num_action_tokens),
-            ("completion_tokens", trajectory.num_completion_tokens), ("tool_calls", len(calls)),
-        ):  # fmt: skip
-            self.distributions[name].add(value)
+            ("reward", trajectory.reward),
+            ("turns", len(turns)),
+            ("action_tokens", trajectory.num_action_tokens),
+            ("completion_tokens", trajectory.num_completion_tokens),
+            ("tool_calls", len(calls)),
+        ):
+            self.distributions[name].add_value(value)
         for name, value in trajectory.rewards.items():
-            self.rewards.setdefault(_bounded(self.rewards, name), Moments()).add(value)
-        for measure, moments in self.own.values():
+            self.rewards.setdefault(_limit_names(self.rewards, name), StreamMoments()).add_value(
+                value
+            )
+        for measure, moments in self.custom_metrics.values():
             if (measured := measure(trajectory)) is not None:
-                moments.add(measured)
-        self._actions.add(" ".join(turn.action for turn in turns)[:2000])
+                moments.add_value(measured)
+        self._actions.add_item(" ".join(turn.action for turn in turns)[:2000])
         self._count_tools(trajectory)
         return {
             "turns_mean": len(turns),
@@ -184,7 +320,7 @@ class Summary:
             "coherent_rate": not (repeated or taken_back),
         }
 
-    def metrics(self) -> dict[str, float]:
+    def compute_metrics(self) -> dict[str, float]:
         """Scalars over all trajectories; shares are in [0, 1]."""
         counts, total = self._counts, max(1, self.trajectories)
         turns, tokens = max(1, counts["turns"]), max(1, counts["action_tokens"])
@@ -207,22 +343,27 @@ class Summary:
             "coherent_rate": counts["coherent"] / total,
             "repetitions_mean": counts["repeated"] / total,
             "contradictions_mean": counts["taken_back"] / total,
-            "distinct_1": distinct_n(self._actions.items, 1),
-            "distinct_2": distinct_n(self._actions.items, 2),
-            "strategy_entropy": entropy(self.strategies.values()),
+            "distinct_1": compute_distinct_words(self._actions.items, 1),
+            "distinct_2": compute_distinct_words(self._actions.items, 2),
+            "strategy_entropy": compute_entropy(self.strategies.values()),
             "nll_per_token": self._nll / tokens,
-        } | {name: moments.mean for name, (_, moments) in self.own.items() if moments.n}
+        } | {name: moments.mean for name, (_, moments) in self.custom_metrics.items() if moments.n}
 
     def to_json(self) -> dict[str, Any]:
         """All counts, for analysis.json."""
         return {
-            "metrics": self.metrics(),
-            "distributions": {name: distribution.to_json() for name, distribution in self.distributions.items()},
+            "metrics": self.compute_metrics(),
+            "distributions": {
+                name: distribution.to_json() for name, distribution in self.distributions.items()
+            },
             "stop_reasons": dict(self.stop_reasons.most_common()),
-            "loop_periods": {str(period): count for period, count in sorted(self.loop_periods.items())},
+            "loop_periods": {
+                str(period): count for period, count in sorted(self.loop_periods.items())
+            },
             "strategies": dict(self.strategies.most_common(20)),
             "rewards": {
-                name: {"mean": m.mean, "std": m.std, "min": m.low, "max": m.high} for name, m in self.rewards.items()
+                name: {"mean": m.mean, "std": m.std, "min": m.low, "max": m.high}
+                for name, m in self.rewards.items()
             },
             "tools": [
                 {
@@ -236,12 +377,12 @@ class Summary:
             ],
         }
 
-    def tool_names(self) -> list[str]:
+    def list_tool_names(self) -> list[str]:
         """Tools called at any level, most frequent first."""
         total: Counter[str] = sum((tools.calls for tools in self.tools.values()), Counter())
         return [name for name, _ in total.most_common()]
 
-    def _looked(self, trajectory: Trajectory) -> bool:
+    def _has_looked(self, trajectory: Trajectory) -> bool:
         """True if a tool revealed a part of the image before the answer."""
         return trajectory.answer is not None and any(
             turn.tool_call is not None
@@ -254,17 +395,20 @@ class Summary:
     def _count_tools(self, trajectory: Trajectory) -> None:
         place = (trajectory.environment, trajectory.level)
         tools = self.tools.setdefault(
-            place if place in self.tools or len(self.tools) < MAX_NAMES else (OTHER, OTHER), LevelTools()
+            place
+            if place in self.tools or len(self.tools) < MAX_NAMES
+            else (OTHER_NAME, OTHER_NAME),
+            LevelToolCounts(),
         )
         tools.trajectories += 1
         for turn in trajectory.turns:
             name = turn.tool_call.name if turn.tool_call is not None else NO_CALL
             if turn.tool_call is not None:
-                tools.calls[_bounded(tools.calls, name)] += 1
+                tools.calls[_limit_names(tools.calls, name)] += 1
             if turn.is_error:
-                tools.errors[_bounded(tools.errors, name)] += 1
+                tools.errors[_limit_names(tools.errors, name)] += 1
 
 
-def _bounded(known: Collection[str], name: str) -> str:
+def _limit_names(known: Collection[str], name: str) -> str:
     """The name, or OTHER once MAX_NAMES distinct names are known."""
-    return name if name in known or len(known) < MAX_NAMES else OTHER
+    return name if name in known or len(known) < MAX_NAMES else OTHER_NAME

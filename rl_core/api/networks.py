@@ -8,21 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_core.api.own_functions import code_digests
-from rl_core.api.recipes.network import network
-from rl_core.api.resumable_training import ResumableTraining, decisive, folder_of
-from rl_core.api.training import settings_of_kind
+from rl_core.api.custom_functions import digest_custom_code
+from rl_core.api.recipes.network import build_network_recipe
+from rl_core.api.training import (
+    ResumableTraining,
+    resolve_output_folder,
+    resolve_settings,
+    select_decisive_settings,
+)
 from rl_core.errors import SettingsError
 from rl_core.networks.actor_critic import ActorCritic
-from rl_core.networks.making import EnvironmentMaker, environment_name, single_maker
-from rl_core.networks.network_evaluation import PlayedEpisodes
 from rl_core.networks.network_files import publish_network
-from rl_core.networks.trainer import NetworkTrainer
+from rl_core.networks.trainer import NetworkTrainer, PlayedEpisodes
+from rl_core.networks.vector_environment import (
+    EnvironmentFactory,
+    build_environment_factory,
+    read_environment_name,
+)
 from rl_core.settings import NetworkSettings
 from rl_core.trackers import TrackerSource
 from rl_core.training.callbacks import Callback
-
-__all__ = ["NetworkTraining", "network_ppo"]
 
 
 @dataclass(kw_only=True)
@@ -38,7 +43,7 @@ class NetworkTraining(ResumableTraining[NetworkTrainer]):
 
     def test(self) -> PlayedEpisodes:
         """Returns of held-out episodes, whose seeds neither training nor validation uses. Raises: SettingsError."""
-        return self.trainer.test()
+        return self.trainer.evaluate_on_test_seeds()
 
     def save(self, folder: str | Path) -> Path:
         """Write the networks as a folder for `rl_core.load_network`; one that an earlier call wrote is replaced.
@@ -51,7 +56,7 @@ class NetworkTraining(ResumableTraining[NetworkTrainer]):
 
 
 def network_ppo(
-    environment: str | EnvironmentMaker | Any | None = None,
+    environment: str | EnvironmentFactory | Any | None = None,
     *,
     settings: NetworkSettings | None = None,
     output: str | Path | None = None,
@@ -70,31 +75,48 @@ def network_ppo(
         others: as in `policy_gradient`.
     Raises: SettingsError, before anything is played.
     """
-    settings = settings_of_kind(settings, NetworkSettings)
-    maker: EnvironmentMaker | None = None
+    settings = resolve_settings(settings, NetworkSettings)
+    maker: EnvironmentFactory | None = None
     vector: Any = None
     if isinstance(environment, str):
         settings = dataclasses.replace(settings, environment=environment, environment_class=None)
     if environment is None or isinstance(environment, str):
-        maker, name = single_maker(settings), environment_name(settings)
+        maker, name = build_environment_factory(settings), read_environment_name(settings)
     elif hasattr(environment, "single_observation_space"):
         vector, name = environment, type(environment).__name__
         settings = dataclasses.replace(settings, num_environments=vector.num_envs)
     elif callable(environment):
         options = settings.environment_options
-        maker, name = lambda: environment(**options), getattr(environment, "__qualname__", "environment")
+        maker, name = (
+            lambda: environment(**options),
+            getattr(environment, "__qualname__", "environment"),
+        )
     else:
         raise SettingsError(
             f"environment: a {type(environment).__name__}; hand in an id, a function that makes one, or a VectorEnv"
         )
     if vector is not None and (settings.eval_every or settings.patience is not None):
-        raise SettingsError("eval_every: a VectorEnv alone has no held-out episodes; hand in a function that makes one")
-    recipe = network(maker, settings, seed, name=name, vector=vector)
-    code = code_digests(settings, {"environment": environment} if callable(environment) else {})
+        raise SettingsError(
+            "eval_every: a VectorEnv alone has no held-out episodes; hand in a function that makes one"
+        )
+    recipe = build_network_recipe(maker, settings, seed, name=name, vector=vector)
+    code = digest_custom_code(
+        settings, {"environment": environment} if callable(environment) else {}
+    )
     fingerprint = {
-        "algorithm": "network_ppo", "settings": decisive(settings, ("environment_steps",)), "seed": seed,
-        "environment": name, "code": code,
-    }  # fmt: skip
+        "algorithm": "network_ppo",
+        "settings": select_decisive_settings(settings, ("environment_steps",)),
+        "seed": seed,
+        "environment": name,
+        "code": code,
+    }
     return NetworkTraining(
-        "network_ppo", recipe, settings, fingerprint, folder_of(output), tracker, callbacks, environment=name
+        "network_ppo",
+        recipe,
+        settings,
+        fingerprint,
+        resolve_output_folder(output),
+        tracker,
+        callbacks,
+        environment=name,
     )

@@ -9,28 +9,44 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_core.api.data import as_environment, check_prompts
-from rl_core.api.evaluation import validation
-from rl_core.api.own_functions import FunctionSource, code_digests, with_functions
-from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, model_name, on_device_of
-from rl_core.api.recipes import Record
-from rl_core.api.recipes.policy_gradient import distillation
-from rl_core.api.recipes.policy_gradient import policy_gradient as policy_gradient_recipe
-from rl_core.api.rewards import RewardParts, RewardSource, reward_parts, with_rewards
-from rl_core.api.teacher_source import make_teacher
-from rl_core.api.training import Training, folder_of, settings_of_kind, training_of
+from rl_core.api.custom_functions import (
+    FunctionSource,
+    RewardSource,
+    RewardSpec,
+    apply_custom_functions,
+    apply_reward_spec,
+    digest_custom_code,
+    parse_reward,
+)
+from rl_core.api.data import check_prompt_lengths, resolve_environment
+from rl_core.api.evaluation import build_validator
+from rl_core.api.policy import (
+    ModelSource,
+    Policy,
+    describe_model_source,
+    load_policy,
+    resolve_model_folder,
+    select_device_settings,
+)
+from rl_core.api.recipes import RolloutRecorder
+from rl_core.api.recipes.policy_gradient import build_distillation_recipe, load_teacher
+from rl_core.api.recipes.policy_gradient import (
+    build_policy_gradient_recipe as policy_gradient_recipe,
+)
+from rl_core.api.training import Training, build_training, resolve_output_folder, resolve_settings
 from rl_core.data.records import RowSource
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import SettingsError
 from rl_core.models import causal_lm, heads
-from rl_core.models.lora import is_fresh
-from rl_core.references.pool import frozen_models
-from rl_core.rewards.learned import Scorer
-from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
-from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
-from rl_core.rollouts.collect import EpisodeRequest
-from rl_core.rollouts.heldout_requests import validation_requests
+from rl_core.models.lora import is_fresh_adapter
+from rl_core.references.pool import get_frozen_models
+from rl_core.rewards.model_components import Scorer
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, build_combined_record
+from rl_core.rewards.user_function import RewardFunction
+from rl_core.rollouts.episode_sequence import EpisodeRequest
+from rl_core.rollouts.heldout_episodes import draw_validation_requests
 from rl_core.settings import (
     GROUP_ALGORITHMS,
     DistillationSettings,
@@ -38,7 +54,7 @@ from rl_core.settings import (
     PolicySettings,
     resolve_defaults,
 )
-from rl_core.settings.references import Precision
+from rl_core.settings.common import Precision
 from rl_core.trackers import TrackerSource
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.training.callbacks import Callback
@@ -46,9 +62,8 @@ from rl_core.training.callbacks import Callback
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["distill", "grpo", "policy_gradient", "ppo"]
 
-REWARDS, RECENT = "rewards.jsonl", "recent_rollouts.jsonl"
+REWARDS_FILE, RECENT_FILE = "rewards.jsonl", "recent_rollouts.jsonl"
 
 
 def grpo(
@@ -72,17 +87,28 @@ def grpo(
 
     Arguments and errors: `policy_gradient`.
     """
-    settings = settings_of_kind(settings, PolicySettings)
+    settings = resolve_settings(settings, PolicySettings)
     if settings.algorithm not in GROUP_ALGORITHMS:
         raise SettingsError(
             f"settings.algorithm: '{settings.algorithm}' does not compare within groups; use rl_core.ppo or "
             "rl_core.policy_gradient"
         )
     return policy_gradient(
-        model, environment=environment, prompts=prompts, reward=reward, loss=loss,
-        advantages=advantages, settings=settings, heldout_prompts=heldout_prompts, system=system,
-        reward_model=reward_model, output=output, tracker=tracker, callbacks=callbacks, seed=seed,
-    )  # fmt: skip
+        model,
+        environment=environment,
+        prompts=prompts,
+        reward=reward,
+        loss=loss,
+        advantages=advantages,
+        settings=settings,
+        heldout_prompts=heldout_prompts,
+        system=system,
+        reward_model=reward_model,
+        output=output,
+        tracker=tracker,
+        callbacks=callbacks,
+        seed=seed,
+    )
 
 
 def ppo(
@@ -103,15 +129,28 @@ def ppo(
     seed: int = 0,
 ) -> Training[PolicyGradientTrainer]:
     """PPO with a learned value function. Arguments and errors: `policy_gradient`."""
-    settings = settings_of_kind(settings, PolicySettings)
+    settings = resolve_settings(settings, PolicySettings)
     if settings.algorithm not in ("ppo", PolicySettings().algorithm):
-        raise SettingsError(f"settings.algorithm: '{settings.algorithm}' is not ppo; use rl_core.policy_gradient")
+        raise SettingsError(
+            f"settings.algorithm: '{settings.algorithm}' is not ppo; use rl_core.policy_gradient"
+        )
     settings = dataclasses.replace(settings, algorithm="ppo")
     return policy_gradient(
-        model, environment=environment, prompts=prompts, reward=reward, loss=loss,
-        advantages=advantages, settings=settings, heldout_prompts=heldout_prompts, system=system,
-        reward_model=reward_model, output=output, tracker=tracker, callbacks=callbacks, seed=seed,
-    )  # fmt: skip
+        model,
+        environment=environment,
+        prompts=prompts,
+        reward=reward,
+        loss=loss,
+        advantages=advantages,
+        settings=settings,
+        heldout_prompts=heldout_prompts,
+        system=system,
+        reward_model=reward_model,
+        output=output,
+        tracker=tracker,
+        callbacks=callbacks,
+        seed=seed,
+    )
 
 
 def policy_gradient(
@@ -155,35 +194,46 @@ def policy_gradient(
         seed: of everything that is drawn.
     Raises: SettingsError, DataError, CheckpointError, before anything is played.
     """
-    settings = settings_of_kind(settings, PolicySettings)
-    settings, own = with_functions(settings, loss=loss, advantages=advantages)
-    acting, digest = as_environment(environment, prompts, heldout_prompts, system)
-    parts = _rewards_of(reward, reward_model, settings, acting)
-    settings = with_rewards(settings, parts)
+    settings = resolve_settings(settings, PolicySettings)
+    settings, own = apply_custom_functions(settings, loss=loss, advantages=advantages)
+    acting, digest = resolve_environment(environment, prompts, heldout_prompts, system)
+    parts = _resolve_reward_spec(reward, reward_model, settings, acting)
+    settings = apply_reward_spec(settings, parts)
     functions = parts.functions if parts is not None else {}
     policy = load_policy(model, seed=seed)
-    check_prompts(acting, policy.renderer, policy.context)
-    settings = resolve_defaults(settings, policy.kind, policy.context)
-    folder = folder_of(output)
+    check_prompt_lengths(acting, policy.renderer, policy.context)
+    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    folder = resolve_output_folder(output)
     recipe = policy_gradient_recipe(
         policy,
-        _reference(model, policy, settings.reference_precision) if settings.kl_coef > 0 else None,
+        _load_reference(model, policy, settings.reference_precision)
+        if settings.kl_coef > 0
+        else None,
         acting,
         settings,
         seed,
-        scorer=_scorer(reward_model, policy) if reward_model is not None else None,
+        scorer=_load_scorer(reward_model, policy) if reward_model is not None else None,
         functions=functions,
-        evaluator=_validation(policy, acting, settings, seed, functions),
+        evaluator=_build_validator(policy, acting, settings, seed, functions),
         best_metric="eval/reward_mean" if functions else "eval/success_rate",
-        record=_record(folder),
-        own=own,
+        record=_build_rollout_record(folder),
+        custom_functions=own,
     )
-    return training_of(
-        settings.algorithm, recipe, settings, policy, source=model, seed=seed,
-        output=output, tracker=tracker, callbacks=callbacks,
-        environment={"name": acting.name, "class": type(acting).__qualname__}, prompts=digest,
-        reward=parts.fingerprint() if parts is not None else {}, code=code_digests(settings, own),
-    )  # fmt: skip
+    return build_training(
+        settings.algorithm,
+        recipe,
+        settings,
+        policy,
+        source=model,
+        seed=seed,
+        output=output,
+        tracker=tracker,
+        callbacks=callbacks,
+        environment={"name": acting.name, "class": type(acting).__qualname__},
+        prompts=digest,
+        reward=parts.digest_functions() if parts is not None else {},
+        code=digest_custom_code(settings, own),
+    )
 
 
 def distill(
@@ -208,41 +258,56 @@ def distill(
         others: as in `policy_gradient`; rewards are measured alone.
     Raises: as `policy_gradient`; SettingsError for a teacher with another vocabulary.
     """
-    settings = settings_of_kind(settings, DistillationSettings)
-    acting, digest = as_environment(environment, prompts, heldout_prompts, system)
+    settings = resolve_settings(settings, DistillationSettings)
+    acting, digest = resolve_environment(environment, prompts, heldout_prompts, system)
     if isinstance(acting, Prompts) and settings.patience is not None:
-        raise SettingsError("patience: prompts alone have no success to choose the best weights by; set it to None")
+        raise SettingsError(
+            "patience: prompts alone have no success to choose the best weights by; set it to None"
+        )
     policy = load_policy(model, seed=seed)
-    check_prompts(acting, policy.renderer, policy.context)
-    settings = resolve_defaults(settings, policy.kind, policy.context)
-    folder = folder_of(output)
-    recipe = distillation(
+    check_prompt_lengths(acting, policy.renderer, policy.context)
+    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    folder = resolve_output_folder(output)
+    recipe = build_distillation_recipe(
         policy,
-        make_teacher(settings.teacher, policy, teacher),
+        load_teacher(settings.teacher, policy, teacher),
         acting,
         settings,
         seed,
-        evaluator=_validation(policy, acting, settings.policy(), seed, {}),
-        record=_record(folder),
+        evaluator=_build_validator(policy, acting, settings.build_policy_settings(), seed, {}),
+        record=_build_rollout_record(folder),
     )
-    return training_of(
-        "distill", recipe, settings, policy, source=model, seed=seed,
-        output=output, tracker=tracker, callbacks=callbacks,
-        teacher=model_name(teacher) if teacher is not None else "",
-        environment={"name": acting.name, "class": type(acting).__qualname__}, prompts=digest,
-    )  # fmt: skip
+    return build_training(
+        "distill",
+        recipe,
+        settings,
+        policy,
+        source=model,
+        seed=seed,
+        output=output,
+        tracker=tracker,
+        callbacks=callbacks,
+        teacher=describe_model_source(teacher) if teacher is not None else "",
+        environment={"name": acting.name, "class": type(acting).__qualname__},
+        prompts=digest,
+    )
 
 
-def _rewards_of(
-    reward: RewardSource | None, reward_model: str | Path | None, settings: PolicySettings, environment: Environment
-) -> RewardParts | None:
+def _resolve_reward_spec(
+    reward: RewardSource | None,
+    reward_model: str | Path | None,
+    settings: PolicySettings,
+    environment: Environment,
+) -> RewardSpec | None:
     """The reward's parts; None = those of the settings. Raises: SettingsError where nothing would reward anything."""
     if reward is None and reward_model is not None and "learned" not in settings.rewards:
         reward = "learned"
-    parts = reward_parts(reward) if reward is not None else None
+    parts = parse_reward(reward) if reward is not None else None
     names = parts.weights if parts is not None else settings.rewards
     if reward_model is not None and "learned" not in names:
-        raise SettingsError('reward_model: no part of the reward uses it; add the component "learned"')
+        raise SettingsError(
+            'reward_model: no part of the reward uses it; add the component "learned"'
+        )
     if "learned" in names and reward_model is None and names["learned"]:
         raise SettingsError('reward: the component "learned" needs reward_model=FOLDER')
     rewarded = {name for name, weight in names.items() if weight} - {"task"}
@@ -254,31 +319,39 @@ def _rewards_of(
     return parts
 
 
-def _reference(source: ModelSource, policy: Policy, precision: Precision) -> PreTrainedModel:
+def _load_reference(source: ModelSource, policy: Policy, precision: Precision) -> PreTrainedModel:
     """The starting model for the KL term: of new adapters, the policy without them; else a copy."""
     if isinstance(source, str | Path):
-        return frozen_models().get(model_folder(source), ModelSettings(), precision=precision)
-    if is_fresh(policy.model):
+        return get_frozen_models().load_model(
+            resolve_model_folder(source), ModelSettings(), precision=precision
+        )
+    if is_fresh_adapter(policy.model):
         return policy.model
     if isinstance(source, ModelSettings):
-        return frozen_models().get(model_folder(str(source.path)), source, precision=precision)
+        return get_frozen_models().load_model(
+            resolve_model_folder(str(source.path)), source, precision=precision
+        )
     if precision != "full":
-        raise SettingsError("reference_precision: a model that is loaded already is copied as it is; name its folder")
+        raise SettingsError(
+            "reference_precision: a model that is loaded already is copied as it is; name its folder"
+        )
     return copy.deepcopy(policy.model)
 
 
-def _scorer(folder: str | Path, policy: Policy) -> Scorer:
+def _load_scorer(folder: str | Path, policy: Policy) -> Scorer:
     """Scores token rows with the reward model in a folder. Raises: SettingsError where it reads other tokens."""
     source = Path(folder) / "model" if (Path(folder) / "model").is_dir() else folder
-    settings = on_device_of(policy)
+    settings = select_device_settings(policy)
     if causal_lm.load_tokenizer(source, settings).get_vocab() != policy.tokenizer.get_vocab():
         raise SettingsError(
             f"reward_model: {folder} has another tokenizer than the policy, so it cannot read its tokens"
         )
-    return functools.partial(heads.score, frozen_models().get(source, settings, kind="reward_model"))
+    return functools.partial(
+        heads.score_rows, get_frozen_models().load_model(source, settings, kind="reward_model")
+    )
 
 
-def _validation(
+def _build_validator(
     policy: Policy,
     environment: Environment,
     settings: PolicySettings,
@@ -291,23 +364,32 @@ def _validation(
             raise SettingsError("patience: counts evaluations, so it needs eval_every above 0")
         return None
     if isinstance(environment, Prompts):
-        rows = environment.heldout_levels()
+        rows = environment.list_heldout_episodes()
         if not rows:
             raise SettingsError("eval_every: needs heldout_prompts to evaluate on")
-        shared = {seed for level in environment.levels for seed in environment.held_out(level).shared}
+        shared = {
+            seed for level in environment.levels for seed in environment.held_out(level).shared
+        }
         if len(shared) < len(rows):
             rows = [(level, row) for level, row in rows if row not in shared]
         requests = [EpisodeRequest(level, row) for level, row in rows[: settings.eval_episodes]]
     else:
-        levels = sorted({level for stage in settings.curriculum for level in stage.levels}) or environment.levels
-        requests = validation_requests(environment, settings.eval_episodes, levels, seed, ())
+        levels = (
+            sorted({level for stage in settings.curriculum for level in stage.levels})
+            or environment.levels
+        )
+        requests = draw_validation_requests(environment, settings.eval_episodes, levels, seed, ())
     rewards = None
     if functions:
-        rewards = RewardOrchestrator(settings.rewards, options=settings.reward_options, functions=functions)
-    return validation(policy, environment, requests, settings.sampling, seed, rewards=rewards)
+        rewards = RewardOrchestrator(
+            settings.rewards, options=settings.reward_options, functions=functions
+        )
+    return build_validator(policy, environment, requests, settings.sampling, seed, rewards=rewards)
 
 
-def _record(folder: Path | None) -> Record | None:
+def _build_rollout_record(folder: Path | None) -> RolloutRecorder | None:
     if folder is None:
         return None
-    return record_all(RewardRecord(folder / REWARDS), RecentRollouts(folder / RECENT))
+    return build_combined_record(
+        RewardRecord(folder / REWARDS_FILE), RecentRollouts(folder / RECENT_FILE)
+    )

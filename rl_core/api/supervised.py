@@ -8,29 +8,38 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from rl_core.api.data import conversations, preference_pairs
-from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, on_device_of
-from rl_core.api.recipes.preference import preference
-from rl_core.api.recipes.reward_model import reward_model as reward_model_recipe
-from rl_core.api.recipes.sft import sft as sft_recipe
-from rl_core.api.training import Training, folder_of, settings_of_kind, training_of
+from rl_core.api.data import load_conversations, load_preference_pairs
+from rl_core.api.policy import (
+    ModelSource,
+    Policy,
+    load_policy,
+    resolve_model_folder,
+    select_device_settings,
+)
+from rl_core.api.recipes.preference import build_preference_recipe
+from rl_core.api.recipes.reward_model import build_reward_model_recipe as reward_model_recipe
+from rl_core.api.recipes.sft import build_sft_recipe as sft_recipe
+from rl_core.api.training import Training, build_training, resolve_output_folder, resolve_settings
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
 from rl_core.errors import SettingsError
 from rl_core.models import heads
-from rl_core.settings import ModelSettings, PreferenceSettings, RewardModelSettings, SFTSettings, resolve_defaults
+from rl_core.settings import (
+    ModelSettings,
+    PreferenceSettings,
+    RewardModelSettings,
+    SFTSettings,
+    resolve_defaults,
+)
 from rl_core.trackers import TrackerSource
 from rl_core.trainers.preference import PreferenceTrainer
-from rl_core.trainers.reward_model import RewardModelTrainer
-from rl_core.trainers.reward_regression import RewardRegressionTrainer
+from rl_core.trainers.reward_model import RewardModelTrainer, RewardRegressionTrainer
 from rl_core.trainers.sft import SFTTrainer
-from rl_core.training.callbacks import Callback
-from rl_core.training.trainer_protocol import Trainer
+from rl_core.training.callbacks import Callback, Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["dpo", "reward_model", "sft"]
 
 T = TypeVar("T", bound=Trainer)
 
@@ -54,16 +63,32 @@ def sft(
         others: as in `policy_gradient`.
     Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
     """
-    settings = settings_of_kind(settings, SFTSettings)
+    settings = resolve_settings(settings, SFTSettings)
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
-    settings = resolve_defaults(settings, policy.kind, policy.context)
-    rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on, _tokens_folder(output))
+    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    rows = load_conversations(
+        data,
+        heldout,
+        policy.renderer,
+        policy.context,
+        seed,
+        settings.loss_on,
+        _resolve_tokens_folder(output),
+    )
     recipe = sft_recipe(policy, rows.train, rows.heldout, settings, seed)
-    return training_of(
-        "sft", recipe, settings, policy, source=model, seed=seed, data=rows.digest,
-        output=output, tracker=tracker, callbacks=callbacks,
-    )  # fmt: skip
+    return build_training(
+        "sft",
+        recipe,
+        settings,
+        policy,
+        source=model,
+        seed=seed,
+        data=rows.digest,
+        output=output,
+        tracker=tracker,
+        callbacks=callbacks,
+    )
 
 
 def dpo(
@@ -88,20 +113,34 @@ def dpo(
     Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used; DataError for rows that
         do not go with the loss.
     """
-    settings = settings_of_kind(settings, PreferenceSettings)
+    settings = resolve_settings(settings, PreferenceSettings)
     if loss is not None:
         settings = dataclasses.replace(settings, loss=loss)
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
-    settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(
-        data, heldout, policy.renderer, policy.context, seed, settings.loss, _tokens_folder(output)
+    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    pairs = load_preference_pairs(
+        data,
+        heldout,
+        policy.renderer,
+        policy.context,
+        seed,
+        settings.loss,
+        _resolve_tokens_folder(output),
     )
-    recipe = preference(policy, pairs.train, pairs.heldout, settings, seed)
-    return training_of(
-        "dpo", recipe, settings, policy, source=model, seed=seed, data=pairs.digest,
-        output=output, tracker=tracker, callbacks=callbacks,
-    )  # fmt: skip
+    recipe = build_preference_recipe(policy, pairs.train, pairs.heldout, settings, seed)
+    return build_training(
+        "dpo",
+        recipe,
+        settings,
+        policy,
+        source=model,
+        seed=seed,
+        data=pairs.digest,
+        output=output,
+        tracker=tracker,
+        callbacks=callbacks,
+    )
 
 
 def reward_model(
@@ -124,16 +163,37 @@ def reward_model(
         others: as in `sft`. A model that is loaded already is copied, not changed.
     Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
     """
-    settings = settings_of_kind(settings, RewardModelSettings)
+    settings = resolve_settings(settings, RewardModelSettings)
     _check_heldout(heldout, settings)
-    classifier, policy = _classifier(model, seed, heads.HeadShape(settings.head_layers, settings.head_width))
-    settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, settings.use, _tokens_folder(output))
-    recipe = reward_model_recipe(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
-    return training_of(
-        "reward_model", recipe, settings, policy, source=model, seed=seed, data=pairs.digest, model=classifier,
-        output=output, tracker=tracker, callbacks=callbacks,
-    )  # fmt: skip
+    classifier, policy = _load_classifier(
+        model, seed, heads.HeadShape(settings.head_layers, settings.head_width)
+    )
+    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    pairs = load_preference_pairs(
+        data,
+        heldout,
+        policy.renderer,
+        policy.context,
+        seed,
+        settings.use,
+        _resolve_tokens_folder(output),
+    )
+    recipe = reward_model_recipe(
+        classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed
+    )
+    return build_training(
+        "reward_model",
+        recipe,
+        settings,
+        policy,
+        source=model,
+        seed=seed,
+        data=pairs.digest,
+        model=classifier,
+        output=output,
+        tracker=tracker,
+        callbacks=callbacks,
+    )
 
 
 def _check_heldout(
@@ -145,12 +205,14 @@ def _check_heldout(
         )
 
 
-def _tokens_folder(output: str | Path | None) -> Path | None:
-    folder = folder_of(output)
+def _resolve_tokens_folder(output: str | Path | None) -> Path | None:
+    folder = resolve_output_folder(output)
     return None if folder is None else folder / "tokens"
 
 
-def _classifier(source: ModelSource, seed: int, shape: heads.HeadShape) -> tuple[PreTrainedModel, Policy]:
+def _load_classifier(
+    source: ModelSource, seed: int, shape: heads.HeadShape
+) -> tuple[PreTrainedModel, Policy]:
     """A reward model that starts from `source`, and a policy that has its tokenizer and context."""
     if isinstance(source, ModelSettings | str | Path):
         settings = source if isinstance(source, ModelSettings) else ModelSettings()
@@ -158,12 +220,22 @@ def _classifier(source: ModelSource, seed: int, shape: heads.HeadShape) -> tuple
             raise SettingsError("model: a reward model trains all its weights; leave lora out")
         path = settings.path if isinstance(source, ModelSettings) else source
         if path is None:
-            raise SettingsError("model: ModelSettings without a path; name a folder or hub name in `path`")
-        model, tokenizer = heads.reward_model_from(model_folder(path), settings, seed=seed, shape=shape)
+            raise SettingsError(
+                "model: ModelSettings without a path; name a folder or hub name in `path`"
+            )
+        model, tokenizer = heads.create_reward_model(
+            resolve_model_folder(path), settings, seed=seed, shape=shape
+        )
         renderer = ChatRenderer(tokenizer, settings)
-        return model, Policy(model, tokenizer, renderer, dataclasses.replace(settings, path=str(path)))
+        return model, Policy(
+            model, tokenizer, renderer, dataclasses.replace(settings, path=str(path))
+        )
     policy = load_policy(source)
-    with tempfile.TemporaryDirectory() as folder:  # transformers makes a classifier from files alone
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # transformers makes a classifier from files alone
         policy.save(folder)
-        model, _ = heads.reward_model_from(folder, on_device_of(policy), seed=seed, shape=shape)
+        model, _ = heads.create_reward_model(
+            folder, select_device_settings(policy), seed=seed, shape=shape
+        )
     return model, policy

@@ -1,19 +1,24 @@
-"""A training run of the Python API on a language model: save, ask, hand on."""
+"""A training run of the Python API, whatever it trains: run, resume, look at.
+
+A training run of the Python API on a language model: save, ask, hand on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl_core.api.evaluation import generate
-from rl_core.api.policy import ModelSource, Policy, model_name
+from rl_core.api.policy import ModelSource, Policy, describe_model_source
 from rl_core.api.recipes import Recipe
-from rl_core.api.resumable_training import ResumableTraining, decisive, folder_of
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
-from rl_core.errors import SettingsError
+from rl_core.errors import CheckpointError, SettingsError, Stopped
 from rl_core.models import causal_lm
 from rl_core.settings import (
     DistillationSettings,
@@ -25,19 +30,195 @@ from rl_core.settings import (
     SamplingSettings,
     SFTSettings,
 )
-from rl_core.trackers import TrackerSource
-from rl_core.training.callbacks import Callback
-from rl_core.training.kept_epochs import EPOCHS, KeptEpochs
-from rl_core.training.trainer_protocol import Trainer
+from rl_core.settings.rollouts import select_decisive_rollouts
+from rl_core.storage.atomic_files import make_folder
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.folders import move_aside
+from rl_core.trackers import JsonlTracker, TrackerSource, begin_run, build_tracker_group, end_run
+from rl_core.training.callbacks import Callback, Trainer, check_callbacks
+from rl_core.training.checkpoints import EPOCHS_FOLDER, EpochModelWriter
+from rl_core.training.loop_state import LoopMemory, LoopOutcome
 
 if TYPE_CHECKING:
+    import pandas as pd
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Training", "folder_of", "settings_of_kind", "training_of"]
+
+logger = logging.getLogger(__name__)
+
+TrainerT = TypeVar("TrainerT", bound=Trainer)
+
+CHECKPOINTS_FOLDER, METRICS_FILE, HISTORY_FILE = (
+    "checkpoints",
+    "metrics.jsonl",
+    "metrics_history.json",
+)
+# Settings that change no number of the iterations already done: a resumed run may have others.
+FREE_SETTINGS = ("launch", "checkpoint_every", "keep_checkpoints", "keep_epochs")
+LENGTH_SETTINGS = ("iterations", "epochs", "max_steps")  # free as well under a constant schedule
+
+
+@dataclass
+class ResumableTraining(Generic[TrainerT]):
+    """One training run. `run` trains; it may be called again.
+
+    With `output`, metrics, rewards and checkpoints are kept in that folder, and a run that was stopped or killed
+    resumes there when the same script is started again.
+    """
+
+    name: str  # of the algorithm
+    recipe: Recipe[TrainerT]
+    settings: LoopSettings
+    fingerprint: Mapping[str, Any]  # what must be equal for a resume
+    output: Path | None = None
+    tracker: TrackerSource = None
+    callbacks: Sequence[Callback] = ()
+    outcome: LoopOutcome | None = None  # of the run, once it has ended
+    memory: LoopMemory = field(default_factory=LoopMemory)
+
+    def __post_init__(self) -> None:
+        self.callbacks = check_callbacks(self.callbacks)
+        if self.output is not None:
+            self.output = Path(self.output)
+            if self.output.exists() and not self.output.is_dir():
+                raise SettingsError(f"output: {self.output} is a file; name a folder")
+        own = (
+            [JsonlTracker(self.output / METRICS_FILE, cut=True)] if self.output is not None else []
+        )
+        self._tracker = build_tracker_group(self.tracker, own, folder=self.output)
+
+    @property
+    def trainer(self) -> TrainerT:
+        """The trainer itself, for whoever wants to look inside."""
+        return self.recipe.trainer
+
+    def run(
+        self,
+        *,
+        allow_drift: bool = False,
+        fresh: bool = False,
+        stop_event: threading.Event | None = None,
+    ) -> LoopOutcome:
+        """Train to the end, or go on where an earlier call or an earlier process stopped.
+
+        A run that has ended is not run again: the same outcome is returned. Ctrl-C and SIGTERM finish the iteration,
+        save, and raise Stopped; a later `run` goes on from there.
+        Args:
+            allow_drift: resume although settings, data or code differ from those of the checkpoint.
+            fresh: begin anew; checkpoints that are there are kept aside, under another name.
+            stop_event: set by another thread to ask for a stop.
+        Raises: Stopped; CallbackError; RewardError; EnvironmentFault; ResumeRefused; NonFiniteError; FolderBusy.
+        """
+        if self.outcome is not None:
+            return self.outcome
+        if fresh:
+            self._archive_checkpoints()
+        if self.output is not None:
+            make_folder(self.output)
+        begin_run(
+            self._tracker,
+            self.name,
+            {"settings": dataclasses.asdict(self.settings), **self.fingerprint},
+        )
+        status = "FAILED"
+        try:
+            self.outcome = self.recipe.run(
+                self.settings,
+                tracker=self._tracker,
+                checkpoints=self.output / CHECKPOINTS_FOLDER if self.output is not None else None,
+                fingerprint=self.fingerprint,
+                allow_drift=allow_drift,
+                stop_event=stop_event,
+                history=self.output / HISTORY_FILE if self.output is not None else None,
+                callbacks=self.callbacks,
+                memory=self.memory,
+                after_iteration=self.build_iteration_hook(),
+            )
+            status = "FINISHED"
+        except Stopped as stopped:
+            status = "KILLED"
+            if self.output is not None or not self.memory.is_consistent:
+                raise
+            raise Stopped(
+                f"stopped after iteration {self.memory.state.iteration}; run() goes on from here as long as this "
+                "process lives. With output=FOLDER a new process could resume",
+                stopped.signum,
+            ) from None
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            end_run(self._tracker, status)
+        return self.outcome
+
+    def build_iteration_hook(self) -> Callable[[int], None] | None:
+        """Function of the number of iterations done, called after each one beside the callbacks; None = none."""
+        return None
+
+    def _archive_checkpoints(self) -> None:
+        """Keep the checkpoints of an earlier process under another name, so that training begins anew."""
+        if self.memory.state.iteration:
+            raise SettingsError(
+                "fresh: this training has begun in this process; make a new one to begin anew"
+            )
+        if self.output is None or not (self.output / CHECKPOINTS_FOLDER).exists():
+            return
+        with CheckpointStore(self.output / CHECKPOINTS_FOLDER):  # no other process trains there
+            aside = move_aside(self.output / CHECKPOINTS_FOLDER, f"{CHECKPOINTS_FOLDER}.aside")
+        logger.warning("%s begins anew; its checkpoints are kept in %s", self.name, aside)
+
+    def check_trained(self) -> None:
+        """Raise CheckpointError where nothing was trained yet."""
+        if not self.memory.state.iteration:
+            raise CheckpointError("nothing was trained yet; call run() before save()")
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluation metrics of the present weights; {} where nothing is held out."""
+        return {name: float(value) for name, value in self.trainer.evaluate().items()}
+
+    def metrics(self) -> pd.DataFrame:
+        """The newest values of every metric, one row a step; all of them: `rl_core.read_metrics(output)`."""
+        from rl_core.readers import build_metrics_frame
+
+        history = self.memory.history
+        points = [
+            (step, {name: value})
+            for name in history.names
+            for step, value in history.list_points(name)
+        ]
+        return build_metrics_frame(points)
+
+
+def select_decisive_settings(
+    settings: LoopSettings, length_settings: Sequence[str] = LENGTH_SETTINGS
+) -> dict[str, Any]:
+    """Settings that must be equal for a resume. `lengths`: those that say how long it trains."""
+    free = (
+        *FREE_SETTINGS,
+        *(length_settings if getattr(settings, "schedule", None) == "constant" else ()),
+    )
+    kept = {name: value for name, value in dataclasses.asdict(settings).items() if name not in free}
+    if isinstance(rollouts := kept.pop("rollouts", None), dict) and (
+        chosen := select_decisive_rollouts(rollouts)
+    ):
+        kept["rollouts"] = chosen
+    return kept
+
+
+def resolve_output_folder(output: str | Path | None) -> Path | None:
+    """The folder of a run as a path; None = nothing is kept."""
+    return Path(output) if output is not None else None
+
 
 T = TypeVar("T", bound=Trainer)
 S = TypeVar(
-    "S", PolicySettings, DistillationSettings, SFTSettings, RewardModelSettings, PreferenceSettings, NetworkSettings
+    "S",
+    PolicySettings,
+    DistillationSettings,
+    SFTSettings,
+    RewardModelSettings,
+    PreferenceSettings,
+    NetworkSettings,
 )
 
 
@@ -47,9 +228,11 @@ class Training(ResumableTraining[T]):
 
     model: PreTrainedModel  # trained in place
     tokenizer: PreTrainedTokenizerBase
-    renderer: ChatRenderer | None = None  # of the training; None = the tokenizer's, with the default settings
+    renderer: ChatRenderer | None = (
+        None  # of the training; None = the tokenizer's, with the default settings
+    )
 
-    def after_iteration(self) -> KeptEpochs | None:
+    def build_iteration_hook(self) -> EpochModelWriter | None:
         """Keeper of the models of epochs, where the settings ask for some. Raises: SettingsError without a folder."""
         keep = getattr(self.settings, "keep_epochs", 0)
         if not keep:
@@ -58,10 +241,13 @@ class Training(ResumableTraining[T]):
             raise SettingsError(
                 "keep_epochs: names no place without an output folder; give output=FOLDER, or leave it 0"
             )
-        return KeptEpochs(
-            self.output / EPOCHS, keep, self.trainer.order.batches_per_epoch, self.trainer.optimizer_step,  # type: ignore[attr-defined]
-            lambda folder: causal_lm.publish(self.model, self.tokenizer, folder),
-        )  # fmt: skip
+        return EpochModelWriter(
+            self.output / EPOCHS_FOLDER,
+            keep,
+            self.trainer.order.batches_per_epoch,  # type: ignore[attr-defined]
+            self.trainer.optimizer_step,
+            lambda folder: causal_lm.publish_model(self.model, self.tokenizer, folder),
+        )
 
     def save(self, folder: str | Path) -> Path:
         """Write the trained model and its tokenizer as a Hugging Face folder; with adapters merged, and `adapter/`.
@@ -71,7 +257,7 @@ class Training(ResumableTraining[T]):
         Raises: CheckpointError where nothing was trained yet, or the folder cannot be written.
         """
         self.check_trained()
-        causal_lm.publish(self.model, self.tokenizer, folder)
+        causal_lm.publish_model(self.model, self.tokenizer, folder)
         return Path(folder)
 
     @property
@@ -80,13 +266,18 @@ class Training(ResumableTraining[T]):
         return Policy(self.model, self.tokenizer, self.renderer or ChatRenderer(self.tokenizer))
 
     def generate(
-        self, prompts: RowSource, *, samples: int = 1, sampling: SamplingSettings | None = None, seed: int = 0
+        self,
+        prompts: RowSource,
+        *,
+        samples: int = 1,
+        sampling: SamplingSettings | None = None,
+        seed: int = 0,
     ) -> list[list[str]]:
         """Completions by the present weights, as `rl_core.generate`."""
         return generate(self.policy, prompts, samples=samples, sampling=sampling, seed=seed)
 
 
-def training_of(
+def build_training(
     algorithm: str,
     recipe: Recipe[T],
     settings: LoopSettings,
@@ -108,21 +299,35 @@ def training_of(
         digests: of data, rewards and code, by name.
     """
     fingerprint = {
-        "algorithm": algorithm, "settings": decisive(settings), "seed": seed, "model": model_name(source),
-        "chat": policy.renderer.digest, **digests,
-    }  # fmt: skip
+        "algorithm": algorithm,
+        "settings": select_decisive_settings(settings),
+        "seed": seed,
+        "model": describe_model_source(source),
+        "chat": policy.renderer.digest,
+        **digests,
+    }
     return Training(
-        algorithm, recipe, settings, fingerprint, folder_of(output), tracker, callbacks,
-        model=policy.model if model is None else model, tokenizer=policy.tokenizer, renderer=policy.renderer,
-    )  # fmt: skip
+        algorithm,
+        recipe,
+        settings,
+        fingerprint,
+        resolve_output_folder(output),
+        tracker,
+        callbacks,
+        model=policy.model if model is None else model,
+        tokenizer=policy.tokenizer,
+        renderer=policy.renderer,
+    )
 
 
-def settings_of_kind(settings: S | None, kind: type[S]) -> S:
+def resolve_settings(settings: S | None, kind: type[S]) -> S:
     """The settings, or the defaults. Raises: SettingsError for those of another algorithm, or of several processes."""
     if settings is None:
         return kind()
     if not isinstance(settings, kind):
-        raise SettingsError(f"settings: expected rl_core.{kind.__name__}, found {type(settings).__name__}")
+        raise SettingsError(
+            f"settings: expected rl_core.{kind.__name__}, found {type(settings).__name__}"
+        )
     if settings.launch.kind != "in_process":
         raise SettingsError(
             "launch: the Python API trains in this process; for several, run the pipeline (posttrain run CONFIG)"

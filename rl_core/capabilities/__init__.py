@@ -13,27 +13,39 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.capabilities.decision import Decision
-from rl_core.capabilities.decoding import compiled_decoding, decoder, fused_step, packed_weights, slot_adapters
-from rl_core.capabilities.positions import positions
-from rl_core.capabilities.training import independent_rows, training_forward
-from rl_core.capabilities.trials import packs_into_one_row, plain_head, router_logits, sequence_packing
+from rl_core.capabilities.decoding import (
+    check_compiled_decoding,
+    check_fused_step,
+    check_packed_weights,
+    check_rollout_decoder,
+    check_slot_adapters,
+)
+from rl_core.capabilities.rotary_positions import check_rotary_positions
+from rl_core.capabilities.training import (
+    check_chunked_head,
+    check_independent_rows,
+    check_router_logits,
+    check_sequence_packing,
+    check_training_forward,
+    needs_single_packed_row,
+)
 
 __all__ = [
     "Capabilities",
     "Decision",
-    "capabilities",
-    "compiled_decoding",
-    "decoder",
-    "fused_step",
-    "independent_rows",
-    "packed_weights",
-    "packs_into_one_row",
-    "plain_head",
-    "positions",
-    "router_logits",
-    "sequence_packing",
-    "slot_adapters",
-    "training_forward",
+    "inspect_capabilities",
+    "check_compiled_decoding",
+    "check_rollout_decoder",
+    "check_fused_step",
+    "check_independent_rows",
+    "check_packed_weights",
+    "needs_single_packed_row",
+    "check_chunked_head",
+    "check_rotary_positions",
+    "check_router_logits",
+    "check_sequence_packing",
+    "check_slot_adapters",
+    "check_training_forward",
 ]
 
 
@@ -56,7 +68,7 @@ class Capabilities:
         return (getattr(self, field.name) for field in dataclasses.fields(self))
 
 
-def capabilities(model: Any, device: str | None = None) -> Capabilities:
+def inspect_capabilities(model: Any, device: str | None = None) -> Capabilities:
     """Decisions for a causal language model as it is now: its device, dtype, adapters, attention kernel and mode.
 
     Args:
@@ -64,14 +76,14 @@ def capabilities(model: Any, device: str | None = None) -> Capabilities:
         device: answer as if the weights lay on this type of device ("cpu", "cuda"); None = where they are.
     """
     return Capabilities(
-        positions=positions(model),
-        training_forward=training_forward(model, device),
-        plain_head=plain_head(model),
-        sequence_packing=sequence_packing(model),
-        decoder=decoder(model, device),
-        packed_weights=packed_weights(model, device),
-        compiled_decoding=compiled_decoding(model, device),
-        fused_step=fused_step(model, device),
-        independent_rows=independent_rows(model, device),
-        slot_adapters=slot_adapters(model, device),
+        positions=check_rotary_positions(model),
+        training_forward=check_training_forward(model, device),
+        plain_head=check_chunked_head(model),
+        sequence_packing=check_sequence_packing(model),
+        decoder=check_rollout_decoder(model, device),
+        packed_weights=check_packed_weights(model, device),
+        compiled_decoding=check_compiled_decoding(model, device),
+        fused_step=check_fused_step(model, device),
+        independent_rows=check_independent_rows(model, device),
+        slot_adapters=check_slot_adapters(model, device),
     )

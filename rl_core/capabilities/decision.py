@@ -8,11 +8,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["Decision", "decide", "device_type", "dtype_name", "family_obstacles", "position_obstacles", "unwrapped"]
-
 FAMILIES = ("Llama", "Qwen2", "Qwen3")
-FIXED_ROPE = "fixed"  # in place of a type whose frequencies follow the length (`rl_core.models.rotary`)
-STATIC_ROPES = ("default", "linear", "llama3", "yarn", FIXED_ROPE)  # do not depend on the sequence's length
+FIXED_ROPE = (
+    "fixed"  # in place of a type whose frequencies follow the length (`rl_core.models.rotary`)
+)
+STATIC_ROPES = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+    FIXED_ROPE,
+)  # do not depend on the sequence's length
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +32,13 @@ class Decision:
     is_undecided: bool = False  # only a trial run can tell, and the weights are not loaded
 
 
-def decide(name: str, obstacles: Iterator[str], granted: str, fallback: str) -> Decision:
+def build_decision(name: str, obstacles: Iterator[str], granted: str, fallback: str) -> Decision:
     """The first obstacle decides; those after it are not looked for (they may not make sense for such a model)."""
     obstacle = next(obstacles, None)
     return Decision(name, obstacle is None, granted if obstacle is None else obstacle, fallback)
 
 
-def family_obstacles(module: Any, suffix: str) -> Iterator[str]:
+def find_family_obstacles(module: Any, suffix: str) -> Iterator[str]:
     """Reasons against a module whose class is not one of `FAMILIES` + suffix, as transformers ships it."""
     kind = type(module)
     if kind.__name__ not in {f"{family}{suffix}" for family in FAMILIES}:
@@ -41,7 +47,7 @@ def family_obstacles(module: Any, suffix: str) -> Iterator[str]:
         yield f"{kind.__name__} is code from {kind.__module__}, which may differ from transformers' own"
 
 
-def position_obstacles(trunk: Any) -> Iterator[str]:
+def find_position_obstacles(trunk: Any) -> Iterator[str]:
     """Reasons against a trunk whose rotary embedding or attention pattern is another than full and static."""
     rope = getattr(trunk.rotary_emb, "rope_type", "default")
     if rope not in STATIC_ROPES:
@@ -51,16 +57,20 @@ def position_obstacles(trunk: Any) -> Iterator[str]:
             yield f"some layers attend otherwise than to all tokens before ({kind})"
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap_adapters(model: Any) -> Any:
     """The transformers model under its adapters."""
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    return (
+        model.get_base_model()
+        if hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+        else model
+    )
 
 
-def device_type(weight: torch.Tensor, device: str | None) -> str:
+def resolve_device_type(weight: torch.Tensor, device: str | None) -> str:
     """Type of the device that is asked about; None = the weight's own."""
     return device or weight.device.type
 
 
-def dtype_name(weight: torch.Tensor) -> str:
+def format_dtype(weight: torch.Tensor) -> str:
     """The weight's dtype as settings write it ("bfloat16")."""
     return str(weight.dtype).removeprefix("torch.")

@@ -12,53 +12,60 @@ from torch import nn
 
 from rl_core.capabilities.decision import (
     Decision,
-    decide,
-    device_type,
-    dtype_name,
-    family_obstacles,
-    position_obstacles,
-    unwrapped,
+    build_decision,
+    find_family_obstacles,
+    find_position_obstacles,
+    format_dtype,
+    resolve_device_type,
+    unwrap_adapters,
 )
-from rl_core.cpu import fused_decode, int8_gemm, packed_vectors
+from rl_core.cpu import fused_decode, packed_gemm
 
-__all__ = ["compiled_decoding", "decoder", "fused_step", "keeps_cache", "packed_weights", "slot_adapters"]
-
-PACKED_BYTES = 1 << 30  # larger copies cost memory that people miss, and their products are bound by reading anyway
+PACKED_BYTES = (
+    1 << 30
+)  # larger copies cost memory that people miss, and their products are bound by reading anyway
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _SILU = ("SiLU", "SiLUActivation")
 
 
-def decoder(model: Any, device: str | None = None) -> Decision:
+def check_rollout_decoder(model: Any, device: str | None = None) -> Decision:
     """Permission for the rollout engine (`rl_core.inference.decoder`); adapters are merged while it runs."""
-    weight = next(unwrapped(model).parameters())
-    name, plain = type(unwrapped(model)).__name__, "transformers' own forward pass"
-    steps = "; steps are replayed as CUDA graphs" if device_type(weight, device) == "cuda" else ""
-    return decide(
+    weight = next(unwrap_adapters(model).parameters())
+    name, plain = type(unwrap_adapters(model)).__name__, "transformers' own forward pass"
+    steps = (
+        "; steps are replayed as CUDA graphs"
+        if resolve_device_type(weight, device) == "cuda"
+        else ""
+    )
+    return build_decision(
         "rollout decoder",
-        _decoder_obstacles(model),
+        _find_decoder_obstacles(model),
         f"known family of plain linear layers: prompts prefilled once, slots refilled{steps}",
         f"{plain} and cache, batch by batch"
-        if keeps_cache(model)
+        if has_key_value_cache(model)
         else f"{plain} over the whole sequence for every token: {name} keeps no key/value cache",
     )
 
 
-def keeps_cache(model: Any) -> bool:
+def has_key_value_cache(model: Any) -> bool:
     """True = its forward pass takes and gives keys and values of earlier tokens (`past_key_values`).
 
     Recurrent families (Mamba, RWKV) keep a state of their own kind under a name of their own.
     """
-    return "past_key_values" in inspect.signature(type(unwrapped(model)).forward).parameters
+    return "past_key_values" in inspect.signature(type(unwrap_adapters(model)).forward).parameters
 
 
-def _decoder_obstacles(model: Any) -> Iterator[str]:
-    base = unwrapped(model)
-    yield from family_obstacles(base, "ForCausalLM")
-    yield from position_obstacles(base.model)
-    rotated, head_dim = 2 * base.model.rotary_emb.inv_freq.numel(), base.model.layers[0].self_attn.head_dim
+def _find_decoder_obstacles(model: Any) -> Iterator[str]:
+    base = unwrap_adapters(model)
+    yield from find_family_obstacles(base, "ForCausalLM")
+    yield from find_position_obstacles(base.model)
+    rotated, head_dim = (
+        2 * base.model.rotary_emb.inv_freq.numel(),
+        base.model.layers[0].self_attn.head_dim,
+    )
     if rotated != head_dim:
         yield f"rotary embedding turns {rotated} of the {head_dim} dimensions of a head; the decoder turns all"
-    for owner, name in _linears(base):
+    for owner, name in _iter_linears(base):
         layer = getattr(owner, name)
         if type(getattr(layer, "base_layer", layer)) is not nn.Linear:
             yield f"its {name} is {type(layer).__name__} (quantised?), not a plain linear layer"
@@ -71,7 +78,7 @@ def _decoder_obstacles(model: Any) -> Iterator[str]:
         yield "some of its weights are integers (quantised)"
 
 
-def _linears(base: Any) -> Iterator[tuple[Any, str]]:
+def _iter_linears(base: Any) -> Iterator[tuple[Any, str]]:
     """(module, attribute) of every linear layer that decoding multiplies by."""
     yield base, "lm_head"
     for layer in base.model.layers:
@@ -79,91 +86,95 @@ def _linears(base: Any) -> Iterator[tuple[Any, str]]:
             yield from ((part, name) for name in _LINEARS if hasattr(part, name))
 
 
-def packed_weights(model: Any, device: str | None = None) -> Decision:
+def check_packed_weights(model: Any, device: str | None = None) -> Decision:
     """Permission to copy the weights before every run into the layout that the CPU multiplies fastest by."""
-    return decide(
+    return build_decision(
         "packed weights",
-        _packing_obstacles(model, device),
+        _find_packing_obstacles(model, device),
         "small enough to be copied before every run, laid out for products with few rows",
         "products with the weights where they are",
     )
 
 
-def _packing_obstacles(model: Any, device: str | None) -> Iterator[str]:
-    yield from _needs(decoder(model))
-    base = unwrapped(model)
+def _find_packing_obstacles(model: Any, device: str | None) -> Iterator[str]:
+    yield from _require_path(check_rollout_decoder(model))
+    base = unwrap_adapters(model)
     weight = base.lm_head.weight
-    if device_type(weight, device) != "cpu":
-        yield f"its weights are on {device_type(weight, device)}; copies help on a CPU only"
+    if resolve_device_type(weight, device) != "cpu":
+        yield f"its weights are on {resolve_device_type(weight, device)}; copies help on a CPU only"
     if weight.dtype not in (torch.float32, torch.float64):
-        yield f"its weights are {dtype_name(weight)}; copies are made of float32 and float64"
+        yield f"its weights are {format_dtype(weight)}; copies are made of float32 and float64"
     size = sum(parameter.numel() * parameter.element_size() for parameter in base.parameters())
     if size > PACKED_BYTES:
         yield f"its weights take {size / 2**30:.1f} GiB, more than the {PACKED_BYTES / 2**30:g} GiB that are copied"
 
 
-def compiled_decoding(model: Any, device: str | None = None) -> Decision:
+def check_compiled_decoding(model: Any, device: str | None = None) -> Decision:
     """Permission for compiled attention, norms, gates and sampling while decoding (`rl_core.cpu.fused_decode`)."""
-    return decide(
+    return build_decision(
         "compiled decoding",
-        _compiled_obstacles(model, device),
+        _find_compiled_obstacles(model, device),
         "attention, norms, gates and sampling run as compiled code",
         "torch's kernels",
     )
 
 
-def _compiled_obstacles(model: Any, device: str | None) -> Iterator[str]:
-    yield from _needs(packed_weights(model, device))
-    base = unwrapped(model)
+def _find_compiled_obstacles(model: Any, device: str | None) -> Iterator[str]:
+    yield from _require_path(check_packed_weights(model, device))
+    base = unwrap_adapters(model)
     if base.lm_head.weight.dtype != torch.float32:
-        yield f"its weights are {dtype_name(base.lm_head.weight)}; compiled code is for float32"
+        yield f"its weights are {format_dtype(base.lm_head.weight)}; compiled code is for float32"
     attention = base.model.layers[0].self_attn
-    heads = {"head_dim": attention.head_dim, "query_heads": attention.num_key_value_groups, "kv_heads": 1}
+    heads = {
+        "head_dim": attention.head_dim,
+        "query_heads": attention.num_key_value_groups,
+        "kv_heads": 1,
+    }
     if not fused_decode.DecodeKernels.can_attend(**heads):
         yield (
             f"heads of {attention.head_dim} dimensions, {attention.num_key_value_groups} queries a key; compiled code "
-            f"takes multiples of {fused_decode.WIDTH} up to {fused_decode.LARGEST_HEAD}, at most "
-            f"{fused_decode.MOST_IN_GROUP} queries a key"
+            f"takes multiples of {fused_decode.VECTOR_WIDTH} up to {fused_decode.MAX_HEAD_DIM}, at most "
+            f"{fused_decode.MAX_GROUP_SIZE} queries a key"
         )
-    if fused_decode.load() is None:
-        yield _not_compiled()
+    if fused_decode.load_decode_kernels() is None:
+        yield _explain_missing_kernels()
 
 
-def fused_step(model: Any, device: str | None = None) -> Decision:
+def check_fused_step(model: Any, device: str | None = None) -> Decision:
     """Permission for a whole decoding step in one call of compiled code (`rl_core.cpu.fused_decode.FusedStep`)."""
-    return decide(
+    return build_decision(
         "fused step",
-        _fused_obstacles(model, device),
+        _find_fused_obstacles(model, device),
         "a whole decoding step is one call of compiled code",
         "a call for each operation",
     )
 
 
-def _fused_obstacles(model: Any, device: str | None) -> Iterator[str]:
-    yield from _needs(compiled_decoding(model, device))
-    if int8_gemm.load() is None and packed_vectors.load() is None:
+def _find_fused_obstacles(model: Any, device: str | None) -> Iterator[str]:
+    yield from _require_path(check_compiled_decoding(model, device))
+    if packed_gemm.load_int8_gemm() is None and packed_gemm.load_packed_vectors() is None:
         yield "this processor has neither tiles for products of 8-bit integers (AMX) nor vectors of 8 numbers (AVX2)"
-    activations = {type(layer.mlp.act_fn).__name__ for layer in unwrapped(model).model.layers}
+    activations = {type(layer.mlp.act_fn).__name__ for layer in unwrap_adapters(model).model.layers}
     if not activations <= set(_SILU):
         yield f"its activation is {', '.join(sorted(activations))}; compiled code computes silu"
 
 
-def slot_adapters(model: Any, device: str | None = None) -> Decision:
+def check_slot_adapters(model: Any, device: str | None = None) -> Decision:
     """Permission to decode sequences with different low-rank adapters beside each other, to the bits of each alone."""
-    return decide(
+    return build_decision(
         "adapters by slot",
-        _needs(fused_step(model, device)),
+        _require_path(check_fused_step(model, device)),
         "a decoding step adds every sequence's own adapter, so samplers of the training service are decoded together",
         "training service: adapters are merged into the weights, one sampler after the other",
     )
 
 
-def _needs(other: Decision) -> Iterator[str]:
+def _require_path(other: Decision) -> Iterator[str]:
     if not other.allowed:
         yield f"needs the path '{other.name}'"
 
 
-def _not_compiled() -> str:
+def _explain_missing_kernels() -> str:
     if os.environ.get("POSTTRAIN_NATIVE") == "0":
         return "POSTTRAIN_NATIVE=0 turns compiled code off"
     return "there is no compiled code (no C compiler here, or it could not compile)"

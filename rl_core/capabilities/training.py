@@ -1,29 +1,34 @@
-"""Fast path of the training forward pass on a CPU."""
+"""Fast path of the training forward pass on a CPU.
+
+Properties that no list of families can tell, found by running the model on a few tokens.
+
+B rows, S sequence.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from rl_core.capabilities.decision import (
     Decision,
-    decide,
-    device_type,
-    dtype_name,
-    family_obstacles,
-    position_obstacles,
-    unwrapped,
+    build_decision,
+    find_family_obstacles,
+    find_position_obstacles,
+    format_dtype,
+    resolve_device_type,
+    unwrap_adapters,
 )
-from rl_core.cpu import attention_kernel, gemm, norm_and_gate
-from rl_core.distributed.sharded_types import is_sharded_module
-
-__all__ = ["independent_rows", "training_forward"]
+from rl_core.cpu import attention_kernel, gemm, layer_kernels
+from rl_core.distributed.sharding import is_sharded_module
 
 
-def training_forward(model: Any, device: str | None = None) -> Decision:
-    """Permission for the packed forward pass on a CPU (`rl_core.cpu.packed_forward`), adapters included.
+def check_training_forward(model: Any, device: str | None = None) -> Decision:
+    """Permission for the packed forward pass on a CPU (`rl_core.cpu.run_packed_forward`), adapters included.
 
     It follows the model's present mode: dropout and activation checkpointing speak against it in training mode only.
     Batches of packed rows (`position_ids_BS`) go to transformers in any case.
@@ -31,26 +36,28 @@ def training_forward(model: Any, device: str | None = None) -> Decision:
     Args:
         model: a transformers model with a head, or its trunk.
     """
-    trunk = unwrapped(model).base_model
-    return decide(
+    trunk = unwrap_adapters(model).base_model
+    return build_decision(
         "training forward",
-        _training_obstacles(trunk, device),
+        _find_training_obstacles(trunk, device),
         "known family in float32 on a CPU: layers see real tokens only, common prefixes once",
         "transformers' own forward pass over padded rows",
     )
 
 
-def _training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
-    yield from family_obstacles(trunk, "Model")
+def _find_training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
+    yield from find_family_obstacles(trunk, "Model")
     weight, config = trunk.embed_tokens.weight, trunk.config
-    if is_sharded_module(trunk.layers[0]):  # its weights are in one piece only while it is called itself
+    if is_sharded_module(
+        trunk.layers[0]
+    ):  # its weights are in one piece only while it is called itself
         yield "its weights are sharded layer by layer among processes"
     # A GPU has fused attention over several sequences and does not mind small kernels; in low precision transformers
     # rounds at places that are its own.
-    if device_type(weight, device) != "cpu":
-        yield f"its weights are on {device_type(weight, device)}; this path is for a CPU, whose small kernels are slow"
+    if resolve_device_type(weight, device) != "cpu":
+        yield f"its weights are on {resolve_device_type(weight, device)}; this path is for a CPU, whose small kernels are slow"
     if weight.dtype != torch.float32:
-        yield f"its weights are {dtype_name(weight)}, and this path computes in float32"
+        yield f"its weights are {format_dtype(weight)}, and this path computes in float32"
     if torch.is_autocast_enabled("cpu"):
         yield "autocast is on, and this path computes in float32"
     if getattr(config, "_attn_implementation", None) != "sdpa":
@@ -59,35 +66,222 @@ def _training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
         yield f"its activation is {config.hidden_act}; this path computes silu"
     if trunk.training and getattr(config, "attention_dropout", 0.0):
         yield f"attention_dropout is {config.attention_dropout}; this path has none (dropout: false switches it off)"
-    if trunk.training and any(getattr(part, "gradient_checkpointing", False) for part in (trunk, *trunk.layers[:1])):
+    if trunk.training and any(
+        getattr(part, "gradient_checkpointing", False) for part in (trunk, *trunk.layers[:1])
+    ):
         yield "activation checkpointing is on, which works on transformers' layers"
-    yield from position_obstacles(trunk)
+    yield from find_position_obstacles(trunk)
 
 
-def independent_rows(model: Any, device: str | None = None) -> Decision:
+def check_independent_rows(model: Any, device: str | None = None) -> Decision:
     """Guarantee that a row's states and gradients are the same bits whatever rows are computed beside it.
 
-    Compiled code of this project keeps it, on an Intel processor within `gemm.row_by_row`; kernels of torch and MKL
+    Compiled code of this project keeps it, on an Intel processor within `gemm.use_row_invariant_products`; kernels of torch and MKL
     choose their order of sums by the size of a batch.
     """
-    return decide(
+    return build_decision(
         "independent rows",
-        _independence_obstacles(unwrapped(model).base_model, device),
+        _find_independence_obstacles(unwrap_adapters(model).base_model, device),
         "no row's numbers depend on those beside it: the training service computes runs with adapters together",
         "training service: every run in passes of its own, as exact and slower",
     )
 
 
-def _independence_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
-    if not (decision := training_forward(trunk, device)).allowed:
+def _find_independence_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
+    if not (decision := check_training_forward(trunk, device)).allowed:
         yield f"its training passes are transformers' own: {decision.reason}"
     config, head_dim = trunk.config, trunk.layers[0].self_attn.head_dim
-    if not attention_kernel.AttentionKernel.suits(head_dim):
+    if not attention_kernel.AttentionKernel.supports_head_dim(head_dim):
         yield f"heads of {head_dim} dimensions are attended to by torch's kernel"
     for name in ("hidden_size", "intermediate_size"):
-        if getattr(config, name) % norm_and_gate.WIDTH:
-            yield f"{name} {getattr(config, name)} is no multiple of {norm_and_gate.WIDTH}"
-    with gemm.row_by_row():
-        products = gemm.load()
-    if products is None or norm_and_gate.load() is None or attention_kernel.load() is None:
+        if getattr(config, name) % layer_kernels.VECTOR_WIDTH:
+            yield f"{name} {getattr(config, name)} is no multiple of {layer_kernels.VECTOR_WIDTH}"
+    with gemm.use_row_invariant_products():
+        products = gemm.load_gemm()
+    if (
+        products is None
+        or layer_kernels.load_norm_and_gate() is None
+        or attention_kernel.load_attention_kernel() is None
+    ):
         yield "matrix products are not this project's compiled code here (no C compiler, or vectors of few numbers)"
+
+
+_LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_NO_TRIAL_REASON = "found by a trial run when training starts; only the configuration was read here"
+
+
+def check_chunked_head(model: Any) -> Decision:
+    """Permission to compute logits chunk by chunk as the output head times the trunk's last hidden state.
+
+    Some families scale or cap their logits; their configurations say so under known names, and a trial on a few tokens,
+    once for each model, catches what they do not say.
+    """
+    base = unwrap_adapters(model)
+    head: Any = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    name, fallback = "chunked head", "the model's own logits, [B, S, V] at once"
+    obstacle = next(_find_head_obstacles(base, head), None)
+    if obstacle is not None:
+        return Decision(name, False, obstacle, fallback)
+    equal = getattr(base, "_posttrain_plain_head", None)
+    if equal is None:
+        if head.weight.is_meta:
+            return Decision(name, False, _NO_TRIAL_REASON, fallback, is_undecided=True)
+        equal = _has_plain_logits(base, head)
+        setattr(base, "_posttrain_plain_head", equal)  # noqa: B010 a plain attribute: in no state dict
+    if not equal:
+        return Decision(
+            name, False, "on a trial its logits differ from head times last hidden state", fallback
+        )
+    return Decision(
+        name,
+        True,
+        "logits are head times last hidden state (tried): never a [B, S, V] tensor",
+        fallback,
+    )
+
+
+def _find_head_obstacles(base: Any, head: Any) -> Iterator[str]:
+    if head is None:
+        yield "it has no output head"
+    if type(head) is not nn.Linear:
+        yield f"its output head is {type(head).__name__} of {type(head).__module__}, not torch's"
+    for option in _LOGIT_OPTIONS:
+        if getattr(base.config, option, None):
+            yield f"it scales or caps its logits ({option} = {getattr(base.config, option)})"
+
+
+def _has_plain_logits(base: Any, head: nn.Linear) -> bool:
+    vocab_size = head.weight.shape[0]
+    ids = torch.arange(1, vocab_size, max(1, vocab_size // 8), device=head.weight.device)[None]
+    with _use_trial_mode(base):
+        hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = base(input_ids=ids, use_cache=False).logits
+        return torch.equal(head(hidden), logits)
+
+
+def check_sequence_packing(model: Any) -> Decision:
+    """Permission to put several sequences into one row of a training batch, found by trying it on short ones.
+
+    Not every family and attention kernel keeps them apart (recurrent ones, those that know no position ids, kernels
+    without a block mask), and one that does not would mix them in silence. Tried in two rows, in eval mode: what stands
+    before a sequence must not move its hidden states by 1/50 of what it does in a plain row (on most machines by
+    nothing at all; experts may round with their load), and they must be the same as alone, up to rounding.
+    """
+    base = unwrap_adapters(model)
+    name, fallback = "sequence packing", "one sequence a row"
+    weight = next(base.parameters())
+    if weight.is_meta:
+        return Decision(name, False, _NO_TRIAL_REASON, fallback, is_undecided=True)
+    try:
+        leak, effect, difference = _measure_packing_leak(base)
+    except (TypeError, ValueError, RuntimeError) as error:  # a family that takes no position ids
+        return Decision(
+            name,
+            False,
+            f"a trial with position ids failed: {type(error).__name__}: {error}",
+            fallback,
+        )
+    if not leak <= effect / 50:
+        return Decision(
+            name, False, "on a trial a sequence saw the one before it in its row", fallback
+        )
+    # some families take a softmax in float32 always
+    eps = max(torch.finfo(weight.dtype).eps, torch.finfo(torch.float32).eps)
+    if not difference <= eps**0.5:
+        return Decision(
+            name,
+            False,
+            f"on a trial hidden states differed by {difference:.1e} of their size",
+            fallback,
+        )
+    return Decision(name, True, "sequences in one row stay apart (tried on short ones)", fallback)
+
+
+def _measure_packing_leak(base: Any) -> tuple[float, float, float]:
+    """Effect of other tokens in front in a packed row, in a plain row, and relative difference of packed from alone."""
+    vocab_size = base.get_input_embeddings().weight.shape[0]
+    tokens_S = torch.arange(12, device=next(base.parameters()).device)
+    first_ids_S, other_ids_S, ids_S = (tokens_S * step % (vocab_size - 1) + 1 for step in (3, 5, 7))
+    before = 5  # tokens of the sequence that stands in front
+    alone_BS = torch.stack([ids_S] * 2)
+    rows_BS = torch.stack(
+        [torch.cat([front_ids_S[:before], ids_S]) for front_ids_S in (first_ids_S, other_ids_S)]
+    )
+    positions_BS = torch.cat([tokens_S[:before], tokens_S]).expand(2, -1)
+
+    def hidden(ids_BS: torch.Tensor, positions_BS: torch.Tensor | None) -> torch.Tensor:
+        inputs = (
+            {"input_ids": ids_BS}
+            if positions_BS is None
+            else {"input_ids": ids_BS, "position_ids": positions_BS}
+        )
+        if positions_BS is not None and needs_single_packed_row(base):
+            inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
+        states = base.base_model(**inputs, use_cache=False).last_hidden_state
+        return states.reshape(*ids_BS.shape, -1).double()[:, -len(ids_S) :]
+
+    with _use_trial_mode(base):
+        alone, plain, packed = (
+            hidden(alone_BS, None),
+            hidden(rows_BS, None),
+            hidden(rows_BS, positions_BS),
+        )
+    leak, effect = (float((rows[0] - rows[1]).abs().max()) for rows in (packed, plain))
+    return leak, effect, float((packed - alone).abs().max()) / float(alone.abs().max())
+
+
+def check_router_logits(model: Any) -> Decision:
+    """Possibility of a load-balancing loss: the trunk gives the logits of its routers, found by asking for them."""
+    base = unwrap_adapters(model)
+    name, fallback = "router logits", "no load-balancing loss"
+    weight = next(base.parameters())
+    if weight.is_meta:
+        return Decision(name, False, _NO_TRIAL_REASON, fallback, is_undecided=True)
+    ids_BS = torch.ones(1, 3, dtype=torch.int64, device=weight.device)
+    experts = getattr(base.config, "num_experts_per_tok", None)
+    try:
+        with _use_trial_mode(base):
+            found = getattr(
+                base.base_model(ids_BS, use_cache=False, output_router_logits=True),
+                "router_logits",
+                None,
+            )
+    except (TypeError, ValueError) as error:  # a family that does not know the question
+        return Decision(
+            name, False, f"asked for them, it failed: {type(error).__name__}: {error}", fallback
+        )
+    if (
+        not found
+        or experts is None
+        or any(logits is None or logits.shape[:-1].numel() != 3 for logits in found)
+    ):
+        return Decision(
+            name,
+            False,
+            f"{type(base).__name__} gives none: it has no experts, or hides them",
+            fallback,
+        )
+    return Decision(
+        name,
+        True,
+        f"{len(found)} routers of {found[0].shape[-1]} experts, {experts} per token",
+        fallback,
+    )
+
+
+def needs_single_packed_row(model: Any) -> bool:
+    """True if the attention kernel separates packed sequences only in a batch of one row (flash kernels)."""
+    return "flash" in str(getattr(model.config, "_attn_implementation", None))
+
+
+@contextmanager
+def _use_trial_mode(model: nn.Module) -> Iterator[None]:
+    """No gradient, every module in eval mode; afterwards each is as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -12,12 +12,16 @@ import threading
 
 import torch
 
-__all__ = ["Arena", "Scratch", "keep_freed_memory", "pages"]
-
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of mallopt(3)
-_MOST = 2**31 - 1
-_HUGE = 2**21
-_SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+_MAX_THRESHOLD = 2**31 - 1
+_HUGE_PAGE_BYTES = 2**21
+_USER_VARIABLES = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "GLIBC_TUNABLES",
+    "LD_PRELOAD",
+)
 
 
 @functools.cache
@@ -28,21 +32,23 @@ def keep_freed_memory() -> bool:
     page by page, and filled with zeros again: on virtual machines up to a tenth of a step. The peak stays what it was.
     An allocator that is configured by environment variables, or another one, is left alone. Returns: True = done.
     """
-    if platform.libc_ver()[0] != "glibc" or any(os.environ.get(name) for name in _SET_BY_USER):
+    if platform.libc_ver()[0] != "glibc" or any(os.environ.get(name) for name in _USER_VARIABLES):
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_MMAP_THRESHOLD, _MOST) and mallopt(_TRIM_THRESHOLD, _MOST))
+    return bool(
+        mallopt(_MMAP_THRESHOLD, _MAX_THRESHOLD) and mallopt(_TRIM_THRESHOLD, _MAX_THRESHOLD)
+    )
 
 
-def pages(size: int) -> torch.Tensor:
+def allocate_huge_pages(size: int) -> torch.Tensor:
     """`size` bytes of zeroed memory on pages of 2 MiB where the system has them: they are read faster."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # holds on to `memory`
-    start = -whole.data_ptr() % _HUGE
+    start = -whole.data_ptr() % _HUGE_PAGE_BYTES
     return whole[start : start + size]
 
 
@@ -59,28 +65,30 @@ class Arena:
         """Start over; memory given out before is overwritten."""
         self._number = self._used = 0
 
-    def take(self, size: int) -> torch.Tensor:
+    def allocate_bytes(self, size: int) -> torch.Tensor:
         """`size` bytes at a multiple of 64."""
         size += -size % 64
-        while self._number < len(self._chunks) and self._used + size > len(self._chunks[self._number]):
+        while self._number < len(self._chunks) and self._used + size > len(
+            self._chunks[self._number]
+        ):
             self._number, self._used = self._number + 1, 0
         if self._number == len(self._chunks):
-            self._chunks.append(pages(max(size, self._chunk)))
+            self._chunks.append(allocate_huge_pages(max(size, self._chunk)))
         taken = self._chunks[self._number][self._used : self._used + size]
         self._used += size
         return taken
 
 
-class Scratch:
+class ScratchMemory:
     """Scratch memory of calls: each Python thread has its own, and keeps it."""
 
     def __init__(self) -> None:
-        self._own = threading.local()
+        self._thread_local = threading.local()
 
-    def place(self, size: int) -> int:
+    def reserve_address(self, size: int) -> int:
         """The address, a multiple of 64, of `size` uninitialised bytes."""
-        memory: torch.Tensor | None = getattr(self._own, "memory", None)
+        memory: torch.Tensor | None = getattr(self._thread_local, "memory", None)
         if memory is None or len(memory) < size + 64:
-            self._own.memory = memory = torch.empty(size + 64, dtype=torch.uint8)
+            self._thread_local.memory = memory = torch.empty(size + 64, dtype=torch.uint8)
         place: int = memory.data_ptr()
         return place + -place % 64

@@ -13,12 +13,10 @@ import torch
 
 from rl_core.cpu import build
 
-__all__ = ["AttentionKernel", "Rows", "load"]
-
-LARGEST_HEAD, WIDTH = 256, 16  # as in attention.c
+MAX_HEAD_DIM, VECTOR_WIDTH = 256, 16  # as in attention.c
 
 
-class _Attention(ctypes.Structure):
+class _AttentionArguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("tokens", "rows", "Q", "K", "D", "longest")),
         *((name, ctypes.c_void_p) for name in ("starts", "named", "first", "cosines", "sines")),
@@ -28,14 +26,16 @@ class _Attention(ctypes.Structure):
 
 
 @dataclass(slots=True)
-class Rows:
+class AttentionRows:
     """Rows as indices of their tokens. All int64 on the CPU."""
 
-    starts_R: torch.Tensor  # [R + 1] where each row's tokens begin among the T, and where the last row ends
+    starts_R: (
+        torch.Tensor
+    )  # [R + 1] where each row's tokens begin among the T, and where the last row ends
     tokens_T: torch.Tensor  # the token, of N, at each place
     first_R: torch.Tensor  # the first token of each row that is in no row before it
-    ends_N: torch.Tensor  # [N + 1] where the places of each token begin in `places_T`
-    places_T: torch.Tensor
+    ends_N: torch.Tensor  # [N + 1] where the places of each token begin in `indices_T`
+    indices_T: torch.Tensor
     longest: int
 
 
@@ -49,14 +49,14 @@ class AttentionKernel:
         self._backward.argtypes, self._backward.restype = (place,) * 9, None
 
     @staticmethod
-    def suits(head_dim: int) -> bool:
+    def supports_head_dim(head_dim: int) -> bool:
         """True = the code supports heads of this size."""
-        return head_dim % WIDTH == 0 and head_dim <= LARGEST_HEAD
+        return head_dim % VECTOR_WIDTH == 0 and head_dim <= MAX_HEAD_DIM
 
     def forward(
         self,
         heads_NhD: torch.Tensor,
-        rows: Rows,
+        rows: AttentionRows,
         cos_ND: torch.Tensor,
         sin_ND: torch.Tensor,
         kv_heads: int,
@@ -66,12 +66,16 @@ class AttentionKernel:
 
         Returns: it; and for `backward` the turned heads [N, h, D] and the logarithms of the denominators [N, Q].
         """
-        fields = self._fields(heads_NhD, rows, cos_ND, sin_ND, kv_heads, scale)
+        fields = self._build_arguments(heads_NhD, rows, cos_ND, sin_ND, kv_heads, scale)
         turned = torch.empty_like(heads_NhD)
         out = heads_NhD.new_empty(len(heads_NhD), fields.Q * fields.D)
         logs = heads_NhD.new_empty(len(heads_NhD), fields.Q)
         self._forward(
-            ctypes.addressof(fields), heads_NhD.data_ptr(), turned.data_ptr(), out.data_ptr(), logs.data_ptr()
+            ctypes.addressof(fields),
+            heads_NhD.data_ptr(),
+            turned.data_ptr(),
+            out.data_ptr(),
+            logs.data_ptr(),
         )
         return out, turned, logs
 
@@ -81,36 +85,58 @@ class AttentionKernel:
         out_NE: torch.Tensor,
         turned_NhD: torch.Tensor,
         logs_NQ: torch.Tensor,
-        rows: Rows,
+        rows: AttentionRows,
         cos_ND: torch.Tensor,
         sin_ND: torch.Tensor,
         kv_heads: int,
         scale: float,
     ) -> torch.Tensor:
         """The gradient of the heads [N, h, D], from that of what `forward` gave."""
-        fields = self._fields(turned_NhD, rows, cos_ND, sin_ND, kv_heads, scale)
+        fields = self._build_arguments(turned_NhD, rows, cos_ND, sin_ND, kv_heads, scale)
         grad_heads = torch.empty_like(turned_NhD)
         room = turned_NhD.new_empty(len(rows.tokens_T), 2 * kv_heads * fields.D)
         self._backward(
-            ctypes.addressof(fields), turned_NhD.data_ptr(), out_NE.data_ptr(), logs_NQ.data_ptr(), grad_NE.data_ptr(),
-            rows.ends_N.data_ptr(), rows.places_T.data_ptr(), room.data_ptr(), grad_heads.data_ptr(),
-        )  # fmt: skip
+            ctypes.addressof(fields),
+            turned_NhD.data_ptr(),
+            out_NE.data_ptr(),
+            logs_NQ.data_ptr(),
+            grad_NE.data_ptr(),
+            rows.ends_N.data_ptr(),
+            rows.indices_T.data_ptr(),
+            room.data_ptr(),
+            grad_heads.data_ptr(),
+        )
         return grad_heads
 
     @staticmethod
-    def _fields(
-        heads_NhD: torch.Tensor, rows: Rows, cos_ND: torch.Tensor, sin_ND: torch.Tensor, kv_heads: int, scale: float
-    ) -> _Attention:
+    def _build_arguments(
+        heads_NhD: torch.Tensor,
+        rows: AttentionRows,
+        cos_ND: torch.Tensor,
+        sin_ND: torch.Tensor,
+        kv_heads: int,
+        scale: float,
+    ) -> _AttentionArguments:
         tokens, heads, size = heads_NhD.shape
-        return _Attention(
-            tokens=tokens, rows=len(rows.first_R), Q=heads - 2 * kv_heads, K=kv_heads, D=size, longest=rows.longest,
-            starts=rows.starts_R.data_ptr(), named=rows.tokens_T.data_ptr(), first=rows.first_R.data_ptr(),
-            cosines=cos_ND.data_ptr(), sines=sin_ND.data_ptr(), scale=scale, threads=torch.get_num_threads(),
-        )  # fmt: skip
+        return _AttentionArguments(
+            tokens=tokens,
+            rows=len(rows.first_R),
+            Q=heads - 2 * kv_heads,
+            K=kv_heads,
+            D=size,
+            longest=rows.longest,
+            starts=rows.starts_R.data_ptr(),
+            named=rows.tokens_T.data_ptr(),
+            first=rows.first_R.data_ptr(),
+            cosines=cos_ND.data_ptr(),
+            sines=sin_ND.data_ptr(),
+            scale=scale,
+            threads=torch.get_num_threads(),
+        )
 
 
 @functools.cache
-def load() -> AttentionKernel | None:
+def load_attention_kernel() -> AttentionKernel | None:
     """The functions, or None where nothing is compiled."""
-    code = build.load()
+    code = build.load_library()
     return AttentionKernel(code) if code is not None else None

@@ -16,32 +16,32 @@ import numpy as np
 import torch
 
 from rl_core.cpu import build
-from rl_core.cpu.adapter_spans import AdapterSpan
-from rl_core.cpu.int8_gemm import PackedMatrix
-from rl_core.cpu.packed_vectors import PackedVectors
+from rl_core.cpu.low_rank import AdapterSpan
+from rl_core.cpu.packed_gemm import PackedMatrix, PackedVectors
 
-__all__ = ["DecodeKernels", "DecodeStep", "FusedStep", "Packed", "PackedWeights", "SlotAdapters", "SlotStates", "load"]
-
-MOST_IN_GROUP, LARGEST_HEAD, WIDTH = 8, 256, 16  # as in decode_ops.c
-CACHED_BYTES = 24 * 2**20  # weights up to this size stay in a cache that the threads share
-_SHARED_LOGITS = 2**16  # from which on threads share them out
-LEAST_OWN_ROWS = 8  # that a thread takes through a step by itself, where they do
+MAX_GROUP_SIZE, MAX_HEAD_DIM, VECTOR_WIDTH = 8, 256, 16  # as in decode_ops.c
+MAX_CACHED_BYTES = 24 * 2**20  # weights up to this size stay in a cache that the threads share
+_MIN_THREADED_LOGITS = 2**16  # from which on threads share them out
+MIN_ROWS_PER_THREAD = 8  # that a thread takes through a step by itself, where they do
 
 
-Packed = PackedMatrix | PackedVectors
+PackedOperand = PackedMatrix | PackedVectors
 
 
 class _Step(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("tokens", "rows", "Q", "K", "D", "length")),
-        *((name, ctypes.c_void_p) for name in ("slots", "positions", "cosines", "sines", "q_weight", "k_weight")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("slots", "positions", "cosines", "sines", "q_weight", "k_weight")
+        ),
         *((name, ctypes.c_float) for name in ("q_eps", "k_eps", "scale")),
         ("scores", ctypes.c_void_p),
         ("threads", ctypes.c_int64),
     ]
 
 
-class Norm(Protocol):
+class RmsNormWeights(Protocol):
     """Interface of `decoder_layers.RmsNorm`."""
 
     weight: torch.Tensor
@@ -67,15 +67,24 @@ class DecodeStep:
         _, _, _, kv_heads, length, size = cache.shape
         threads = torch.get_num_threads()
         scores = cache.new_empty(threads, query_heads // kv_heads, length)
-        self._kept = (positions_N, slots_N, cos_LD, sin_LD, scores)
+        self._referenced_tensors = (positions_N, slots_N, cos_LD, sin_LD, scores)
         self.threads, self.rows = threads, len(positions_N)  # the first rows attend
         self.fields = _Step(
-            tokens=self.rows, rows=self.rows, Q=query_heads, K=kv_heads, D=size, length=length,
-            slots=slots_N.data_ptr(), positions=positions_N.data_ptr(),
-            cosines=cos_LD.data_ptr(), sines=sin_LD.data_ptr(), scores=scores.data_ptr(), threads=threads,
-        )  # fmt: skip
+            tokens=self.rows,
+            rows=self.rows,
+            Q=query_heads,
+            K=kv_heads,
+            D=size,
+            length=length,
+            slots=slots_N.data_ptr(),
+            positions=positions_N.data_ptr(),
+            cosines=cos_LD.data_ptr(),
+            sines=sin_LD.data_ptr(),
+            scores=scores.data_ptr(),
+            threads=threads,
+        )
 
-    def take_first(self, count: int) -> None:
+    def keep_first_tokens(self, count: int) -> None:
         """Only the first of the new tokens count from now on."""
         self.rows = self.fields.tokens = self.fields.rows = count
 
@@ -83,7 +92,10 @@ class DecodeStep:
 class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("heads", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("heads_bias", "out_bias", "gate_up_bias", "down_bias")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("heads_bias", "out_bias", "gate_up_bias", "down_bias")
+        ),
         *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "keys", "values")),
         *((name, ctypes.c_float) for name in ("q_eps", "k_eps", "input_eps", "mlp_eps", "scale")),
     ]
@@ -101,12 +113,18 @@ class _Model(ctypes.Structure):
 
 
 class _LowRank(ctypes.Structure):
-    _fields_ = [("rows", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("down", "up", "columns"))]
+    _fields_ = [
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("down", "up", "columns")),
+    ]
 
 
 class _Sampling(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "limits", "sampled", "acted")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("tokens", "positions", "limits", "sampled", "acted")
+        ),
         *((name, ctypes.c_void_p) for name in ("uniforms", "chosen", "logprobs")),
         ("most", ctypes.c_int64),
         ("is_end", ctypes.c_void_p),
@@ -118,12 +136,12 @@ class _Sampling(ctypes.Structure):
 class PackedWeights:
     """One layer's packed weights, with the norms' weights multiplied in, and biases."""
 
-    heads: tuple[Packed, torch.Tensor | None]
-    out: tuple[Packed, torch.Tensor | None]
-    gate_up: tuple[Packed, torch.Tensor | None]
-    down: tuple[Packed, torch.Tensor | None]
-    q_norm: Norm | None
-    k_norm: Norm | None
+    heads: tuple[PackedOperand, torch.Tensor | None]
+    out: tuple[PackedOperand, torch.Tensor | None]
+    gate_up: tuple[PackedOperand, torch.Tensor | None]
+    down: tuple[PackedOperand, torch.Tensor | None]
+    q_norm: RmsNormWeights | None
+    k_norm: RmsNormWeights | None
     input_eps: float
     mlp_eps: float
     scale: float
@@ -147,7 +165,9 @@ class SlotStates:
 class SlotAdapters:
     """Low-rank adapters of the slots of a `FusedStep`: tables that the compiled code reads."""
 
-    def __init__(self, adapters: Sequence[Sequence[AdapterSpan | None]], adapter_of: np.ndarray) -> None:
+    def __init__(
+        self, adapters: Sequence[Sequence[AdapterSpan | None]], adapter_of: np.ndarray
+    ) -> None:
         """
         Args:
             adapters: of each, the updates of all products: heads, out, gate_up and down of every layer, then the head.
@@ -155,14 +175,18 @@ class SlotAdapters:
         """
         self.adapter_of = adapter_of
         self.table = (_LowRank * max(1, sum(map(len, adapters))))()
-        self._kept: list[torch.Tensor] = []
+        self._referenced_tensors: list[torch.Tensor] = []
         for fields, span in zip(self.table, itertools.chain(*adapters), strict=False):
             if span is None:
                 continue
             ups = [(up_OR * span.scale).t().reshape(-1) for up_OR in span.ups]  # row by row
-            columns = [pair for pair, rank in zip(span.columns, span.ranks, strict=True) for _ in range(rank)]
+            columns = [
+                pair
+                for pair, rank in zip(span.columns, span.ranks, strict=True)
+                for _ in range(rank)
+            ]
             parts = torch.cat(list(span.downs)).contiguous(), torch.cat(ups), torch.tensor(columns)
-            self._kept += parts
+            self._referenced_tensors += parts
             fields.rows = len(columns)
             fields.down, fields.up, fields.columns = (part.data_ptr() for part in parts)
 
@@ -173,20 +197,25 @@ class FusedStep:
     def __init__(
         self,
         layers: Sequence[PackedWeights],
-        head: tuple[Packed, torch.Tensor | None],
+        head: tuple[PackedOperand, torch.Tensor | None],
         head_eps: float,
         embedding_VH: torch.Tensor,
         cache: torch.Tensor,
     ) -> None:
         """cache: keys and values, [layers, 2, slots, K, length, D]."""
-        code = build.load()
+        code = build.load_library()
         assert code is not None
         self._one, self._some = code.decode_step, code.decode_steps
         place, number = ctypes.c_void_p, ctypes.c_int64
         self._one.argtypes = (place, place, place, number, place, place, place)
         self._some.argtypes = (place, place, place, number, *(place,) * 6)
         self._one.restype = self._some.restype = None
-        self._kept = (layers, head, embedding_VH, cache)  # what the compiled code points to
+        self._referenced_tensors = (
+            layers,
+            head,
+            embedding_VH,
+            cache,
+        )  # what the compiled code points to
         self._layers = (_Layer * len(layers))()
         for fields, layer, part in zip(self._layers, layers, cache, strict=True):
             for name in ("heads", "out", "gate_up", "down"):
@@ -194,27 +223,42 @@ class FusedStep:
                 setattr(fields, name, packed.place)
                 setattr(fields, f"{name}_bias", bias.data_ptr() if bias is not None else None)
             for name in ("q", "k"):
-                norm: Norm | None = getattr(layer, f"{name}_norm")
+                norm: RmsNormWeights | None = getattr(layer, f"{name}_norm")
                 if norm is not None:
                     setattr(fields, f"{name}_weight", norm.weight.data_ptr())
                     setattr(fields, f"{name}_eps", norm.eps)
             fields.keys, fields.values = part[0].data_ptr(), part[1].data_ptr()
-            fields.input_eps, fields.mlp_eps, fields.scale = layer.input_eps, layer.mlp_eps, layer.scale
+            fields.input_eps, fields.mlp_eps, fields.scale = (
+                layer.input_eps,
+                layer.mlp_eps,
+                layer.scale,
+            )
         packed, bias = head
         self._width = layers[0].down[0].inputs
-        size = sum(getattr(layer, name)[0].size for layer in layers for name in ("heads", "out", "gate_up", "down"))
+        size = sum(
+            getattr(layer, name)[0].size
+            for layer in layers
+            for name in ("heads", "out", "gate_up", "down")
+        )
         self._model = _Model(
-            layers=len(layers), H=embedding_VH.shape[1], I=self._width, V=packed.outputs,
-            layer=ctypes.addressof(self._layers), embedding=embedding_VH.data_ptr(), head=packed.place,
-            head_bias=bias.data_ptr() if bias is not None else None, head_eps=head_eps,
-            product=ctypes.cast(packed.gemm.part, place).value, copies=packed.gemm.room(1),
-            least_own=LEAST_OWN_ROWS if size + packed.size <= CACHED_BYTES else 2**62,
-        )  # fmt: skip
+            layers=len(layers),
+            H=embedding_VH.shape[1],
+            I=self._width,
+            V=packed.outputs,
+            layer=ctypes.addressof(self._layers),
+            embedding=embedding_VH.data_ptr(),
+            head=packed.address,
+            head_bias=bias.data_ptr() if bias is not None else None,
+            head_eps=head_eps,
+            product=ctypes.cast(packed.gemm.part, place).value,
+            copies=packed.gemm.room(1),
+            least_own=MIN_ROWS_PER_THREAD if size + packed.size <= MAX_CACHED_BYTES else 2**62,
+        )
         self._gemm, self._room = packed.gemm, embedding_VH.new_empty(0)
-        self._drawing: tuple[torch.Tensor, ...] = ()  # see `_rooms_to_draw`
+        self._drawing: tuple[torch.Tensor, ...] = ()  # see `_allocate_sampling_buffers`
         self._drawing_for = (0, 0)
 
-    def adapt(self, adapters: SlotAdapters | None) -> None:
+    def set_adapters(self, adapters: SlotAdapters | None) -> None:
         """Adapters of the slots from now on; None = no slot has one."""
         self._adapters = adapters
         self._model.adapters = None if adapters is None else ctypes.addressof(adapters.table)
@@ -225,12 +269,19 @@ class FusedStep:
         fields, model = step.fields, self._model
         logits_nV = self._room.new_empty(count, model.V)
         self._one(
-            ctypes.addressof(model), ctypes.addressof(fields), tokens_N.data_ptr(), count,
-            self._place_for(fields), self._gemm.place_for(fields.threads), logits_nV.data_ptr(),
-        )  # fmt: skip
+            ctypes.addressof(model),
+            ctypes.addressof(fields),
+            tokens_N.data_ptr(),
+            count,
+            self._reserve_activations(fields),
+            self._gemm.reserve_scratch(fields.threads),
+            logits_nV.data_ptr(),
+        )
         return logits_nV
 
-    def sample(self, step: DecodeStep, states: SlotStates, is_end_V: np.ndarray, steps: int) -> None:
+    def sample_tokens(
+        self, step: DecodeStep, states: SlotStates, is_end_V: np.ndarray, steps: int
+    ) -> None:
         """Sample `steps` tokens for each of the first slots, fewer where its turn ends before.
 
         A turn ends by a token of `is_end_V` (bool), where no further one is within the limit, or by a log-probability
@@ -242,30 +293,41 @@ class FusedStep:
         fields, model = step.fields, self._model
         sampling = _Sampling(
             **{name: getattr(states, name).ctypes.data for name in states.__slots__},
-            most=states.chosen.shape[1], is_end=is_end_V.ctypes.data,
-        )  # fmt: skip
+            most=states.chosen.shape[1],
+            is_end=is_end_V.ctypes.data,
+        )
         self._some(
-            ctypes.addressof(model), ctypes.addressof(fields), ctypes.addressof(sampling), steps,
-            self._place_for(fields), self._gemm.place_for(fields.threads),
-            *(room.data_ptr() for room in self._rooms_to_draw(fields.tokens, fields.threads)),
-        )  # fmt: skip
+            ctypes.addressof(model),
+            ctypes.addressof(fields),
+            ctypes.addressof(sampling),
+            steps,
+            self._reserve_activations(fields),
+            self._gemm.reserve_scratch(fields.threads),
+            *(
+                room.data_ptr()
+                for room in self._allocate_sampling_buffers(fields.tokens, fields.threads)
+            ),
+        )
 
-    def _rooms_to_draw(self, tokens: int, threads: int) -> tuple[torch.Tensor, ...]:
+    def _allocate_sampling_buffers(self, tokens: int, threads: int) -> tuple[torch.Tensor, ...]:
         """Scratch memory of `sample`: logits, powers, lists of slots, ends.
 
         It is kept: each of torch's allocations lets another thread take the interpreter's lock, for a millisecond.
         """
         if tokens > self._drawing_for[0] or threads > self._drawing_for[1]:
-            tokens, threads = self._drawing_for = max(tokens, self._drawing_for[0]), max(threads, self._drawing_for[1])
+            tokens, threads = self._drawing_for = (
+                max(tokens, self._drawing_for[0]),
+                max(threads, self._drawing_for[1]),
+            )
             self._drawing = (
                 self._room.new_empty(tokens, self._model.V),
-                self._room.new_empty(threads, 2 * (self._model.V + WIDTH)),
+                self._room.new_empty(threads, 2 * (self._model.V + VECTOR_WIDTH)),
                 torch.empty(threads, 3, tokens, dtype=torch.int64),
                 torch.empty(tokens, dtype=torch.uint8),
             )
         return self._drawing
 
-    def _place_for(self, fields: _Step) -> int:
+    def _reserve_activations(self, fields: _Step) -> int:
         """Address of scratch memory for the activations of a step."""
         model = self._model
         heads = 2 * fields.D * (fields.Q + fields.K)
@@ -293,28 +355,32 @@ class DecodeKernels:
     @staticmethod
     def can_attend(*, head_dim: int, query_heads: int, kv_heads: int) -> bool:
         """True = the code supports heads of this size and so many queries a key."""
-        return head_dim % WIDTH == 0 and head_dim <= LARGEST_HEAD and query_heads // kv_heads <= MOST_IN_GROUP
+        return (
+            head_dim % VECTOR_WIDTH == 0
+            and head_dim <= MAX_HEAD_DIM
+            and query_heads // kv_heads <= MAX_GROUP_SIZE
+        )
 
-    def normed(self, x_NH: torch.Tensor, eps: float) -> torch.Tensor:
+    def compute_rms_norm(self, x_NH: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x)."""
         out_NH = torch.empty_like(x_NH)
         self._normed(x_NH.data_ptr(), *x_NH.shape, eps, out_NH.data_ptr())
         return out_NH
 
-    def gated(self, both_NF: torch.Tensor) -> torch.Tensor:
+    def compute_gated_silu(self, both_NF: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up of [gate, up] side by side: [N, 2 F] -> [N, F]."""
         rows, width = both_NF.shape[0], both_NF.shape[1] // 2
         out_NF = both_NF.new_empty(rows, width)
         self._gated(both_NF.data_ptr(), rows, width, out_NF.data_ptr(), torch.get_num_threads())
         return out_NF
 
-    def attend(
+    def attend_slots(
         self,
         step: DecodeStep,
         heads_NE: torch.Tensor,
         cache: torch.Tensor,
-        q_norm: Norm | None,
-        k_norm: Norm | None,
+        q_norm: RmsNormWeights | None,
+        k_norm: RmsNormWeights | None,
         scale: float,
     ) -> torch.Tensor:
         """Rotate, put keys and values into their slots, attend: [N, (Q + 2 K) D] -> [n, Q D], n = `step.rows`.
@@ -325,21 +391,25 @@ class DecodeKernels:
         """
         fields = step.fields
         fields.rows, fields.scale = step.rows, scale
-        fields.q_weight, fields.q_eps = (q_norm.weight.data_ptr(), q_norm.eps) if q_norm is not None else (None, 0.0)
-        fields.k_weight, fields.k_eps = (k_norm.weight.data_ptr(), k_norm.eps) if k_norm is not None else (None, 0.0)
+        fields.q_weight, fields.q_eps = (
+            (q_norm.weight.data_ptr(), q_norm.eps) if q_norm is not None else (None, 0.0)
+        )
+        fields.k_weight, fields.k_eps = (
+            (k_norm.weight.data_ptr(), k_norm.eps) if k_norm is not None else (None, 0.0)
+        )
         out_nE = heads_NE.new_empty(step.rows, fields.Q * fields.D)
         keys, values = cache[0].data_ptr(), cache[1].data_ptr()
         self._attend(ctypes.addressof(fields), heads_NE.data_ptr(), keys, values, out_nE.data_ptr())
         return out_nE
 
-    def draw(
+    def draw_tokens(
         self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `sampling.draw`."""
         rows, size = logits_nV.shape
         tokens_n, logprobs_n = torch.empty(rows, dtype=torch.int64), logits_nV.new_empty(rows)
-        threads = torch.get_num_threads() if rows * size >= _SHARED_LOGITS else 1
-        room = logits_nV.new_empty(threads, 2 * (size + WIDTH))
+        threads = torch.get_num_threads() if rows * size >= _MIN_THREADED_LOGITS else 1
+        room = logits_nV.new_empty(threads, 2 * (size + VECTOR_WIDTH))
         self._draw(
             logits_nV.data_ptr(),
             rows,
@@ -355,7 +425,7 @@ class DecodeKernels:
 
 
 @functools.cache
-def load() -> DecodeKernels | None:
+def load_decode_kernels() -> DecodeKernels | None:
     """The functions, or None where nothing is compiled."""
-    found = build.load()
+    found = build.load_library()
     return DecodeKernels(found) if found is not None else None

@@ -16,12 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from rl_core.cpu import build
-from rl_core.cpu.allocator import Scratch
+from rl_core.cpu.allocator import ScratchMemory
 
-__all__ = ["Gemm", "Operand", "Product", "load", "load_tiles", "load_vectors", "row_by_row"]
-
-
-_row_by_row: ContextVar[bool] = ContextVar("row_by_row", default=False)
+_is_row_invariant: ContextVar[bool] = ContextVar("row_by_row", default=False)
 
 
 class _RowPart(ctypes.Structure):
@@ -30,41 +27,48 @@ class _RowPart(ctypes.Structure):
 
 class _Product(ctypes.Structure):
     _fields_ = [
-        ("left", ctypes.c_void_p), ("left_stride", ctypes.c_int64), ("left_across", ctypes.c_int64),
-        ("parts", ctypes.c_void_p), ("count", ctypes.c_int64), ("across", ctypes.c_int64),
-        ("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64), ("rows", ctypes.c_int64),
-        ("depth", ctypes.c_int64), ("add", ctypes.c_int64),
-    ]  # fmt: skip
+        ("left", ctypes.c_void_p),
+        ("left_stride", ctypes.c_int64),
+        ("left_across", ctypes.c_int64),
+        ("parts", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("across", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+        ("add", ctypes.c_int64),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
     """A matrix within a float32 tensor: from a row and column on."""
 
-    whole: torch.Tensor
+    tensor: torch.Tensor
     row: int = 0
     column: int = 0
     width: int | None = None  # columns; None = to the end
-    across: bool = False  # True = its rows are what is summed over
+    is_transposed: bool = False  # True = its rows are what is summed over
     height: int = 0  # rows, of a left operand that lies across
 
     @property
-    def place(self) -> int:
+    def address(self) -> int:
         """Address of its first number."""
-        return self.whole.data_ptr() + 4 * (self.row * self.whole.stride(0) + self.column)
+        return self.tensor.data_ptr() + 4 * (self.row * self.tensor.stride(0) + self.column)
 
     @property
     def columns(self) -> int:
         """Numbers of a row."""
-        return self.whole.shape[1] - self.column if self.width is None else self.width
+        return self.tensor.shape[1] - self.column if self.width is None else self.width
 
-    def turned(self, height: int) -> Operand:
+    def transpose_left(self, height: int) -> Operand:
         """The same as a left operand whose `height` rows are summed over."""
-        return replace(self, across=True, height=height)
+        return replace(self, is_transposed=True, height=height)
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class MatrixProduct:
     """out (+)= left right, one of several that are computed in one call."""
 
     left: Operand
@@ -86,41 +90,61 @@ class Gemm:
         self._product, self._room = getattr(code, product), getattr(code, room)
         self._product.restype = None
         self._product.argtypes = (
-            place, count, number, place, count, number, place, count, count, count, number, place, number,
-        )  # fmt: skip
+            place,
+            count,
+            number,
+            place,
+            count,
+            number,
+            place,
+            count,
+            count,
+            count,
+            number,
+            place,
+            number,
+        )
         self._room.argtypes, self._room.restype = (count,), count
         self._products = getattr(code, f"{product}s", None)
         if self._products is not None:
             self._products.argtypes, self._products.restype = (place, count, place, number), None
-        self._scratch = Scratch()
+        self._scratch = ScratchMemory()
 
-    def linear(self, x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_linear(self, x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """x W^T of several weights [O_i, I], side by side: [N, sum of O_i]."""
         out_NO = x_NI.new_empty(len(x_NI), sum(len(weight) for weight in weights))
-        return self._multiply(x_NI, weights, out_NO)
+        return self._multiply_operands(x_NI, weights, out_NO)
 
-    def input_grad(self, grad_NO: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    def compute_input_grad(
+        self, grad_NO: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Gradient of x, from that of `linear`'s result: [N, I]."""
         grad_NI = grad_NO.new_empty(len(grad_NO), weights[0].shape[1])
         parts = grad_NO.split([len(weight) for weight in weights], dim=1)
         for index, (part_NO, weight_OI) in enumerate(zip(parts, weights, strict=True)):
-            self._multiply(part_NO, [weight_OI], grad_NI, across=True, add=index > 0)
+            self._multiply_operands(part_NO, [weight_OI], grad_NI, across=True, add=index > 0)
         return grad_NI
 
-    def weight_grad(self, grad_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
+    def compute_weight_grad(self, grad_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
         """Gradient of the weights, one below the other: [sum of O_i, I]."""
         grad_OI = grad_NO.new_empty(grad_NO.shape[1], x_NI.shape[1])
-        return self._multiply(grad_NO, [x_NI], grad_OI, left_across=True, across=True)
+        return self._multiply_operands(grad_NO, [x_NI], grad_OI, left_across=True, across=True)
 
-    def add_weight_grad(self, sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
+    def add_weight_grad(
+        self, sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Tensor
+    ) -> None:
         """Add the gradient of the weights to `sum_OI`."""
-        self._multiply(grad_NO, [x_NI], sum_OI, left_across=True, across=True, add=True)
+        self._multiply_operands(grad_NO, [x_NI], sum_OI, left_across=True, across=True, add=True)
 
-    def products(self, products: Sequence[Product]) -> None:
+    def compute_products(self, products: Sequence[MatrixProduct]) -> None:
         """Several products in their order, each as it would be alone, by tiles."""
         assert self._products is not None
         parts = [
-            _RowPart(part.place, part.whole.stride(0), part.columns if part.across else part.whole.shape[0])
+            _RowPart(
+                part.address,
+                part.tensor.stride(0),
+                part.columns if part.is_transposed else part.tensor.shape[0],
+            )
             for product in products
             for part in product.right
         ]
@@ -130,17 +154,30 @@ class Gemm:
             left, out = one.left, one.out
             described.append(
                 _Product(
-                    left.place, left.whole.stride(0), left.across, ctypes.addressof(table) + taken * size,
-                    len(one.right), one.right[0].across, out.place, out.whole.stride(0), one.rows,
-                    left.height if left.across else left.columns, one.add,
+                    left.address,
+                    left.tensor.stride(0),
+                    left.is_transposed,
+                    ctypes.addressof(table) + taken * size,
+                    len(one.right),
+                    one.right[0].is_transposed,
+                    out.address,
+                    out.tensor.stride(0),
+                    one.rows,
+                    left.height if left.is_transposed else left.columns,
+                    one.add,
                 )
-            )  # fmt: skip
+            )
             taken += len(one.right)
         threads = torch.get_num_threads()
         every = (_Product * len(described))(*described)
-        self._products(ctypes.addressof(every), len(described), self._scratch.place(self._room(threads)), threads)
+        self._products(
+            ctypes.addressof(every),
+            len(described),
+            self._scratch.reserve_address(self._room(threads)),
+            threads,
+        )
 
-    def _multiply(
+    def _multiply_operands(
         self,
         left: torch.Tensor,
         right: Sequence[torch.Tensor],
@@ -153,47 +190,69 @@ class Gemm:
         """out (+)= left right, each operand `across` where its rows are what is summed over."""
         rows, depth = (left.shape[1], left.shape[0]) if left_across else left.shape
         parts = (_RowPart * len(right))(
-            *[_RowPart(part.data_ptr(), part.stride(0), part.shape[1 if across else 0]) for part in right]
+            *[
+                _RowPart(part.data_ptr(), part.stride(0), part.shape[1 if across else 0])
+                for part in right
+            ]
         )
         threads = torch.get_num_threads()
         self._product(
-            left.data_ptr(), left.stride(0), left_across, ctypes.addressof(parts), len(right), across,
-            out.data_ptr(), out.stride(0), rows, depth, add, self._scratch.place(self._room(threads)), threads,
-        )  # fmt: skip
+            left.data_ptr(),
+            left.stride(0),
+            left_across,
+            ctypes.addressof(parts),
+            len(right),
+            across,
+            out.data_ptr(),
+            out.stride(0),
+            rows,
+            depth,
+            add,
+            self._scratch.reserve_address(self._room(threads)),
+            threads,
+        )
         return out
 
 
 @functools.cache
 def load_tiles() -> Gemm | None:
     """Products by tiles, or None where nothing is compiled or the processor has none."""
-    code = build.load()
-    return Gemm(code, "product", "amx_gemm_room") if code is not None and code.tiles_ready() else None
+    code = build.load_library()
+    return (
+        Gemm(code, "product", "amx_gemm_room") if code is not None and code.tiles_ready() else None
+    )
 
 
 @functools.cache
 def load_vectors() -> Gemm | None:
     """Products by vectors, or None where nothing is compiled or vectors have fewer than 8 numbers."""
-    code = build.load()
-    return Gemm(code, "vector_product", "vector_gemm_room") if code is not None and code.vectors_ready() else None
+    code = build.load_library()
+    return (
+        Gemm(code, "vector_product", "vector_gemm_room")
+        if code is not None and code.vectors_ready()
+        else None
+    )
 
 
 @contextmanager
-def row_by_row() -> Iterator[None]:
+def use_row_invariant_products() -> Iterator[None]:
     """Within: products whose rows are the same bits whatever stands beside them, also where torch's are faster.
 
     It holds for the thread that enters, and for backward passes that it runs on a CPU.
     """
-    token = _row_by_row.set(True)
+    token = _is_row_invariant.set(True)
     try:
         yield
     finally:
-        _row_by_row.reset(token)
+        _is_row_invariant.reset(token)
 
 
-def load() -> Gemm | None:
+def load_gemm() -> Gemm | None:
     """The fastest products for this processor; None = torch's.
 
     torch's come from MKL, whose kernels for Intel's processors are at least as fast as ours by vectors, but add up in
-    an order that depends on the number of rows (see `row_by_row`); for others' it has slower ones.
+    an order that depends on the number of rows (see `use_row_invariant_products`); for others' it has slower ones.
     """
-    return load_tiles() or (load_vectors() if _row_by_row.get() or not build.is_intel() else None)
+    return load_tiles() or (
+        load_vectors() if _is_row_invariant.get() or not build.is_intel_processor() else None
+    )

@@ -1,18 +1,61 @@
-"""Exit conditions: moving average or slope of a metric, or a function of the user's, against a threshold."""
+"""Statistics of the user's for exit conditions: found, checked, and called with the stage's metrics.
+
+Exit conditions: moving average or slope of a metric, or a function of the user's, against a threshold.
+"""
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rl_core.curriculum.own_statistic import own_statistic
-from rl_core.errors import SettingsError, nearest
-from rl_core.metrics import MetricHistory
+from rl_core.errors import SettingsError, suggest_name
+from rl_core.metric_history import MetricHistory
 from rl_core.settings import ExitCondition
+from rl_core.user_code import import_function, parse_finite
 
-__all__ = ["ConditionStatus", "average_hint", "check_condition", "check_metric", "metric_name"]
+
+def check_custom_statistic(condition: ExitCondition) -> None:
+    """Import a condition's function, if it names one. Raises: SettingsError where it cannot be called."""
+    if condition.function is None:
+        return
+    function = import_function(condition.function, "function")
+    try:
+        inspect.signature(function).bind({}, **condition.options)
+    except TypeError as error:
+        raise SettingsError(
+            f"function: '{condition.function}' takes {inspect.signature(function)} ({error}); it is called with "
+            "(history, ...options)"
+        ) from error
+    except ValueError:  # written in C: it shows no parameters
+        return
+
+
+def compute_custom_statistic(condition: ExitCondition, history: MetricHistory) -> float | None:
+    """The function's value for the latest `window` iterations; None = it has none yet.
+
+    It is given the metrics of the curriculum's stage by name, the latest `window` values of each, oldest first.
+    Raises: SettingsError for what is no number, or an error of the function's.
+    """
+    assert condition.function is not None
+    values = {name: history.list_values(name, condition.window) for name in history.names}
+    try:
+        value = import_function(condition.function, "function")(values, **condition.options)
+    except Exception as error:  # a user's function may raise anything
+        raise SettingsError(
+            f"function: '{condition.function}' raised {type(error).__name__}: {error}"
+        ) from error
+    if value is None:
+        return None
+    number = parse_finite(value)
+    if number is None:
+        raise SettingsError(
+            f"function: '{condition.function}' gave {value!r}; a number, or None, is expected"
+        )
+    return number
+
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -22,7 +65,7 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 }
 
 
-_AVERAGE = re.compile(r"(.+?)_(?:ma|sma|avg|mean|moving_average|rolling)_?([1-9][0-9]{0,6})")
+_AVERAGE_NAME = re.compile(r"(.+?)_(?:ma|sma|avg|mean|moving_average|rolling)_?([1-9][0-9]{0,6})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +74,7 @@ class ConditionStatus:
 
     condition: ExitCondition
     value: float | None  # mean or slope over the window so far; None = not enough observations
-    filled: float  # share of the window that is filled; 1.0 = full
+    filled_share: float  # share of the window that is filled; 1.0 = full
     holds: bool  # the window is full and the comparison true
     streak: int = 0  # consecutive iterations, up to this one, in which it held
 
@@ -52,7 +95,9 @@ class ConditionStatus:
         """Name of the compared quantity as a metric: average/success_rate, slope/success_rate, or own/mastered."""
         if self.condition.function is not None:
             return f"own/{self.label}"
-        return ("slope/" if self.condition.statistic == "slope" else "average/") + self.condition.metric
+        return (
+            "slope/" if self.condition.statistic == "slope" else "average/"
+        ) + self.condition.metric
 
     def __str__(self) -> str:
         condition = self.condition
@@ -61,14 +106,14 @@ class ConditionStatus:
         return f"{self.label} {value} {condition.comparison} {condition.threshold:g} over {condition.window}{long}"
 
 
-def metric_name(name: str) -> str:
+def expand_metric_name(name: str) -> str:
     """Full name of a metric in settings: `success_rate` is short for `train/success_rate`."""
     return name if "/" in name else f"train/{name}"
 
 
-def average_hint(metric: str) -> str:
+def suggest_window_for_average(metric: str) -> str:
     """Our words for the name of an average over so many iterations, as in success_rate_ma100; "" for other names."""
-    found = _AVERAGE.fullmatch(metric)
+    found = _AVERAGE_NAME.fullmatch(metric)
     if found is None:
         return ""
     return f"a mean over a window is the default statistic: write metric: {found[1]} and window: {found[2]}"
@@ -81,16 +126,18 @@ def check_metric(metric: str, history: MetricHistory, known: Iterable[str] = ())
         known: names of metrics that may be observed later.
     Raises: SettingsError when the metric was never observed and is not known.
     """
-    if hint := average_hint(metric):
+    if hint := suggest_window_for_average(metric):
         raise SettingsError(f"metric: '{metric}' is no metric; {hint}")
-    name, observed = metric_name(metric), history.names
+    name, observed = expand_metric_name(metric), history.names
     candidates = {*observed, *known}
     if observed and name not in candidates:
-        raise SettingsError(f"metric: '{metric}' is no metric of this stage; {nearest(name, candidates)}")
+        raise SettingsError(
+            f"metric: '{metric}' is no metric of this stage; {suggest_name(name, candidates)}"
+        )
     return name
 
 
-def check_condition(
+def evaluate_condition(
     condition: ExitCondition, history: MetricHistory, known: Iterable[str] = (), *, streak: int = 0
 ) -> ConditionStatus:
     """Status of a condition after one more iteration.
@@ -102,11 +149,11 @@ def check_condition(
     Raises: SettingsError when the condition could never hold.
     """
     if condition.function is not None:
-        return _check_function(condition, history, streak)
+        return _evaluate_custom_condition(condition, history, streak)
     name = check_metric(condition.metric, history, known)
-    measure = history.slope if condition.statistic == "slope" else history.mean
+    measure = history.compute_slope if condition.statistic == "slope" else history.compute_mean
     value = measure(name, condition.window)
-    filled = min(1.0, history.count(name) / condition.window)
+    filled = min(1.0, history.count_points(name) / condition.window)
     holds = (
         value is not None
         and history.is_full(name, condition.window)
@@ -115,10 +162,14 @@ def check_condition(
     return ConditionStatus(condition, value, filled, holds, streak + 1 if holds else 0)
 
 
-def _check_function(condition: ExitCondition, history: MetricHistory, streak: int) -> ConditionStatus:
+def _evaluate_custom_condition(
+    condition: ExitCondition, history: MetricHistory, streak: int
+) -> ConditionStatus:
     """Status of a condition on a function of the user's; its window is full after as many iterations."""
-    seen = max((history.count(name) for name in history.names), default=0)
-    value = own_statistic(condition, history) if seen else None
+    seen = max((history.count_points(name) for name in history.names), default=0)
+    value = compute_custom_statistic(condition, history) if seen else None
     compare = _COMPARISONS[condition.comparison]
     holds = value is not None and seen >= condition.window and compare(value, condition.threshold)
-    return ConditionStatus(condition, value, min(1.0, seen / condition.window), holds, streak + 1 if holds else 0)
+    return ConditionStatus(
+        condition, value, min(1.0, seen / condition.window), holds, streak + 1 if holds else 0
+    )

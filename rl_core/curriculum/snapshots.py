@@ -14,12 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from rl_core.distributed.sharded_types import is_sharded_tensor
+from rl_core.distributed.sharding import is_sharded_tensor
 from rl_core.errors import CheckpointError
-from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
-from rl_core.storage.rng_state import restore_rng, rng_state
-
-__all__ = ["StageSnapshots"]
+from rl_core.models.trainable_weights import collect_trainable_weights, load_trainable_weights
+from rl_core.storage.checkpoint import collect_rng_state, restore_rng_state
 
 _COUNTERS = ("num_steps", "skipped_steps", "max_tokens")  # of an optimizer step, not restored
 
@@ -48,23 +46,30 @@ class StageSnapshots:
         self.optimizer_steps = tuple(optimizer_steps)
         self._snapshots: dict[int, dict[str, Any]] = {}
 
-    def keep(self, index: int, restorable: Set[int], extra: Callable[[], Mapping[str, Any]]) -> None:
+    def update_snapshots(
+        self, index: int, restorable: Set[int], extra: Callable[[], Mapping[str, Any]]
+    ) -> None:
         """Called before every iteration, in stage `index`: take a snapshot at its entry, and drop unneeded ones.
 
         Args:
             restorable: stages that may have to be restored; only their snapshots are kept.
             extra: gives the trainer's own state, as `state_dict`s.
         """
-        self._snapshots = {place: entry for place, entry in self._snapshots.items() if place in restorable}
+        self._snapshots = {
+            place: entry for place, entry in self._snapshots.items() if place in restorable
+        }
         if index in restorable and index not in self._snapshots:
             self._snapshots[index] = {
-                "model": trainable_weights(self.model, copy=True),
-                "optimizer_steps": [_copied(optimizer_step.state_dict()) for optimizer_step in self.optimizer_steps],
-                "extra": _copied(extra()),
-                "rng": rng_state(),
+                "model": collect_trainable_weights(self.model, copy=True),
+                "optimizer_steps": [
+                    _copy_state(optimizer_step.state_dict())
+                    for optimizer_step in self.optimizer_steps
+                ],
+                "extra": _copy_state(extra()),
+                "rng": collect_rng_state(),
             }
 
-    def restore(self, index: int, *, learning_rate_factor: float = 1.0) -> dict[str, Any]:
+    def restore_stage(self, index: int, *, learning_rate_factor: float = 1.0) -> dict[str, Any]:
         """Restore weights, optimizers and random generators in place; the snapshot is kept for further rollbacks.
 
         Args:
@@ -73,18 +78,24 @@ class StageSnapshots:
         Raises: CheckpointError where there is no snapshot of the stage.
         """
         if index not in self._snapshots:
-            raise CheckpointError(f"curriculum stage {index} cannot be restored: there is no snapshot of its entry")
+            raise CheckpointError(
+                f"curriculum stage {index} cannot be restored: there is no snapshot of its entry"
+            )
         entry = self._snapshots[index]
         load_trainable_weights(self.model, entry["model"])
-        for optimizer_step, state in zip(self.optimizer_steps, entry["optimizer_steps"], strict=True):
+        for optimizer_step, state in zip(
+            self.optimizer_steps, entry["optimizer_steps"], strict=True
+        ):
             kept = {name: getattr(optimizer_step, name) for name in _COUNTERS}
             scale = optimizer_step.learning_rate_scale * learning_rate_factor
-            optimizer_step.load_state_dict(_copied(state))  # a copy: an optimizer works on in the tensors that it loads
+            optimizer_step.load_state_dict(
+                _copy_state(state)
+            )  # a copy: an optimizer works on in the tensors that it loads
             for name, value in kept.items():
                 setattr(optimizer_step, name, value)
             optimizer_step.learning_rate_scale = scale
-        restore_rng(entry["rng"])
-        return dict(_copied(entry["extra"]))
+        restore_rng_state(entry["rng"])
+        return dict(_copy_state(entry["extra"]))
 
     def state_dict(self) -> dict[int, Any]:
         """All snapshots."""
@@ -95,14 +106,14 @@ class StageSnapshots:
         self._snapshots = {int(index): dict(entry) for index, entry in state.items()}
 
 
-def _copied(value: Any) -> Any:
+def _copy_state(value: Any) -> Any:
     """The same nested state with every tensor copied to the CPU; sharded tensors stay sharded, on their device."""
     if is_sharded_tensor(value):  # this process's rows
         return value.detach().clone()
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: _copy_state(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(_copy_state(item) for item in value)
     return value

@@ -16,10 +16,8 @@ import torch
 from rl_core.errors import DataError
 from rl_core.types import TrainBatch
 
-__all__ = ["DataOrder", "attention_mask", "micro_batches", "pack", "pad_rows", "padding_id", "unscored_batch"]
 
-
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Groups of rows of similar length with rows * longest row <= max_tokens.
 
     Longest first, so that the largest allocation comes first; only a group of one row may exceed the budget.
@@ -44,7 +42,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return groups
 
 
-def pack(lengths: Sequence[int], width: int | None = None) -> list[list[int]]:
+def pack_sequences(lengths: Sequence[int], width: int | None = None) -> list[list[int]]:
     """Best-fit-decreasing bin packing of sequences into bins of at most `width` tokens.
 
     Longest first, each into the fullest bin with room (ties: the first). Deterministic.
@@ -100,14 +98,14 @@ def pad_rows(
     return padded_BS
 
 
-def padding_id(renderer: object, given: int | None = None) -> int:
+def resolve_padding_id(renderer: object, explicit_id: int | None = None) -> int:
     """Padding token id: the given one, else the renderer's `pad_id`.
 
     A `ChatRenderer` always has one: its tokenizer's padding token, else the token that ends an action. Padding is
     masked in attention and loss, but must be a valid token id of the model.
     Raises: DataError if there is none, or it is negative.
     """
-    found = given if given is not None else getattr(renderer, "pad_id", None)
+    found = explicit_id if explicit_id is not None else getattr(renderer, "pad_id", None)
     if found is None:
         raise DataError(
             f"pad_id: the renderer ({type(renderer).__name__}) has no padding token; give it a pad_id, for instance "
@@ -118,10 +116,14 @@ def padding_id(renderer: object, given: int | None = None) -> int:
     return int(found)
 
 
-def unscored_batch(rows: Sequence[Sequence[int]], pad_id: int) -> TrainBatch:
+def build_unscored_batch(rows: Sequence[Sequence[int]], pad_id: int) -> TrainBatch:
     """Right-padded batch without loss tokens, for reading hidden states."""
     ids_BS = pad_rows(rows, pad_id)
-    return TrainBatch(ids_BS, attention_mask([len(row) for row in rows]), torch.zeros_like(ids_BS, dtype=torch.bool))
+    return TrainBatch(
+        ids_BS,
+        attention_mask([len(row) for row in rows]),
+        torch.zeros_like(ids_BS, dtype=torch.bool),
+    )
 
 
 class DataOrder:
@@ -141,19 +143,19 @@ class DataOrder:
         self.seed = seed
         self.epoch = 0
         self.position = 0  # rows of this epoch already returned
-        self._rows = self._permutation()
+        self._rows = self._draw_permutation()
 
     @property
     def batches_per_epoch(self) -> int:
         """Batches per epoch."""
         return -(-self.num_rows // self.batch_size)
 
-    def next(self) -> list[int]:
+    def next_batch(self) -> list[int]:
         """Row indices of the next batch."""
         if self.position >= self.num_rows:
             self.epoch += 1
             self.position = 0
-            self._rows = self._permutation()
+            self._rows = self._draw_permutation()
         batch = self._rows[self.position : self.position + self.batch_size]
         self.position += len(batch)
         return batch
@@ -170,9 +172,11 @@ class DataOrder:
         """
         for name in ("num_rows", "batch_size", "seed"):
             if state[name] != getattr(self, name):
-                raise DataError(f"data order was saved with {name} {state[name]}, now it is {getattr(self, name)}")
+                raise DataError(
+                    f"data order was saved with {name} {state[name]}, now it is {getattr(self, name)}"
+                )
         self.epoch, self.position = state["epoch"], state["position"]
-        self._rows = self._permutation()
+        self._rows = self._draw_permutation()
 
-    def _permutation(self) -> list[int]:
+    def _draw_permutation(self) -> list[int]:
         return np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows).tolist()

@@ -1,4 +1,6 @@
-"""Tokenisation of chat messages, shared by demonstrations and rollouts.
+"""Token ids of texts, as `tokenizer(text)` gives them without what it makes around them, of many texts at once.
+
+Tokenisation of chat messages, shared by demonstrations and rollouts.
 
 A multi-turn sequence is always a concatenation of the same pieces:
 
@@ -15,32 +17,180 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rl_core.data.assistant_message import assistant_text, in_history
-from rl_core.data.chat_template import PLAIN_TEMPLATE, ChatTemplate
-from rl_core.data.encoder import TextEncoder
-from rl_core.data.model_text import without_surrogates
-from rl_core.data.reasoning import split_thought
-from rl_core.data.template_probe import MARK, TemplateFacts, control_pattern, examine
+from rl_core.data.chat_template import (
+    PLACEHOLDER,
+    ChatTemplate,
+    TemplateFacts,
+    compile_token_pattern,
+    examine_template,
+    render_assistant_text,
+    render_history_message,
+)
+from rl_core.data.model_text import replace_surrogates, split_thought
 from rl_core.errors import DataError
 from rl_core.settings import ModelSettings
-from rl_core.time_limits import CallTimeout, call_within
+from rl_core.time_limits import CallTimeout, call_with_timeout
 from rl_core.types import Message
 
-if TYPE_CHECKING:  # for annotations only; importing transformers takes seconds
+if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PLAIN_TEMPLATE", "ChatRenderer"]
 
-_CACHED = 16384  # cached renderings; observations of small environments repeat often
-EXAMINE_S = 3.0  # processor time for the examination of a template, which takes some hundredths
+T = TypeVar("T")
+_EncodingRequest = tuple[str, bool, bool]  # text, special, spelled
+
+
+class TextEncoder:
+    """Texts to token ids by the tokenizer's backend in Rust, where it alone decides them; else by the tokenizer.
+
+    A call of a tokenizer makes masks, types and copies of all of them, which take longer than the ids of a short text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._is_fast = find_fast_backend(tokenizer) is not None
+        self._collected_requests: list[_EncodingRequest] | None = None  # while texts are collected
+        self._encoded_requests: Iterator[tuple[_EncodingRequest, list[int]]] | None = (
+            None  # while they are given out
+        )
+        self._computed_values: list[Any] = []
+
+    def encode_text(
+        self, text: str, *, add_special_tokens: bool = False, split_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            special: with the tokens that the tokenizer puts around a sequence (BOS, EOS).
+            spelled: special tokens in the text are plain characters.
+        """
+        asked = text, add_special_tokens, split_special_tokens
+        if self._collected_requests is not None:
+            self._collected_requests.append(asked)
+            return []
+        if self._encoded_requests is not None:
+            found = next(self._encoded_requests, None)
+            if found is not None and found[0] == asked:
+                return found[1]
+            self._encoded_requests = None  # not as it was collected: from here on one by one
+        return self._encode_batch([text], add_special_tokens, split_special_tokens)[0]
+
+    @property
+    def is_batching(self) -> bool:
+        """True = within `together`, where ids must not be kept for later."""
+        return self._collected_requests is not None or self._encoded_requests is not None
+
+    def compute_once(self, compute: Callable[[], T]) -> T:
+        """Result of `make`, which `together` calls in its first pass alone."""
+        if self._collected_requests is not None:
+            self._computed_values.append(compute())
+            return cast(T, self._computed_values[-1])
+        if self._encoded_requests is not None and self._computed_values:
+            return cast(T, self._computed_values.pop(0))
+        return compute()
+
+    def run_together(self, jobs: Sequence[Callable[[], T]]) -> Iterator[T | Exception]:
+        """Result, or error, of each of these, whose texts are encoded together: in a third less time.
+
+        Each is called twice: first all, to collect their texts, whose ids are empty then; then one after the other.
+        Which texts it asks for must not depend on ids.
+        """
+        self._collected_requests, self._computed_values = [], []
+        per_work: list[list[Any]] = []
+        with self._reset_batching():
+            for work in jobs:
+                start = len(self._computed_values)
+                _capture_outcome(work)
+                per_work.append(self._computed_values[start:])
+            asked, self._collected_requests = self._collected_requests, None
+            self._encoded_requests = zip(asked, self._encode_requests(asked), strict=True)
+            for work, made in zip(jobs, per_work, strict=True):
+                self._computed_values = made
+                yield _capture_outcome(work)
+
+    @contextmanager
+    def _reset_batching(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._collected_requests, self._encoded_requests, self._computed_values = None, None, []
+
+    def _encode_requests(self, asked: Sequence[_EncodingRequest]) -> list[list[int]]:
+        kinds: dict[tuple[bool, bool], list[int]] = defaultdict(list)
+        for place, (_, special, spelled) in enumerate(asked):
+            kinds[special, spelled].append(place)
+        found: list[list[int]] = [[]] * len(asked)
+        for kind, places in kinds.items():
+            for place, ids in zip(
+                places, self._encode_batch([asked[n][0] for n in places], *kind), strict=True
+            ):
+                found[place] = ids
+        return found
+
+    def _encode_batch(self, texts: list[str], special: bool, spelled: bool) -> list[list[int]]:
+        if not self._is_fast:
+            more = {"split_special_tokens": True} if spelled else {}
+            return [
+                cast(
+                    list[int],
+                    self._tokenizer(text, add_special_tokens=special, **more)["input_ids"],
+                )
+                for text in texts
+            ]
+        backend: Any = cast(Any, self._tokenizer).backend_tokenizer
+        # As each call of the tokenizer sets them: others may have asked it for padding, or cut with it.
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        split = spelled or bool(getattr(self._tokenizer, "split_special_tokens", False))
+        if backend.encode_special_tokens != split:
+            backend.encode_special_tokens = split
+        if len(texts) == 1:
+            return [backend.encode(texts[0], add_special_tokens=special).ids]
+        return [
+            encoding.ids
+            for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)
+        ]
+
+
+def _capture_outcome(work: Callable[[], T]) -> T | Exception:
+    try:
+        return work()
+    except Exception as error:
+        return error
+
+
+def find_fast_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The `tokenizers.Tokenizer` that alone decides a tokenizer's ids; None where its class adds something."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    if (
+        not isinstance(tokenizer, PreTrainedTokenizerFast)
+        or kind.__call__ is not PreTrainedTokenizerFast.__call__
+    ):
+        return None
+    inner = "_encode_plus"  # what a call ends in; a class with another one is left to itself
+    if getattr(kind, inner, None) is not getattr(PreTrainedTokenizerFast, inner, 0):
+        return None
+    return tokenizer.backend_tokenizer
+
+
+_MAX_CACHED = 16384  # cached renderings; observations of small environments repeat often
+EXAMINATION_TIME_LIMIT_S = (
+    3.0  # processor time for the examination of a template, which takes some hundredths
+)
 _SHOWN = 40  # characters of a text in a message
 
-_Key = tuple[tuple[str, str, str], ...]  # role, content, other fields as JSON ("" = none)
+_CacheKey = tuple[tuple[str, str, str], ...]  # role, content, other fields as JSON ("" = none)
 
 
 class ChatRenderer:
@@ -60,28 +210,44 @@ class ChatRenderer:
         """`settings`: of the chat template. `tools`: JSON schemas for it, as `Toolset.schema()` gives them."""
         self.tokenizer = tokenizer
         if tokenizer.eos_token_id is None:
-            raise DataError("the tokenizer has no end-of-sequence token (eos_token), so actions cannot end; set one")
+            raise DataError(
+                "the tokenizer has no end-of-sequence token (eos_token), so actions cannot end; set one"
+            )
         self.template = ChatTemplate(tokenizer, settings, tools)
         self.settings = self.template.settings
         try:
-            self.facts: TemplateFacts = call_within(EXAMINE_S, "chat template", examine, self.template, of_cpu=True)
+            self.facts: TemplateFacts = call_with_timeout(
+                EXAMINATION_TIME_LIMIT_S,
+                "chat template",
+                examine_template,
+                self.template,
+                counts_cpu_time=True,
+            )
         except CallTimeout as error:
             raise DataError(
-                f"the tokenizer's chat template takes longer than {EXAMINE_S:g} s for a few short messages; give "
+                f"the tokenizer's chat template takes longer than {EXAMINATION_TIME_LIMIT_S:g} s for a few short messages; give "
                 "another one with model.chat_template"
             ) from error
         self.encoder = encoder or TextEncoder(tokenizer)
-        self._control = control_pattern(self.facts.control)
-        self._markers = control_pattern(self.facts.markers)
+        self._control = compile_token_pattern(self.facts.control)
+        self._markers = compile_token_pattern(self.facts.markers)
         special = set(tokenizer.all_special_tokens)
-        special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._unmarked = control_pattern([text for text in self.facts.control if text not in special])
-        self.eos_id = self._id_of(self.facts.end_of_turn)
-        self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
-        self._control_ids = {self._id_of(text) for text in self.facts.control} | {self.eos_id}
-        self._bos_ids = self._opening_ids()
-        self._prompt = lru_cache(maxsize=_CACHED)(self._render_prompt)
-        self._observation = lru_cache(maxsize=_CACHED)(self._render_observation)
+        special |= {
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        }
+        self._unmarked = compile_token_pattern(
+            [text for text in self.facts.control if text not in special]
+        )
+        self.eos_id = self._find_token_id(self.facts.end_of_turn)
+        self.pad_id: int = (
+            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
+        )
+        self._control_ids = {self._find_token_id(text) for text in self.facts.control} | {
+            self.eos_id
+        }
+        self._bos_ids = self._find_bos_ids()
+        self._cached_prompt = lru_cache(maxsize=_MAX_CACHED)(self._render_prompt)
+        self._cached_observation = lru_cache(maxsize=_MAX_CACHED)(self._render_observation)
         self._with_tools: dict[str, ChatRenderer] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -98,10 +264,16 @@ class ChatRenderer:
         """SHA-256 of what decides the text of messages: the template, its variables and date, tools and history."""
         settings = self.settings
         decisive = (
-            self.template.source, settings.chat_template_kwargs, settings.chat_template_date, self.template.tools,
-            settings.native_tools, settings.history_thoughts,
-        )  # fmt: skip
-        return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()
+            self.template.source,
+            settings.chat_template_kwargs,
+            settings.chat_template_date,
+            self.template.tools,
+            settings.native_tools,
+            settings.history_thoughts,
+        )
+        return hashlib.sha256(
+            json.dumps(decisive, sort_keys=True, default=str).encode()
+        ).hexdigest()
 
     @property
     def opened_thought(self) -> str:
@@ -125,22 +297,33 @@ class ChatRenderer:
 
         Raises: DataError if the template refuses the messages.
         """
-        return list((self._render_prompt if self.encoder.is_batching else self._prompt)(_key(messages)))
+        return list(
+            (self._render_prompt if self.encoder.is_batching else self._cached_prompt)(
+                _build_cache_key(messages)
+            )
+        )
 
     def observation_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids to append after the policy's EOS: the messages and the header of the next action."""
-        return list((self._render_observation if self.encoder.is_batching else self._observation)(_key(messages)))
+        return list(
+            (self._render_observation if self.encoder.is_batching else self._cached_observation)(
+                _build_cache_key(messages)
+            )
+        )
 
-    def rewrites(self, messages: Sequence[Message]) -> bool:
+    def needs_history_rewrite(self, messages: Sequence[Message]) -> bool:
         """True = `history_thoughts: template`, and after these messages the template writes earlier turns anew."""
         if self.settings.history_thoughts == "keep":
             return False
-        shown = {"user" if m["role"] == "tool" and not self.facts.has_tool else m["role"] for m in messages}
+        shown = {
+            "user" if m["role"] == "tool" and not self.facts.has_tool else m["role"]
+            for m in messages
+        }
         return bool(shown & set(self.facts.rewrites))
 
-    def history_ids(self, messages: Sequence[Message]) -> list[int]:
+    def encode_history_prompt(self, messages: Sequence[Message]) -> list[int]:
         """As `prompt_ids`, for an episode that has begun: one of its kind, so not kept for the next."""
-        return list(self._render_prompt(_key(messages)))
+        return list(self._render_prompt(_build_cache_key(messages)))
 
     def action_ids(self, text: str) -> list[int]:
         """Token ids of one action and its end of turn, after a header.
@@ -149,27 +332,32 @@ class ChatRenderer:
         A thought that the header opens is not opened again; an action without one closes it.
         Raises: DataError for a thought after a header that closes it (`enable_thinking: false`).
         """
-        text = self._after_header(text)
+        text = self._strip_header_thought(text)
         if self._control.search(text) is None:
-            return [*self._encode(text), self.eos_id]
+            return [*self._encode_text(text), self.eos_id]
         ids: list[int] = []
         place = 0
         for marker in self._markers.finditer(text):
-            ids += [*self._spelled(text[place : marker.start()]), self._id_of(marker.group())]
+            ids += [
+                *self._encode_spelled_text(text[place : marker.start()]),
+                self._find_token_id(marker.group()),
+            ]
             place = marker.end()
-        return [*ids, *self._spelled(text[place:]), self.eos_id]
+        return [*ids, *self._encode_spelled_text(text[place:]), self.eos_id]
 
     def action_text(self, ids: Sequence[int]) -> str:
         """Text of a sampled action with its thought's opening, without control tokens; lone surrogates as '?'."""
         kept = [token for token in ids if token not in self._control_ids]
-        text = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return f"{self.opened_thought}{without_surrogates(str(text))}"
+        text = self.tokenizer.decode(
+            kept, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return f"{self.opened_thought}{replace_surrogates(str(text))}"
 
-    def assistant_text(self, message: Message) -> str:
-        """Text of an assistant message: its thought, content and calls. Errors: `assistant_message.assistant_text`."""
-        return assistant_text(self.template, self.facts, message)
+    def render_assistant_text(self, message: Message) -> str:
+        """Text of an assistant message: its thought, content and calls. Errors: `assistant_message.render_assistant_text`."""
+        return render_assistant_text(self.template, self.facts, message)
 
-    def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def encode_conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Token ids of a conversation and its loss mask; True = assistant token, EOS included.
 
         An assistant message with `weight` 0 carries no loss.
@@ -177,9 +365,11 @@ class ChatRenderer:
         """
         if not messages or messages[-1]["role"] != "assistant":
             raise DataError("a training conversation must end with an assistant message")
-        return self.turns(messages)
+        return self.encode_turns(messages)
 
-    def turns(self, messages: Sequence[Message], *, after_prompt: bool = False) -> tuple[list[int], list[bool]]:
+    def encode_turns(
+        self, messages: Sequence[Message], *, after_prompt: bool = False
+    ) -> tuple[list[int], list[bool]]:
         """As `conversation`; with `after_prompt` the messages stand after `prompt_ids`, which are not repeated."""
         ids: list[int] = []
         mask: list[bool] = []
@@ -190,37 +380,50 @@ class ChatRenderer:
                 continue
             first = [] if after_prompt or ids else self.prompt_ids(waiting)
             before = self.observation_ids(waiting) if ids else first
-            action = self.action_ids(self.assistant_text(message))
+            action = self.action_ids(self.render_assistant_text(message))
             ids += before + action
             mask += [False] * len(before) + [message.get("weight", 1) != 0] * len(action)
             waiting = []
         return ids, mask
 
-    def plain_text(self, text: str) -> tuple[list[int], list[bool]]:
+    def encode_plain_text(self, text: str) -> tuple[list[int], list[bool]]:
         """Token ids of text without turns, as the tokenizer writes it, its EOS at the end; all but the first have loss.
 
         Raises: DataError if fewer than two tokens are left.
         """
         eos = str(self.tokenizer.eos_token)
-        ids = self.encoder.ids(text if text.endswith(eos) else text + eos, special=True)
+        ids = self.encoder.encode_text(
+            text if text.endswith(eos) else text + eos, add_special_tokens=True
+        )
         if len(ids) < 2:
             raise DataError("text: has no token to predict")
         return ids, [False] + [True] * (len(ids) - 1)
 
     # -- chat template -------------------------------------------------------------------------------------------------
 
-    def _render_prompt(self, key: _Key) -> tuple[int, ...]:
-        return (*self._bos_ids, *self._encode(self.encoder.once(lambda: self.template.text(self._fit(key)))))
+    def _render_prompt(self, key: _CacheKey) -> tuple[int, ...]:
+        return (
+            *self._bos_ids,
+            *self._encode_text(
+                self.encoder.compute_once(
+                    lambda: self.template.render_messages(self._fit_messages(key))
+                )
+            ),
+        )
 
-    def _render_observation(self, key: _Key) -> tuple[int, ...]:
+    def _render_observation(self, key: _CacheKey) -> tuple[int, ...]:
         """Text after a stand-in assistant message and its end-of-turn token."""
-        opening: _Key = (("user", "U", ""), ("assistant", MARK, ""))
-        after = self.encoder.once(lambda: self.template.text(self._fit(opening + key))).partition(MARK)[2]
-        bare = after.lstrip()  # some templates put a space between the message and its EOS; the policy does not
+        opening: _CacheKey = (("user", "U", ""), ("assistant", PLACEHOLDER, ""))
+        after = self.encoder.compute_once(
+            lambda: self.template.render_messages(self._fit_messages(opening + key))
+        ).partition(PLACEHOLDER)[2]
+        bare = (
+            after.lstrip()
+        )  # some templates put a space between the message and its EOS; the policy does not
         end = self.facts.end_of_turn
-        return tuple(self._encode(bare.removeprefix(end) if bare.startswith(end) else after))
+        return tuple(self._encode_text(bare.removeprefix(end) if bare.startswith(end) else after))
 
-    def _after_header(self, text: str) -> str:
+    def _strip_header_thought(self, text: str) -> str:
         """Text of an action as it goes on after its header, which may have opened or closed a thought."""
         prefill, pair = self.facts.prefill, self.facts.thought_markers
         if not prefill or pair is None:
@@ -240,38 +443,44 @@ class ChatRenderer:
             )
         return text if thought is None else rest
 
-    def _encode(self, text: str) -> list[int]:
-        return self.encoder.ids(text)
+    def _encode_text(self, text: str) -> list[int]:
+        return self.encoder.encode_text(text)
 
-    def _spelled(self, text: str) -> list[int]:
+    def _encode_spelled_text(self, text: str) -> list[int]:
         """Token ids of text in which control tokens are plain characters."""
         cuts = [0, *(match.start() + 1 for match in self._unmarked.finditer(text)), len(text)]
         pieces = [text[start:stop] for start, stop in pairwise(cuts)]
-        return [token for piece in pieces for token in self.encoder.ids(piece, spelled=True)]
+        return [
+            token
+            for piece in pieces
+            for token in self.encoder.encode_text(piece, split_special_tokens=True)
+        ]
 
-    def _id_of(self, token: str) -> int:
+    def _find_token_id(self, token: str) -> int:
         found = self.tokenizer.convert_tokens_to_ids(token)
         assert isinstance(found, int)
         return found
 
-    def _opening_ids(self) -> tuple[int, ...]:
+    def _find_bos_ids(self) -> tuple[int, ...]:
         """BOS if the tokenizer adds one and there is no chat template."""
         if not self.template.is_plain:
             return ()
         start = self.tokenizer("")["input_ids"][:1]
         return tuple(start) if start and start[0] == self.tokenizer.bos_token_id else ()
 
-    def _fit(self, key: _Key) -> list[dict[str, Any]]:
+    def _fit_messages(self, key: _CacheKey) -> list[dict[str, Any]]:
         """Messages converted to roles and an order that the template renders."""
         facts = self.facts
         fitted: list[dict[str, Any]] = []
         for role, content, others in key:
-            if (role == "system" and not facts.has_system) or (role == "tool" and not facts.has_tool):
+            if (role == "system" and not facts.has_system) or (
+                role == "tool" and not facts.has_tool
+            ):
                 role, others = "user", ""
             fields = json.loads(others) if others else {}
             if role == "assistant" and fields:
-                content, fields = in_history(self.template, self.facts, content, fields)
-            content = self._plain(content)
+                content, fields = render_history_message(self.template, self.facts, content, fields)
+            content = self._break_control_tokens(content)
             foreign = not facts.has_system or not facts.has_repeats
             if foreign and role != "tool" and fitted and fitted[-1]["role"] == role:
                 fitted[-1]["content"] = f"{fitted[-1]['content']}\n\n{content}"
@@ -279,16 +488,24 @@ class ChatRenderer:
                 fitted.append({"role": role, "content": content, **fields})
         return fitted
 
-    def _plain(self, content: str) -> str:
+    def _break_control_tokens(self, content: str) -> str:
         """Text with spelled-out control tokens broken by a space, so that no message can forge a role."""
         return self._control.sub(lambda match: f"{match.group()[0]} {match.group()[1:]}", content)
 
 
-def _key(messages: Sequence[Message]) -> _Key:
+def _build_cache_key(messages: Sequence[Message]) -> _CacheKey:
     keys = []
     for message in messages:
-        others = {k: v for k, v in message.items() if k not in ("role", "content", "weight") and v is not None}
+        others = {
+            k: v
+            for k, v in message.items()
+            if k not in ("role", "content", "weight") and v is not None
+        }
         keys.append(
-            (message["role"], message.get("content") or "", json.dumps(others, sort_keys=True) if others else "")
+            (
+                message["role"],
+                message.get("content") or "",
+                json.dumps(others, sort_keys=True) if others else "",
+            )
         )
     return tuple(keys)

@@ -1,20 +1,31 @@
-"""Rendering of messages by a tokenizer's chat template, with the template's variables, tools and date held fixed."""
+"""Rendering of messages by a tokenizer's chat template, with the template's variables, tools and date held fixed.
+
+Examination of a chat template by rendering small conversations: roles, end of turn, thoughts, calls, tools, date.
+
+Placeholders are rendered and looked for in the text, so nothing is assumed about a family of models. What cannot be
+trained on exactly is refused, with the way out.
+
+Text of an assistant message with a thought and calls of tools, as the chat template writes it.
+"""
 
 from __future__ import annotations
 
 import copy
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from rl_core.errors import DataError
+from rl_core.data.model_text import THOUGHT_MARKERS, split_thought
+from rl_core.errors import DataError, SettingsError
 from rl_core.settings import ModelSettings
+from rl_core.types import Message
 
-if TYPE_CHECKING:  # for annotations only; importing transformers takes seconds
+if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PLAIN_TEMPLATE", "ChatTemplate"]
 
 # For tokenizers without a template, i.e. base models. The line break after the role avoids prompts that end in a space,
 # which byte-level BPE never saw in training.
@@ -52,8 +63,14 @@ class ChatTemplate:
         self.is_plain = not tokenizer.chat_template
         named: Any = tokenizer.chat_template or PLAIN_TEMPLATE
         # A tokenizer may have several templates by name, one of them for tools.
-        self.source: str = named if isinstance(named, str) else tokenizer.get_chat_template(None, self.tools or None)
-        self._frozen = _with_date(self.source, datetime.date.fromisoformat(self.settings.chat_template_date))
+        self.source: str = (
+            named
+            if isinstance(named, str)
+            else tokenizer.get_chat_template(None, self.tools or None)
+        )
+        self._frozen = _freeze_date(
+            self.source, datetime.date.fromisoformat(self.settings.chat_template_date)
+        )
 
     @property
     def can_print_date(self) -> bool:
@@ -67,10 +84,12 @@ class ChatTemplate:
     def with_date(self, day: str) -> ChatTemplate:
         """The same template on another day (YYYY-MM-DD)."""
         other = copy.copy(self)
-        other._frozen = _with_date(self.source, datetime.date.fromisoformat(day))
+        other._frozen = _freeze_date(self.source, datetime.date.fromisoformat(day))
         return other
 
-    def text(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = True) -> str:
+    def render_messages(
+        self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = True
+    ) -> str:
         """Rendered messages, and the header of the next assistant message.
 
         Raises: DataError where the template refuses them.
@@ -86,12 +105,14 @@ class ChatTemplate:
             )
         except Exception as error:  # templates may raise any exception
             roles = ", ".join(str(message["role"]) for message in messages) or "no message"
-            raise DataError(f"the tokenizer's chat template refuses this conversation ({roles}): {error}") from error
+            raise DataError(
+                f"the tokenizer's chat template refuses this conversation ({roles}): {error}"
+            ) from error
         assert isinstance(text, str)
         return text
 
 
-def _with_date(source: str, day: datetime.date) -> str:
+def _freeze_date(source: str, day: datetime.date) -> str:
     """The template with a `strftime_now` of its own, which prints that day.
 
     transformers offers the real clock under this name, and lets no argument of the rendering be a function. The line
@@ -100,5 +121,480 @@ def _with_date(source: str, day: datetime.date) -> str:
     if "strftime_now" not in source:
         return source
     moment = datetime.datetime.combine(day, datetime.time())
-    chain = "".join(f" | replace({json.dumps(d)}, {json.dumps(moment.strftime(d))})" for d in _DIRECTIVES)
+    chain = "".join(
+        f" | replace({json.dumps(d)}, {json.dumps(moment.strftime(d))})" for d in _DIRECTIVES
+    )
     return f"{{% macro strftime_now(format) %}}{{{{ format{chain} }}}}{{% endmacro %}}\n{source}"
+
+
+PLACEHOLDER = "Zq7MarkXw"  # message that is located in the rendered text
+_THOUGHT = "Zq7ThoughtXw"
+_TOOL, _ARGUMENT, _VALUE = "zq7_tool", "zq7_argument", "zq7value"
+_CALL_ID = "zq7call01"  # nine letters and digits, as Mistral's templates ask for
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "d",
+        "parameters": {
+            "type": "object",
+            "properties": {_ARGUMENT: {"type": "string"}},
+            "required": [_ARGUMENT],
+        },
+    },
+}
+_BAR, _BLOCK = "\uff5c", "\u2581"  # of DeepSeek's tokens
+# Texts that a policy may write as tokens of their own, where its tokenizer has them, beside those that the template
+# itself writes into an assistant message.
+_MARKERS = (
+    *(marker for pair in THOUGHT_MARKERS for marker in pair),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_calls>",
+        "</tool_calls>",
+        "<|tool_call|>",
+        "<|python_tag|>",
+    ),
+    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<answer>", "</answer>"),
+    *(
+        f"<{_BAR}tool{_BLOCK}{name}{_BLOCK}{end}{_BAR}>"
+        for name in ("calls", "call")
+        for end in ("begin", "end")
+    ),
+    f"<{_BAR}tool{_BLOCK}sep{_BAR}>",
+)
+
+_Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """Properties of a chat template, found by rendering."""
+
+    end_of_turn: str  # token after an assistant message
+    writes_end: bool  # the template puts it there itself; False = the tokenizer's EOS stands in
+    has_system: bool
+    has_tool: bool  # the role tool
+    has_repeats: bool  # two messages of a role one after the other
+    control: tuple[
+        str, ...
+    ]  # tokens that could forge a role or an end: never encoded from a message's text
+    markers: tuple[str, ...]  # tokens around thoughts and calls, encoded as such
+    thought_markers: tuple[str, str] | None  # around a thought
+    prefill: str  # thought in the generation prompt, opened ("<think>\n") or opened and closed; "" = none
+    closing: str  # what ends an opened thought that is empty
+    renders_reasoning: bool  # reasoning_content of the last message
+    renders_calls: Literal[
+        "", "object", "text"
+    ]  # tool_calls, with their arguments as an object or as JSON text
+    takes_tools: bool
+    drops_thoughts: tuple[
+        str, ...
+    ]  # kinds of messages after which an earlier turn has lost its thought: user, tool
+    rewrites: tuple[
+        str, ...
+    ]  # kinds of messages after which an earlier turn is another text than was sampled
+    prints_date: bool
+    has_generation_blocks: bool  # {% generation %}, which marks the assistant's part
+
+    @property
+    def opens_thought(self) -> bool:
+        """The generation prompt leaves a thought open."""
+        return (
+            bool(self.prefill)
+            and self.thought_markers is not None
+            and self.thought_markers[1] not in self.prefill
+        )
+
+
+def compile_token_pattern(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Pattern of any of these texts, the longest first; of nothing where there is none."""
+    return re.compile(
+        "|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True)) or r"(?!)"
+    )
+
+
+def examine_template(template: ChatTemplate) -> TemplateFacts:
+    """The facts of a template.
+
+    Raises: DataError, SettingsError where nothing exact can be trained with it, or with these variables or tools.
+    """
+    _refuse_unknown_settings(template)
+    bare = template.with_tools(())
+    _refuse_unusable_template(bare)
+    added = [
+        token.content
+        for token in template.tokenizer.added_tokens_decoder.values()
+        if token.content.strip()
+    ]
+    special = {str(token) for token in template.tokenizer.all_special_tokens}
+    special |= {
+        token.content for token in template.tokenizer.added_tokens_decoder.values() if token.special
+    }
+    opening = bare.render_messages([_build_user_message()], generation_prompt=False)
+    prompt = bare.render_messages([_build_user_message()])
+    answered = bare.render_messages(
+        [_build_user_message(), _build_assistant_message()], generation_prompt=False
+    )
+    before, _, after = answered.partition(PLACEHOLDER)
+    end = compile_token_pattern([*special, *added]).match(after.lstrip())
+    end_of_turn = end.group() if end else str(template.tokenizer.eos_token)
+    generation = prompt.removeprefix(opening) if prompt.startswith(opening) else ""
+    prefill, pair = _find_prefill(generation)
+    pair = pair or _find_thought_markers(bare, added)
+    arguments = _find_call_argument_form(bare, end_of_turn, answered.count(end_of_turn))
+    has_system = _renders_roles(bare, "system", "user")
+    control, markers = _find_control_and_marker_tokens(
+        bare, added, special, end_of_turn, answered, arguments
+    )
+    dropping, rewriting = _find_rewritten_turns(
+        bare, _build_thought_turn(prefill, pair), has_system
+    )
+    return TemplateFacts(
+        end_of_turn=end_of_turn,
+        writes_end=end is not None,
+        has_system=has_system,
+        has_tool=_has_tool_role(bare, prefill),
+        has_repeats=_renders_roles(bare, "user", "user")
+        and _renders_roles(bare, "user", "assistant", "assistant"),
+        control=control,
+        markers=markers,
+        thought_markers=pair,
+        prefill=prefill,
+        closing=_find_thought_closing(prefill, pair, generation, before.removeprefix(opening)),
+        renders_reasoning=_THOUGHT
+        in _render_or_empty(bare, [_build_user_message(), _build_reasoning_message()], False),
+        renders_calls=arguments,
+        takes_tools=renders_tools(bare),
+        drops_thoughts=dropping,
+        rewrites=rewriting,
+        prints_date=template.can_print_date
+        and prompt != bare.with_date("1999-12-31").render_messages([_build_user_message()]),
+        has_generation_blocks=re.search(r"\{%-?\s*generation\s*-?%\}", template.source) is not None,
+    )
+
+
+def renders_tools(template: ChatTemplate) -> bool:
+    """The template describes the tools that it is handed."""
+    return _TOOL in _render_or_empty(template.with_tools([_SCHEMA]), [_build_user_message()])
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def _refuse_unknown_settings(template: ChatTemplate) -> None:
+    """Variables that the template does not know, and tools that it does not take, would be dropped without a word."""
+    unknown = [
+        name
+        for name in template.settings.chat_template_kwargs
+        if not re.search(rf"\b{name}\b", template.source)
+    ]
+    if unknown:
+        raise SettingsError(
+            f"model.chat_template_kwargs: the chat template has no variable '{unknown[0]}'; correct the name, or "
+            "remove it"
+        )
+    if template.tools and not renders_tools(template):
+        raise SettingsError(
+            "model.native_tools, tools: the chat template does not describe tools that it is handed; describe them in "
+            "a system message, or name a template that does in model.chat_template"
+        )
+
+
+def _refuse_unusable_template(template: ChatTemplate) -> None:
+    if PLACEHOLDER not in template.render_messages([{"role": "user", "content": PLACEHOLDER}]):
+        raise DataError(
+            "the tokenizer's chat template omits user messages, so a policy would not see its prompt; name another one "
+            "in model.chat_template"
+        )
+    texts = [
+        template.render_messages(
+            [_build_user_message(), _build_assistant_message()], generation_prompt=False
+        )
+        for _ in range(2)
+    ]
+    if PLACEHOLDER not in texts[0]:
+        raise DataError(
+            "the tokenizer's chat template omits assistant messages, or changes their text; name another one in "
+            "model.chat_template"
+        )
+    if texts[0] != texts[1]:
+        raise DataError(
+            "the tokenizer's chat template renders the same messages differently each time, so nothing exact can be "
+            "trained; name another one in model.chat_template"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ probes
+
+
+def _build_user_message(content: str = "U") -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def _build_assistant_message(content: str = PLACEHOLDER) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def _build_reasoning_message() -> dict[str, Any]:
+    return {**_build_assistant_message(), "reasoning_content": _THOUGHT}
+
+
+def _build_call_message(arguments: object) -> dict[str, Any]:
+    call = {"type": "function", "id": _CALL_ID, "function": {"name": _TOOL, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _render_or_empty(
+    template: ChatTemplate, messages: _Messages, generation_prompt: bool = True
+) -> str:
+    """The rendered text; "" where the template refuses."""
+    try:
+        return template.render_messages(messages, generation_prompt)
+    except DataError:
+        return ""
+
+
+def _renders_roles(template: ChatTemplate, *roles: str) -> bool:
+    """True if these roles in this order are rendered; some templates raise, others omit a message without a word."""
+    texts = [PLACEHOLDER + str(place) for place in range(len(roles))]
+    shown = _render_or_empty(
+        template, [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    )
+    return all(text in shown for text in texts)
+
+
+def _has_tool_role(template: ChatTemplate, prefill: str) -> bool:
+    """True if results of tools are rendered, and followed by the same header as other messages.
+
+    DeepSeek-R1's template opens no thought after them, so one kind of turn would begin differently from the others.
+    """
+    shown = _renders_roles(template, "user", "assistant", "tool") and _renders_roles(
+        template, "user", "assistant", "tool", "tool"
+    )
+    return shown and template.render_messages(
+        [_build_user_message(), _build_assistant_message(), {"role": "tool", "content": "T"}]
+    ).endswith(prefill)
+
+
+def _find_prefill(generation: str) -> tuple[str, tuple[str, str] | None]:
+    """The thought that a generation prompt opens, and its markers."""
+    for pair in THOUGHT_MARKERS:
+        place = generation.rfind(pair[0])
+        if place >= 0:
+            return generation[place:], pair
+    return "", None
+
+
+def _find_thought_markers(template: ChatTemplate, added: Sequence[str]) -> tuple[str, str] | None:
+    """Markers of thoughts that the template writes for reasoning_content, reads in content, or has as tokens."""
+    rendered = _render_or_empty(
+        template, [_build_user_message(), _build_reasoning_message()], False
+    )
+    for pair in THOUGHT_MARKERS:
+        if (
+            (pair[0] in rendered and _THOUGHT in rendered)
+            or pair[1] in template.source
+            or set(pair) <= set(added)
+        ):
+            return pair
+    return None
+
+
+def _find_thought_closing(
+    prefill: str, pair: tuple[str, str] | None, generation: str, header: str
+) -> str:
+    """End of an opened thought that stays empty: as the template writes it before an answer, where it does."""
+    if not prefill or pair is None or pair[1] in prefill:
+        return ""
+    if header.startswith(generation) and pair[1] in header[len(generation) :]:
+        return header[len(generation) :]
+    return f"\n{pair[1]}\n\n"
+
+
+def _find_call_argument_form(
+    template: ChatTemplate, end_of_turn: str, num_ends: int
+) -> Literal["", "object", "text"]:
+    """Form of a call's arguments that the template renders; some want an object, others the JSON text of one.
+
+    None if the call has more than the `num_ends` ends of turn of an answer: it is then no turn that could be sampled.
+    """
+    forms: tuple[tuple[Literal["object", "text"], object], ...] = (
+        ("object", {_ARGUMENT: _VALUE}),
+        ("text", f'{{"{_ARGUMENT}": "{_VALUE}"}}'),
+    )
+    for form, arguments in forms:
+        text = _render_or_empty(
+            template, [_build_user_message(), _build_call_message(arguments)], False
+        )
+        if all(part in text for part in (_TOOL, _ARGUMENT, _VALUE)):
+            return form if text.count(end_of_turn) <= num_ends else ""
+    return ""
+
+
+def _find_control_and_marker_tokens(
+    template: ChatTemplate,
+    added: Sequence[str],
+    special: set[str],
+    end_of_turn: str,
+    skeleton: str,
+    arguments: str,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(control tokens, marker tokens) among the added ones."""
+    tokenizer = template.tokenizer
+    named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
+    never = {str(token) for token in named if token is not None} | {end_of_turn}
+    inside = ""
+    if arguments:
+        called = _build_call_message(
+            {_ARGUMENT: _VALUE} if arguments == "object" else f'{{"{_ARGUMENT}": "{_VALUE}"}}'
+        )
+        inside = _render_or_empty(template, [_build_user_message(), called], False)
+    # Some families' role tokens are not marked as special; a plain word that was added as a token is no role.
+    headers = {
+        text for text in added if text in skeleton and not (text[0].isalnum() or text[-1].isalnum())
+    }
+    written = {text for text in special if text in inside and text not in skeleton}
+    written -= {
+        text for text in written if inside.rstrip().endswith(text)
+    }  # an end of turn of its own
+    markers = ((set(_MARKERS) & set(added)) | written) - never
+    control = (special | headers | never) - markers
+    return tuple(sorted(control)), tuple(sorted(markers))
+
+
+def _build_thought_turn(prefill: str, pair: tuple[str, str] | None) -> tuple[str, str]:
+    """(content of an assistant message with a thought where there can be one, its text as sampled after a prompt)."""
+    if pair is None or pair[1] in prefill:
+        return PLACEHOLDER, PLACEHOLDER
+    content = f"{pair[0]}\n{_THOUGHT}\n{pair[1]}\n\n{PLACEHOLDER}"
+    return content, content.removeprefix(prefill)
+
+
+def _find_rewritten_turns(
+    template: ChatTemplate, turn: tuple[str, str], has_system: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Roles of a next message after which an earlier turn has lost its thought, or is not the text that was sampled."""
+    content, sampled = turn
+    opening = (
+        [{"role": "system", "content": "S"}, _build_user_message()]
+        if has_system
+        else [_build_user_message()]
+    )  # some move it along
+    prompt = template.render_messages(opening)
+    dropping, rewriting = [], []
+    for role in ("user", "tool"):
+        later = _render_or_empty(
+            template, [*opening, _build_assistant_message(content), {"role": role, "content": "N"}]
+        )
+        if not later:
+            continue
+        if _THOUGHT in content and _THOUGHT not in later:
+            dropping.append(role)
+        if not later.startswith(prompt + sampled):
+            rewriting.append(role)
+    return tuple(dropping), tuple(rewriting)
+
+
+def render_assistant_text(template: ChatTemplate, facts: TemplateFacts, message: Message) -> str:
+    """Text of the last message of a conversation, between its header (without an opened thought) and its end of turn.
+
+    A template that leaves out reasoning_content gets it between its thought markers; one that leaves out tool_calls
+    gets them as `format_hermes_call`, which every environment reads.
+    Raises: DataError for a thought where the tokenizer knows no markers for one, or a header or an end of its own.
+    """
+    content, thought, calls = (
+        message.get("content") or "",
+        message.get("reasoning_content"),
+        message.get("tool_calls"),
+    )
+    if not thought and not calls:
+        return content
+    pair = facts.thought_markers
+    if pair is not None and not thought:
+        thought, content = split_thought(content, pair)
+    if thought and pair is None and not facts.renders_reasoning:
+        raise DataError(
+            "reasoning_content: the chat template does not render it and has no markers for a thought; write it into "
+            "content, or name a template that does in model.chat_template"
+        )
+    if calls and not facts.renders_calls:
+        content = "\n".join([*([content] if content else []), *map(format_hermes_call, calls)])
+    plain: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls and facts.renders_calls:
+        plain["tool_calls"] = _convert_call_arguments(calls, facts.renders_calls)
+    if thought and facts.renders_reasoning:
+        plain["reasoning_content"] = thought
+    text = _render_message_body(template, facts, plain) if len(plain) > 2 else content
+    if not thought or facts.renders_reasoning:
+        return text
+    assert pair is not None
+    _, text = split_thought(
+        text, pair
+    )  # an empty one, which some templates write into every last turn
+    return f"{pair[0]}\n{thought}\n{pair[1]}\n\n{text}"
+
+
+def render_history_message(
+    template: ChatTemplate, facts: TemplateFacts, content: str, fields: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Content and other fields of an earlier assistant message, in the form that the template renders."""
+    if (fields.get("tool_calls") and not facts.renders_calls) or (
+        fields.get("reasoning_content") and not facts.renders_reasoning
+    ):
+        message = cast(Message, {"role": "assistant", "content": content, **fields})
+        return render_assistant_text(template, facts, message), {}
+    if fields.get("tool_calls"):
+        fields = {
+            **fields,
+            "tool_calls": _convert_call_arguments(fields["tool_calls"], facts.renders_calls),
+        }
+    return content, fields
+
+
+def format_hermes_call(call: Mapping[str, Any]) -> str:
+    """Text of an OpenAI-style call, as Hermes models write it and `Toolset.parse` reads it."""
+    function = call["function"]
+    return f"<tool_call>{json.dumps({'name': function['name'], 'arguments': function['arguments']})}</tool_call>"
+
+
+def _render_message_body(
+    template: ChatTemplate, facts: TemplateFacts, message: Mapping[str, Any]
+) -> str:
+    """Rendered message between its header and its end of turn."""
+    opening = [{"role": "user", "content": "U"}]
+    header = template.render_messages(opening).removesuffix(facts.prefill)
+    whole = template.render_messages([*opening, message], generation_prompt=False)
+    advice = "write it into content, or name another template in model.chat_template"
+    fields = ", ".join(name for name in message if name not in ("role", "content"))
+    if not whole.startswith(header):
+        raise DataError(
+            f"the chat template writes another header before a message with {fields} than before the policy's turn; "
+            + advice
+        )
+    body = whole[len(header) :].rstrip("\n")
+    if not facts.writes_end:
+        return body
+    if not body.rstrip().endswith(facts.end_of_turn):
+        raise DataError(
+            f"the chat template does not end a message with {fields} by {facts.end_of_turn}, as it ends others, so a "
+            f"policy would not stop there; {advice}"
+        )
+    return body.rstrip().removesuffix(facts.end_of_turn)
+
+
+def _convert_call_arguments(calls: Sequence[Mapping[str, Any]], form: str) -> list[dict[str, Any]]:
+    """Calls with arguments as an object, or as its JSON text."""
+    if form == "object":
+        return [dict(call) for call in calls]
+    return [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"]),
+            },
+        }
+        for call in calls
+    ]

@@ -15,11 +15,6 @@ from typing import Any
 
 from rl_core.errors import DataError
 
-__all__ = [
-    "CSV_SUFFIXES", "DATA_SUFFIXES", "MAX_LINE", "BadRow", "data_files", "describe", "file_digest", "read_json",
-    "read_number", "read_rows", "read_text", "refuse_unstorable", "unchanged",
-]  # fmt: skip
-
 PARQUET_SUFFIXES = (".parquet", ".pq")
 MAX_LINE = 64 * 2**20  # bytes; a longer line is no row, and refusing it bounds memory
 CSV_SUFFIXES = (".csv", ".tsv")
@@ -28,9 +23,9 @@ _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"  # JSON white space; U+2028 and the like are text
 _HEAD = 4096
 MAX_DEPTH = 64  # levels of lists and objects within a row
-_SHOWN = 80  # characters of a place in a message
+_MAX_PLACE_CHARACTERS = 80  # characters of a place in a message
 
-_MAGIC = {  # first bytes of common file types with a wrong extension
+_FOREIGN_FILE_TYPES = {  # first bytes of common file types with a wrong extension
     b"version https://git-lfs": "is a Git LFS pointer, not the data; fetch the data with `git lfs pull`",
     b"\x1f\x8b": "is gzip-compressed; unpack it first (`gunzip`)",
     b"PK\x03\x04": "is a zip archive; unpack it first",
@@ -52,15 +47,17 @@ class BadRow(Exception):
         self.reason = reason
 
 
-def data_files(path: Path, suffixes: tuple[str, ...] = DATA_SUFFIXES) -> list[Path]:
+def list_data_files(path: Path, suffixes: tuple[str, ...] = DATA_SUFFIXES) -> list[Path]:
     """The file itself, or all data files under a folder, sorted by name, without hidden ones."""
     if not path.is_dir():
         return [path]
     found = (item for item in path.rglob("*") if item.suffix in suffixes and item.is_file())
-    return sorted(item for item in found if not any(p.startswith(".") for p in item.relative_to(path).parts))
+    return sorted(
+        item for item in found if not any(p.startswith(".") for p in item.relative_to(path).parts)
+    )
 
 
-def describe(value: object) -> str:
+def describe_value(value: object) -> str:
     """JSON type and value for an error message, truncated."""
     if value is None:
         return "null"
@@ -84,51 +81,51 @@ def read_number(row: Mapping[str, Any], name: str, lowest: float = -sys.float_in
     """A finite number of a row, at least `lowest`. Raises: BadRow."""
     value = row[name]
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRow(name, f"must be a number, found {describe(value)}")
+        raise BadRow(name, f"must be a number, found {describe_value(value)}")
     if not lowest <= value <= sys.float_info.max:
         least = f" and at least {lowest:g}" if lowest >= 0 else ""
         raise BadRow(name, f"must be finite{least}, found {str(value)[:40]}")
     return float(value)
 
 
-def read_text(row: Mapping[str, Any], name: str, place: str = "", may_be_empty: bool = False) -> str:
+def read_text(row: Mapping[str, Any], name: str, path: str = "", may_be_empty: bool = False) -> str:
     """Text of one field. Raises: BadRow naming the field."""
-    place = place or name
+    path = path or name
     if name not in row:
-        raise BadRow(place, "is missing")
+        raise BadRow(path, "is missing")
     value = row[name]
     if not isinstance(value, str):
-        raise BadRow(place, f"must be text, found {describe(value)}")
+        raise BadRow(path, f"must be text, found {describe_value(value)}")
     if not may_be_empty and not value.strip():
-        raise BadRow(place, "is empty")
-    _refuse_surrogate(value, place)
+        raise BadRow(path, "is empty")
+    _refuse_surrogate(value, path)
     return value
 
 
-def file_digest(path: Path) -> str:
+def compute_file_digest(path: Path) -> str:
     """SHA-256 of the file, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
-def unchanged(path: Path) -> Iterator[None]:
+def refuse_concurrent_change(path: Path) -> Iterator[None]:
     """Block that reads a file: one that is written to or replaced meanwhile is refused, whatever was read of it.
 
     Raises: DataError naming the file.
     """
-    before = _stamp(path)
+    before = _read_file_stamp(path)
     try:
         yield
     except DataError as error:  # of a row that was half there, perhaps
-        if _stamp(path) != before:
-            raise _changed(path) from error
+        if _read_file_stamp(path) != before:
+            raise _build_changed_error(path) from error
         raise
-    if _stamp(path) != before:
-        raise _changed(path)
+    if _read_file_stamp(path) != before:
+        raise _build_changed_error(path)
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def _read_file_stamp(path: Path) -> tuple[int, int, int] | None:
     """Identity, size and time of change; None where there is nothing to read."""
     try:
         found = path.stat()
@@ -137,8 +134,10 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _changed(path: Path) -> DataError:
-    return DataError(f"{path}: was changed while it was read; start again when nothing writes to it")
+def _build_changed_error(path: Path) -> DataError:
+    return DataError(
+        f"{path}: was changed while it was read; start again when nothing writes to it"
+    )
 
 
 def read_rows(
@@ -152,18 +151,20 @@ def read_rows(
         plain_cells: of CSV, every cell is text, empty ones too; else those of our columns are read as values and lists.
     Raises: DataError, before the first row, if the file as a whole is invalid.
     """
-    head = _inspect(path)
+    head = _read_file_head(path)
     if path.suffix.lower() in PARQUET_SUFFIXES:
         if not head.startswith(b"PAR1"):
-            raise DataError(f"{path}: is not Parquet despite its name (it does not start with PAR1)")
-        return _parquet_rows(path, columns)
+            raise DataError(
+                f"{path}: is not Parquet despite its name (it does not start with PAR1)"
+            )
+        return _read_parquet_rows(path, columns)
     if path.suffix.lower() in CSV_SUFFIXES:
-        return _csv_rows(path, plain_cells)
-    _inspect_json(path, head)
-    return _json_rows(path)
+        return _read_csv_rows(path, plain_cells)
+    _refuse_non_json_lines(path, head)
+    return _read_json_rows(path)
 
 
-def _inspect(path: Path) -> bytes:
+def _read_file_head(path: Path) -> bytes:
     """First bytes of a readable file. Raises: DataError, also for a known file type with a wrong extension."""
     try:
         if path.is_dir():
@@ -178,17 +179,19 @@ def _inspect(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read ({error})") from error
     if not head:
         raise DataError(f"{path}: is empty (0 bytes)")
-    for magic, words in _MAGIC.items():
+    for magic, words in _FOREIGN_FILE_TYPES.items():
         if head.startswith(magic):
             raise DataError(f"{path}: {words}")
     return head
 
 
-def _inspect_json(path: Path, head: bytes) -> None:
+def _refuse_non_json_lines(path: Path, head: bytes) -> None:
     if head.startswith(b"PAR1"):
         raise DataError(f"{path}: is Parquet under another name; rename it to {path.stem}.parquet")
     if head.count(0) * 5 > len(head):
-        raise DataError(f"{path}: contains NUL bytes, so it is UTF-16, UTF-32 or binary; save it as UTF-8")
+        raise DataError(
+            f"{path}: contains NUL bytes, so it is UTF-16, UTF-32 or binary; save it as UTF-8"
+        )
     start = head.removeprefix(_BOM).lstrip(_BLANK)
     first_line = start.split(b"\n", 1)[0].strip(_BLANK)
     if start.startswith(b"["):
@@ -202,24 +205,28 @@ def _inspect_json(path: Path, head: bytes) -> None:
                 f"and commas: jq -c '.[]' {path.name} > {path.stem}.jsonl"
             )
     if first_line == b"{":
-        raise DataError(f"{path}: is one JSON document over many lines; JSON Lines needs one object per line")
+        raise DataError(
+            f"{path}: is one JSON document over many lines; JSON Lines needs one object per line"
+        )
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+def _read_json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     with path.open("rb") as file:  # in binary mode lines end only at \n
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), start=1):
             if len(line) == MAX_LINE and not line.endswith(b"\n"):
-                raise DataError(f"{path}:{number}: the line is longer than {MAX_LINE // 2**20} MiB, so it is no row")
+                raise DataError(
+                    f"{path}:{number}: the line is longer than {MAX_LINE // 2**20} MiB, so it is no row"
+                )
             line = (line.removeprefix(_BOM) if number == 1 else line).strip(_BLANK)
             if not line:
                 continue
             try:
-                yield number, _parse(line)
+                yield number, _parse_json_line(line)
             except BadRow as bad:
                 yield number, bad
 
 
-_LISTS = (
+_LIST_COLUMNS = (
     "messages",
     "conversations",
     "prompt",
@@ -229,19 +236,29 @@ _LISTS = (
     "tools",
     "history",
 )  # JSON in a cell
-_VALUES = ("label", "margin", "score", "seed", "tie")  # numbers and truth values, which a CSV file has as text
+_VALUE_COLUMNS = (
+    "label",
+    "margin",
+    "score",
+    "seed",
+    "tie",
+)  # numbers and truth values, which a CSV file has as text
 _LONGEST_CELL = 2**27  # characters
 
 
-def _csv_rows(path: Path, plain: bool) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+def _read_csv_rows(path: Path, plain_cells: bool) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     """Rows of a CSV file with a header, numbered by the line on which each begins."""
     line, before = 1, csv.field_size_limit(_LONGEST_CELL)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            reader = csv.reader(
+                file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True
+            )
             names = next(reader, [])
             if not names or len(set(names)) < len(names) or not all(names):
-                raise DataError(f"{path}:1: the header needs a name for each column, each once; found {names}")
+                raise DataError(
+                    f"{path}:1: the header needs a name for each column, each once; found {names}"
+                )
             line = reader.line_num + 1
             for cells in reader:
                 if cells and len(cells) != len(names):
@@ -249,90 +266,103 @@ def _csv_rows(path: Path, plain: bool) -> Iterator[tuple[int, dict[str, Any] | B
                     yield line, BadRow("", problem)
                 elif cells:
                     row = dict(zip(names, cells, strict=True))
-                    yield line, dict(row) if plain else _with_values(row)
+                    yield line, dict(row) if plain_cells else _parse_cells(row)
                 line = reader.line_num + 1
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+        raise DataError(
+            f"{path}: is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from None
     except csv.Error as error:
         raise DataError(f"{path}:{line}: is not CSV: {error}") from None
     finally:
         csv.field_size_limit(before)
 
 
-def _with_values(cells: Mapping[str, str]) -> dict[str, Any] | BadRow:
+def _parse_cells(cells: Mapping[str, str]) -> dict[str, Any] | BadRow:
     """Cells of our columns as what they stand for; empty ones are left out."""
     row: dict[str, Any] = {}
     for name, cell in cells.items():
         if not cell:
             continue
         row[name] = cell
-        is_list = name in _LISTS and cell.lstrip().startswith(("[", "{"))
-        if is_list or name in _VALUES:
+        is_list = name in _LIST_COLUMNS and cell.lstrip().startswith(("[", "{"))
+        if is_list or name in _VALUE_COLUMNS:
             try:
-                row[name] = json.loads(cell.lower() if name in _VALUES else cell)
+                row[name] = json.loads(cell.lower() if name in _VALUE_COLUMNS else cell)
             except ValueError:
-                if name in ("messages", "conversations", "tools", *_VALUES):
-                    return BadRow(name, f"must be JSON in its cell (json.dumps, not str), found {describe(cell)}")
+                if name in ("messages", "conversations", "tools", *_VALUE_COLUMNS):
+                    return BadRow(
+                        name,
+                        f"must be JSON in its cell (json.dumps, not str), found {describe_value(cell)}",
+                    )
     return row
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def _parse_json_line(line: bytes) -> dict[str, Any]:
     """One line parsed as an object. Raises: BadRow."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadRow("", f"is not UTF-8: byte {error.start} of the line is 0x{line[error.start]:02x}") from None
+        raise BadRow(
+            "", f"is not UTF-8: byte {error.start} of the line is 0x{line[error.start]:02x}"
+        ) from None
     value = read_json(text)
     if not isinstance(value, dict):
-        raise BadRow("", f"must be an object, found {describe(value)}")
+        raise BadRow("", f"must be an object, found {describe_value(value)}")
     return value
 
 
-def read_json(text: str, place: str = "") -> Any:
+def read_json(text: str, path: str = "") -> Any:
     """The JSON value of a text, of `place` in a row, fit to be stored again. Raises: BadRow."""
     try:
-        value = json.loads(text, object_pairs_hook=_object)
-        refuse_unstorable(value, place, surrogates="\\u" in text)
+        value = json.loads(text, object_pairs_hook=_build_unique_object)
+        refuse_unstorable(value, path, surrogates="\\u" in text)
     except json.JSONDecodeError as error:
-        raise BadRow(place, f"is not JSON: {error.msg} at character {error.pos + 1}") from None
+        raise BadRow(path, f"is not JSON: {error.msg} at character {error.pos + 1}") from None
     except RecursionError:
-        raise BadRow(place, "is nested too deeply") from None
+        raise BadRow(path, "is nested too deeply") from None
     except ValueError as error:  # an integer of thousands of digits
-        raise BadRow(place, f"is not readable as JSON: {error}") from None
+        raise BadRow(path, f"is not readable as JSON: {error}") from None
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         counts = Counter(name for name, _ in pairs)
-        raise BadRow(next(name for name in counts if counts[name] > 1), "appears twice in one object")
+        raise BadRow(
+            next(name for name in counts if counts[name] > 1), "appears twice in one object"
+        )
     return value
 
 
-def refuse_unstorable(value: object, place: str, depth: int = MAX_DEPTH, surrogates: bool = True) -> None:
+def refuse_unstorable(
+    value: object, path: str, depth: int = MAX_DEPTH, surrogates: bool = True
+) -> None:
     """Raise for values that Python takes and JSON or UTF-8 has not, and for nesting that ends recursive writers.
 
     NaN and Infinity (and 1e999); halves of surrogate pairs, unless the caller knows that there are none.
     """
     if isinstance(value, str):
         if surrogates:
-            _refuse_surrogate(value, place)
+            _refuse_surrogate(value, path)
         return
     if isinstance(value, float) and not math.isfinite(value):
-        raise BadRow(place, f"{value} is not a valid JSON number")
+        raise BadRow(path, f"{value} is not a valid JSON number")
     if not isinstance(value, (dict, list, Mapping)):
         return
     if depth == 0:
-        raise BadRow(place[:_SHOWN], f"is nested too deeply, more than {MAX_DEPTH} levels")
+        raise BadRow(
+            path[:_MAX_PLACE_CHARACTERS], f"is nested too deeply, more than {MAX_DEPTH} levels"
+        )
     if isinstance(value, Mapping):
         for name, item in value.items():
             if surrogates:
-                _refuse_surrogate(str(name), place)
-            refuse_unstorable(item, f"{place}.{name}" if place else str(name), depth - 1, surrogates)
+                _refuse_surrogate(str(name), path)
+            refuse_unstorable(item, f"{path}.{name}" if path else str(name), depth - 1, surrogates)
     else:
         for index, item in enumerate(value):
-            refuse_unstorable(item, f"{place}[{index}]", depth - 1, surrogates)
+            refuse_unstorable(item, f"{path}[{index}]", depth - 1, surrogates)
 
 
 def _refuse_surrogate(text: str, place: str) -> None:
@@ -340,10 +370,14 @@ def _refuse_surrogate(text: str, place: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         found = f"\\u{ord(text[error.start]):04x}"
-        raise BadRow(place, f"holds half of a surrogate pair ({found} at character {error.start + 1})") from None
+        raise BadRow(
+            place, f"holds half of a surrogate pair ({found} at character {error.start + 1})"
+        ) from None
 
 
-def _parquet_rows(path: Path, columns: Collection[str] | None) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+def _read_parquet_rows(
+    path: Path, columns: Collection[str] | None
+) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -358,16 +392,21 @@ def _parquet_rows(path: Path, columns: Collection[str] | None) -> Iterator[tuple
             for batch in file.iter_batches(batch_size=1024, columns=known):
                 for row in range(batch.num_rows):
                     number += 1
-                    yield number, _parquet_row(batch, row)
+                    yield number, _read_parquet_row(batch, row)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet, after {number} rows: {error}") from error
+        raise DataError(
+            f"{path}: cannot be read as Parquet, after {number} rows: {error}"
+        ) from error
 
 
-def _parquet_row(batch: Any, row: int) -> dict[str, Any] | BadRow:
+def _read_parquet_row(batch: Any, row: int) -> dict[str, Any] | BadRow:
     values: dict[str, Any] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
             values[name] = column[row].as_py()
         except UnicodeDecodeError as error:
-            return BadRow(name, f"is not UTF-8: byte {error.start} of the text is 0x{error.object[error.start]:02x}")
+            return BadRow(
+                name,
+                f"is not UTF-8: byte {error.start} of the text is 0x{error.object[error.start]:02x}",
+            )
     return values

@@ -1,47 +1,128 @@
-"""Row formats of common data sets, by their columns, converted to the rows of `rl_core.data.records`.
+"""Line of jq that renames the columns of a row of no known format.
+
+Row formats of common data sets, by their columns, converted to the rows of `rl_core.data.records`.
 
 A format is recognised row by row, by columns that are not null. What none of them fits is refused with the columns
 found and a line that renames them.
+
+Uses of preference rows, and what each of them takes.
+
+Rows of data sets, checked one by one: a schema gives the columns that are kept, or raises BadRow.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_core.data.files import BadRow, read_text
-from rl_core.data.format_advice import advice
-from rl_core.data.format_turns import (
+from rl_core.data.files import BadRow, describe_value, read_number, read_text
+from rl_core.data.messages import (
     HH_TURN,
-    alpaca,
-    assistant,
-    from_and_value,
-    hh_turns,
-    listed,
-    sharegpt,
-    user,
-    without_loss,
+    build_assistant_message,
+    build_user_message,
+    convert_alpaca,
+    convert_sharegpt,
+    convert_sharegpt_turns,
+    drop_message_loss,
+    parse_hh_turns,
+    validate_messages,
+    validate_tools,
+    wrap_in_list,
 )
-from rl_core.data.messages import checked_messages
 
-__all__ = [
-    "COLUMNS",
-    "Format",
-    "Kind",
-    "as_demonstration",
-    "as_preference",
-    "columns_to_read",
-    "format_of",
-    "unknown_columns",
-]
+_SYSTEM_COLUMNS = ("system_prompt", "system", "system_message")
+_QUESTION_COLUMNS = (
+    "question",
+    "query",
+    "instruction",
+    "problem",
+    "input",
+    "source",
+    "prompt",
+    "user",
+    "request",
+)
+_ANSWER_COLUMNS = (
+    "answer",
+    "response",
+    "output",
+    "completion",
+    "solution",
+    "target",
+    "assistant",
+    "reply",
+    "summary",
+)
 
-Row = dict[str, Any]
-Kind = Literal["demonstrations", "preferences"]
+
+def advise_column_renames(row: Mapping[str, Any], kind: str, names: Sequence[str]) -> str:
+    """Columns found, and a line that makes rows of them.
+
+    Args:
+        kind: demonstrations or preferences.
+        names: formats of that kind.
+    """
+    found = ", ".join(str(name) for name in row) or "none"
+    if isinstance(row.get("completions"), list) and "instruction" in row:
+        fix = (
+            "'{prompt: .instruction} + (.completions | sort_by(.overall_score) | {chosen: .[-1].response, rejected: "
+            ".[0].response}) | select(.chosen != .rejected)'"
+        )
+    elif kind == "demonstrations":
+        fix = _advise_demonstration(row)
+    else:
+        asked = _guess_column(row, _QUESTION_COLUMNS, "QUESTION")
+        good = _guess_column(
+            row,
+            ("chosen", "chosen_response", "preferred", "better", "response_0", "accepted"),
+            "BETTER",
+        )
+        bad = _guess_column(
+            row, ("rejected", "rejected_response", "dispreferred", "worse", "response_1"), "WORSE"
+        )
+        fix = f"'{{prompt: .{asked}, chosen: .{good}, rejected: .{bad}}}'"
+    read = "; ".join(names)
+    return f"columns found: {found}; name them: jq -c {fix} FILE > NEW.jsonl (formats that are read: {read})"
+
+
+def _advise_demonstration(row: Mapping[str, Any]) -> str:
+    """Question and answer as prompt and completion, or with a system message as messages."""
+    system = next((name for name in _SYSTEM_COLUMNS if isinstance(row.get(name), str)), "")
+    left = {name: value for name, value in row.items() if name != system}
+    asked, answered = (
+        _guess_column(left, _QUESTION_COLUMNS, "QUESTION"),
+        _guess_column(left, _ANSWER_COLUMNS, "ANSWER"),
+    )
+    if not system:
+        return f"'{{prompt: .{asked}, completion: .{answered}}}'"
+    said = [("system", system), ("user", asked), ("assistant", answered)]
+    turns = ", ".join(f'{{role: "{role}", content: .{name}}}' for role, name in said)
+    return f"'{{messages: [{turns}]}}'"
+
+
+def _guess_column(row: Mapping[str, Any], words: Sequence[str], default: str) -> str:
+    """The column with one of these names, or that holds one of these words."""
+    names = [str(name) for name in row]
+    tests: tuple[Callable[[str, str], bool], ...] = (
+        lambda n, w: n.lower() == w,
+        lambda n, w: w in n.lower(),
+    )
+    for test in tests:
+        for word in words:
+            for name in names:
+                if test(name, word):
+                    return name if name.isidentifier() else json.dumps(name)
+    return default
+
+
+RawRow = dict[str, Any]
+RowKind = Literal["demonstrations", "preferences"]
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class RowFormat:
     """One way to write a row."""
 
     name: str
@@ -51,50 +132,84 @@ class Format:
 
 
 _DEMONSTRATIONS = (
-    Format("messages", ("messages",), ("tools",), ("messages",)),
-    Format("prompt-completion, conversational", ("prompt", "completion"), ("tools",), ("prompt", "completion")),
-    Format("prompt-completion", ("prompt", "completion"), ("tools",)),
-    Format("ShareGPT", ("conversations",), ("system", "tools"), ("conversations",)),
-    Format("Alpaca", ("instruction", "output"), ("input", "system", "history")),
-    Format("Dolly", ("instruction", "response"), ("context",)),
-    Format("text", ("text",)),
+    RowFormat("messages", ("messages",), ("tools",), ("messages",)),
+    RowFormat(
+        "prompt-completion, conversational",
+        ("prompt", "completion"),
+        ("tools",),
+        ("prompt", "completion"),
+    ),
+    RowFormat("prompt-completion", ("prompt", "completion"), ("tools",)),
+    RowFormat("ShareGPT", ("conversations",), ("system", "tools"), ("conversations",)),
+    RowFormat("Alpaca", ("instruction", "output"), ("input", "system", "history")),
+    RowFormat("Dolly", ("instruction", "response"), ("context",)),
+    RowFormat("text", ("text",)),
 )
 _PREFERENCES = (
-    Format("prompt-chosen-rejected", ("prompt", "chosen", "rejected")),
-    Format("pairs, conversational", ("prompt", "chosen", "rejected"), ("tools",), ("prompt", "chosen", "rejected")),
-    Format("UltraFeedback, binarized", ("prompt", "chosen", "rejected"), (), ("chosen", "rejected")),
-    Format(
+    RowFormat("prompt-chosen-rejected", ("prompt", "chosen", "rejected")),
+    RowFormat(
+        "pairs, conversational",
+        ("prompt", "chosen", "rejected"),
+        ("tools",),
+        ("prompt", "chosen", "rejected"),
+    ),
+    RowFormat(
+        "UltraFeedback, binarized", ("prompt", "chosen", "rejected"), (), ("chosen", "rejected")
+    ),
+    RowFormat(
         "pairs, ShareGPT",
         ("conversations", "chosen", "rejected"),
         ("system", "tools"),
         ("conversations", "chosen", "rejected"),
     ),
-    Format("pairs, implicit prompt", ("chosen", "rejected"), ("tools",), ("chosen", "rejected")),
-    Format("pairs, Alpaca", ("instruction", "chosen", "rejected"), ("input", "system", "history")),
-    Format("Orca-DPO", ("question", "chosen", "rejected"), ("system",)),
-    Format("Orca-DPO, distilabel", ("input", "chosen", "rejected"), ("system",)),
-    Format("HH-RLHF", ("chosen", "rejected")),
-    Format("labelled completions", ("prompt", "completion", "label")),
-    Format("labelled, conversational", ("prompt", "completion", "label"), ("tools",), ("prompt", "completion")),
-    Format("labelled, messages", ("messages", "label"), ("tools",), ("messages",)),
-    Format("scored completions", ("prompt", "completion", "score")),
-    Format("scored, conversational", ("prompt", "completion", "score"), ("tools",), ("prompt", "completion")),
+    RowFormat("pairs, implicit prompt", ("chosen", "rejected"), ("tools",), ("chosen", "rejected")),
+    RowFormat(
+        "pairs, Alpaca", ("instruction", "chosen", "rejected"), ("input", "system", "history")
+    ),
+    RowFormat("Orca-DPO", ("question", "chosen", "rejected"), ("system",)),
+    RowFormat("Orca-DPO, distilabel", ("input", "chosen", "rejected"), ("system",)),
+    RowFormat("HH-RLHF", ("chosen", "rejected")),
+    RowFormat("labelled completions", ("prompt", "completion", "label")),
+    RowFormat(
+        "labelled, conversational",
+        ("prompt", "completion", "label"),
+        ("tools",),
+        ("prompt", "completion"),
+    ),
+    RowFormat("labelled, messages", ("messages", "label"), ("tools",), ("messages",)),
+    RowFormat("scored completions", ("prompt", "completion", "score")),
+    RowFormat(
+        "scored, conversational",
+        ("prompt", "completion", "score"),
+        ("tools",),
+        ("prompt", "completion"),
+    ),
 )
-_FORMATS: dict[str, tuple[Format, ...]] = {"demonstrations": _DEMONSTRATIONS, "preferences": _PREFERENCES}
+_FORMATS: dict[str, tuple[RowFormat, ...]] = {
+    "demonstrations": _DEMONSTRATIONS,
+    "preferences": _PREFERENCES,
+}
 _NAMES = {kind: [form.name for form in formats] for kind, formats in _FORMATS.items()}
-_OWN = ("level", "kind", "seed")
+_SHARED_COLUMNS = ("level", "kind", "seed")
 # `judgement`: who compared, when and how, as `posttrain prefer` writes it; kept in the file, not read
-_OWN_OF = {"demonstrations": _OWN, "preferences": ("margin", "tie", "judgement", *_OWN)}
+_COLUMNS_BY_KIND = {
+    "demonstrations": _SHARED_COLUMNS,
+    "preferences": ("margin", "tie", "judgement", *_SHARED_COLUMNS),
+}
 # Read so that a row can be named by its data set, though it cannot be used
 _REFUSED = ("completions", "responses", "score", "response_0", "response_1", "label")
 
 COLUMNS: dict[str, tuple[str, ...]] = {
-    kind: tuple(dict.fromkeys([*(c for f in formats for c in (*f.needs, *f.also)), *_OWN_OF[kind], *_REFUSED]))
+    kind: tuple(
+        dict.fromkeys(
+            [*(c for f in formats for c in (*f.needs, *f.also)), *_COLUMNS_BY_KIND[kind], *_REFUSED]
+        )
+    )
     for kind, formats in _FORMATS.items()
 }
 
 
-def format_of(row: Mapping[str, Any], kind: Kind) -> Format | None:
+def detect_format(row: Mapping[str, Any], kind: RowKind) -> RowFormat | None:
     """Format of a row; None = not recognised."""
     there = {name for name, value in row.items() if value is not None}
     for form in _FORMATS[kind]:
@@ -107,34 +222,51 @@ def format_of(row: Mapping[str, Any], kind: Kind) -> Format | None:
     return None
 
 
-def columns_to_read(kind: Kind) -> tuple[str, ...]:
+def list_format_columns(kind: RowKind) -> tuple[str, ...]:
     """Columns of all formats of a kind, for a reader of Parquet."""
     return COLUMNS[kind]
 
 
-def unknown_columns(row: Mapping[str, Any], form: Format, kind: Kind) -> set[str]:
+def find_unknown_columns(row: Mapping[str, Any], form: RowFormat, kind: RowKind) -> set[str]:
     """Columns of a row that its format does not use."""
-    used = {*form.needs, *form.also, *_OWN_OF[kind]}
+    used = {*form.needs, *form.also, *_COLUMNS_BY_KIND[kind]}
     return {name for name, value in row.items() if value is not None and name not in used}
 
 
-def as_demonstration(row: Row) -> Row:
+def convert_demonstration(row: RawRow) -> RawRow:
     """The row with `messages` (not checked yet), and `tools` where it has some. Raises: BadRow."""
     if row.get("label") is False:
-        raise BadRow("label", "is false, and what is not wanted is not imitated: jq -c 'select(.label)' FILE > NEW")
-    form = format_of(row, "demonstrations")
+        raise BadRow(
+            "label",
+            "is false, and what is not wanted is not imitated: jq -c 'select(.label)' FILE > NEW",
+        )
+    form = detect_format(row, "demonstrations")
     name = form.name if form else ""
     if name == "prompt-completion, conversational":
-        return _with_messages(row, [*map(without_loss, listed(row["prompt"])), *listed(row["completion"])])
+        return _set_messages(
+            row,
+            [
+                *map(drop_message_loss, wrap_in_list(row["prompt"])),
+                *wrap_in_list(row["completion"]),
+            ],
+        )
     if name == "prompt-completion":
-        return _with_messages(row, [user(read_text(row, "prompt")), assistant(read_text(row, "completion"))])
+        return _set_messages(
+            row,
+            [
+                build_user_message(read_text(row, "prompt")),
+                build_assistant_message(read_text(row, "completion")),
+            ],
+        )
     if name == "ShareGPT":
-        return _with_messages(row, sharegpt(row, "conversations"))
+        return _set_messages(row, convert_sharegpt(row, "conversations"))
     if name in ("Alpaca", "Dolly"):
         context, answer = ("input", "output") if name == "Alpaca" else ("context", "response")
-        return _with_messages(row, [*alpaca(row, context), assistant(read_text(row, answer))])
+        return _set_messages(
+            row, [*convert_alpaca(row, context), build_assistant_message(read_text(row, answer))]
+        )
     if name == "text":
-        return _with_messages(row, [{"role": "text", "content": read_text(row, "text")}])
+        return _set_messages(row, [{"role": "text", "content": read_text(row, "text")}])
     if name == "messages" or row.get("messages") is not None:
         return row
     if "prompt" in row or "completion" in row:
@@ -142,31 +274,34 @@ def as_demonstration(row: Row) -> Row:
         read_text(row, "completion")
     raise BadRow(
         "messages",
-        f"is missing, and so are prompt and completion; {advice(row, 'demonstrations', _NAMES['demonstrations'])}",
+        f"is missing, and so are prompt and completion; {advise_column_renames(row, 'demonstrations', _NAMES['demonstrations'])}",
     )
 
 
-def as_preference(row: Row) -> Row:
+def convert_preference(row: RawRow) -> RawRow:
     """The row as {prompt, chosen, rejected} or {prompt, completion, label or score}, sides text or messages.
 
     Raises: BadRow.
 
     A prompt is text if it is one message of the user, a side if it is one assistant message without further fields.
     """
-    form = format_of(row, "preferences")
+    form = detect_format(row, "preferences")
     if form is None:
-        _refuse(row)
+        _refuse_unknown_preference(row)
         return row
     convert = _CONVERSIONS.get(form.name)
     return row if convert is None else convert(row)
 
 
-def _refuse(row: Row) -> None:
+def _refuse_unknown_preference(row: RawRow) -> None:
     """Raise for a row of no format, unless a column of ours is missing or empty, which is said by its name."""
     if {"chosen", "rejected"} <= set(row) and "prompt" not in row:
-        raise BadRow("prompt", f"is missing; {advice(row, 'preferences', _NAMES['preferences'])}")
+        raise BadRow(
+            "prompt",
+            f"is missing; {advise_column_renames(row, 'preferences', _NAMES['preferences'])}",
+        )
     if len({"prompt", "chosen", "rejected", "completion", "label"} & set(row)) < 2:
-        raise BadRow("", advice(row, "preferences", _NAMES["preferences"]))
+        raise BadRow("", advise_column_renames(row, "preferences", _NAMES["preferences"]))
     for name in ("prompt", "chosen", "rejected", "completion"):
         if row.get(name) is not None:
             read_text(row, name)
@@ -175,102 +310,284 @@ def _refuse(row: Row) -> None:
 # ------------------------------------------------------------------------------------------------- demonstrations
 
 
-def _with_messages(row: Row, messages: list[Row]) -> Row:
+def _set_messages(row: RawRow, messages: list[RawRow]) -> RawRow:
     return {**row, "messages": messages}
 
 
 # ---------------------------------------------------------------------------------------------------- preferences
 
 
-def _messages(row: Row, name: str) -> list[Row]:
-    return checked_messages(listed(row[name]), name)
+def _read_messages(row: RawRow, name: str) -> list[RawRow]:
+    return validate_messages(wrap_in_list(row[name]), name)
 
 
-def _implicit(row: Row, chosen: list[Row], rejected: list[Row]) -> Row:
+def _split_implicit_prompt(row: RawRow, chosen: list[RawRow], rejected: list[RawRow]) -> RawRow:
     """The messages that both sides begin with are the prompt, up to the last one of another role than assistant."""
     same = 0
     while same < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
         same += 1
-    while same and (chosen[same - 1]["role"] == "assistant" or same == min(len(chosen), len(rejected))):
+    while same and (
+        chosen[same - 1]["role"] == "assistant" or same == min(len(chosen), len(rejected))
+    ):
         same -= 1
     if not same:
-        raise BadRow("chosen", "begins with another message than rejected, so there is no common prompt")
+        raise BadRow(
+            "chosen", "begins with another message than rejected, so there is no common prompt"
+        )
     return {
         **row,
-        "prompt": _opening(chosen[:same], "chosen"),
-        "chosen": _side(chosen[same:], "chosen"),
-        "rejected": _side(rejected[same:], "rejected"),
+        "prompt": _convert_prompt(chosen[:same], "chosen"),
+        "chosen": _convert_answer(chosen[same:], "chosen"),
+        "rejected": _convert_answer(rejected[same:], "rejected"),
     }
 
 
-def _opening(messages: list[Row], place: str) -> str | list[Row]:
+def _convert_prompt(messages: list[RawRow], path: str) -> str | list[RawRow]:
     """A prompt: text where it is one message of the user."""
     if not messages or messages[-1]["role"] == "assistant":
-        raise BadRow(place, "ends with the assistant's message, but a prompt is what it answers")
+        raise BadRow(path, "ends with the assistant's message, but a prompt is what it answers")
     text: str = messages[0]["content"]
     return text if len(messages) == 1 and set(messages[0]) == {"role", "content"} else messages
 
 
-def _side(messages: Sequence[Row], place: str) -> str | list[Row]:
+def _convert_answer(messages: Sequence[RawRow], path: str) -> str | list[RawRow]:
     """An answer: text where it is one assistant message of plain content."""
     if not messages or messages[-1]["role"] != "assistant" or messages[0]["role"] != "assistant":
-        raise BadRow(place, "must begin and end with the assistant's message after the prompt")
+        raise BadRow(path, "must begin and end with the assistant's message after the prompt")
     text: str = messages[0]["content"]
-    return text if len(messages) == 1 and set(messages[0]) == {"role", "content"} else list(messages)
+    return (
+        text if len(messages) == 1 and set(messages[0]) == {"role", "content"} else list(messages)
+    )
 
 
-def _binarized(row: Row) -> Row:
+def _convert_binarized_pair(row: RawRow) -> RawRow:
     """UltraFeedback's pairs, whose prompt is there twice."""
-    found = _implicit(row, _messages(row, "chosen"), _messages(row, "rejected"))
+    found = _split_implicit_prompt(
+        row, _read_messages(row, "chosen"), _read_messages(row, "rejected")
+    )
     if isinstance(found["prompt"], str) and found["prompt"].strip() != row["prompt"].strip():
         raise BadRow("prompt", "is not the text that chosen and rejected begin with")
     return found
 
 
-def _conversational(row: Row) -> Row:
+def _convert_conversational(row: RawRow) -> RawRow:
     sides = [name for name in ("chosen", "rejected", "completion") if row.get(name) is not None]
-    changed = {side: _side(_messages(row, side), side) for side in sides}
-    return {**row, "prompt": _opening(_messages(row, "prompt"), "prompt"), **changed}
+    changed = {side: _convert_answer(_read_messages(row, side), side) for side in sides}
+    return {**row, "prompt": _convert_prompt(_read_messages(row, "prompt"), "prompt"), **changed}
 
 
-def _sharegpt_pair(row: Row) -> Row:
+def _convert_sharegpt_pair(row: RawRow) -> RawRow:
     """A conversation that waits for an answer, and two of them: a turn or several each."""
-    asked = checked_messages(from_and_value(row, "conversations"), "conversations")
-    sides = {side: from_and_value({side: listed(row[side])}, side) for side in ("chosen", "rejected")}
-    changed = {side: _side(checked_messages(turns, side), side) for side, turns in sides.items()}
-    return {**row, "prompt": _opening(asked, "conversations"), **changed}
+    asked = validate_messages(convert_sharegpt_turns(row, "conversations"), "conversations")
+    sides = {
+        side: convert_sharegpt_turns({side: wrap_in_list(row[side])}, side)
+        for side in ("chosen", "rejected")
+    }
+    changed = {
+        side: _convert_answer(validate_messages(turns, side), side) for side, turns in sides.items()
+    }
+    return {**row, "prompt": _convert_prompt(asked, "conversations"), **changed}
 
 
-def _alpaca_pair(row: Row) -> Row:
-    return {**row, "prompt": _opening(checked_messages(alpaca(row, "input"), "history"), "history")}
+def _convert_alpaca_pair(row: RawRow) -> RawRow:
+    return {
+        **row,
+        "prompt": _convert_prompt(
+            validate_messages(convert_alpaca(row, "input"), "history"), "history"
+        ),
+    }
 
 
-def _labelled_messages(row: Row) -> Row:
+def _convert_labelled_messages(row: RawRow) -> RawRow:
     """A conversation of which the last answer is labelled."""
-    said = _messages(row, "messages")
-    return {**row, "prompt": _opening(said[:-1], "messages"), "completion": _side(said[-1:], "messages")}
+    said = _read_messages(row, "messages")
+    return {
+        **row,
+        "prompt": _convert_prompt(said[:-1], "messages"),
+        "completion": _convert_answer(said[-1:], "messages"),
+    }
 
 
-def _asked_by(name: str) -> Callable[[Row], Row]:
+def _build_question_converter(name: str) -> Callable[[RawRow], RawRow]:
     """Conversion of rows with the question in that column and a system message of their own."""
 
-    def convert(row: Row) -> Row:
-        system = [{"role": "system", "content": row["system"]}] if str(row.get("system") or "").strip() else []
-        return {**row, "prompt": _opening([*system, user(read_text(row, name))], "question")}
+    def convert(row: RawRow) -> RawRow:
+        system = (
+            [{"role": "system", "content": row["system"]}]
+            if str(row.get("system") or "").strip()
+            else []
+        )
+        return {
+            **row,
+            "prompt": _convert_prompt(
+                [*system, build_user_message(read_text(row, name))], "question"
+            ),
+        }
 
     return convert
 
 
-_CONVERSIONS: dict[str, Callable[[Row], Row]] = {
-    "pairs, conversational": _conversational,
-    "UltraFeedback, binarized": _binarized,
-    "pairs, ShareGPT": _sharegpt_pair,
-    "pairs, implicit prompt": lambda row: _implicit(row, _messages(row, "chosen"), _messages(row, "rejected")),
-    "pairs, Alpaca": _alpaca_pair,
-    "Orca-DPO": _asked_by("question"),
-    "Orca-DPO, distilabel": _asked_by("input"),
-    "HH-RLHF": lambda row: _implicit(row, hh_turns(row, "chosen"), hh_turns(row, "rejected")),
-    "labelled, conversational": _conversational,
-    "scored, conversational": _conversational,
-    "labelled, messages": _labelled_messages,
+_CONVERSIONS: dict[str, Callable[[RawRow], RawRow]] = {
+    "pairs, conversational": _convert_conversational,
+    "UltraFeedback, binarized": _convert_binarized_pair,
+    "pairs, ShareGPT": _convert_sharegpt_pair,
+    "pairs, implicit prompt": lambda row: _split_implicit_prompt(
+        row, _read_messages(row, "chosen"), _read_messages(row, "rejected")
+    ),
+    "pairs, Alpaca": _convert_alpaca_pair,
+    "Orca-DPO": _build_question_converter("question"),
+    "Orca-DPO, distilabel": _build_question_converter("input"),
+    "HH-RLHF": lambda row: _split_implicit_prompt(
+        row, parse_hh_turns(row, "chosen"), parse_hh_turns(row, "rejected")
+    ),
+    "labelled, conversational": _convert_conversational,
+    "scored, conversational": _convert_conversational,
+    "labelled, messages": _convert_labelled_messages,
 }
+
+
+USES_WITH_TIES = ("reward_model", "dpo", "ipo")  # uses of preferences that have a model of ties
+_ROWS_NEEDED = {
+    "reward_regression": "scores",
+    "kto": "labels",
+}  # rows that a use needs; others: pairs
+
+
+def explain_misfit(row: Mapping[str, Any], use: str) -> str:
+    """Reason why a preference row cannot be used by a loss ("dpo", ..., "reward_model"); "" = it can."""
+    if use != "kto" and "label" in row:
+        return f"has a label, which only the loss kto takes; {use} needs {_ROWS_NEEDED.get(use, 'pairs')}"
+    if ("score" in row) != (use == "reward_regression"):
+        if "score" in row:
+            return f"has a score, which only a reward model with `loss: mse` takes; {use} needs {_ROWS_NEEDED.get(use, 'pairs')}"
+        return "has no score; a reward model with `loss: mse` needs prompt, completion and score"
+    if row.get("tie") and use not in USES_WITH_TIES:
+        return f"is a tie, which only {', '.join(USES_WITH_TIES)} learn from, not {use}; leave out rows with `tie: true`"
+    if use != "reward_model" and "margin" in row:
+        return f"margin: only a reward model takes margins, not the loss {use}"
+    return ""
+
+
+Row = dict[str, Any]
+
+OPTIONAL_COLUMNS = ("level", "kind", "seed")
+
+
+def read_optional_columns(row: Row) -> Row:
+    """Optional columns that describe the episode of a row."""
+    kept: Row = {
+        name: read_text(row, name) for name in ("level", "kind") if row.get(name) is not None
+    }
+    seed = row.get("seed")
+    if seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise BadRow("seed", f"must be an integer, found {describe_value(seed)}")
+        if not -(2**63) <= seed < 2**63:
+            raise BadRow("seed", "does not fit into 64 bits")
+        kept["seed"] = seed
+    return kept
+
+
+def validate_demonstration(row: Row) -> Row:
+    """A demonstration of any format as messages, the last one the assistant's."""
+    row = convert_demonstration(row)
+    messages = _validate_demonstration_messages(row)
+    tools = validate_tools(row["tools"]) if row.get("tools") else []
+    return {
+        "messages": messages,
+        **({"tools": tools} if tools else {}),
+        **read_optional_columns(row),
+    }
+
+
+def _validate_demonstration_messages(row: Row) -> list[dict[str, Any]]:
+    found = row["messages"]
+    if (
+        isinstance(found, list)
+        and len(found) == 1
+        and isinstance(found[0], Mapping)
+        and found[0].get("role") == "text"
+    ):
+        return [{"role": "text", "content": read_text(found[0], "content", "text")}]
+    messages = validate_messages(row["messages"], "messages")
+    if messages[-1]["role"] != "assistant":
+        raise BadRow(
+            f"messages[{len(messages) - 1}].role",
+            f"must be assistant at the end, found '{messages[-1]['role']}'",
+        )
+    if all(message.get("weight", 1) == 0 for message in messages if message["role"] == "assistant"):
+        raise BadRow("messages", "carries no loss: every assistant message has weight 0")
+    return messages
+
+
+def validate_prompt(row: Row) -> Row:
+    """A prompt, text or messages, with every other column."""
+    if not isinstance(row.get("prompt"), list):
+        return {**row, "prompt": read_text(row, "prompt")}
+    messages = validate_messages(row["prompt"], "prompt")
+    if messages[-1]["role"] == "assistant":
+        raise BadRow(
+            f"prompt[{len(messages) - 1}].role",
+            "is assistant, but the policy is to write what comes next",
+        )
+    return {**row, "prompt": messages}
+
+
+def _validate_labelled_completion(row: Row) -> Row:
+    kept: Row = {name: _read_text_or_messages(row, name) for name in ("prompt", "completion")}
+    if row.get("score") is not None and row.get("label") is None:
+        return {
+            **kept,
+            "score": read_number(row, "score"),
+            **_read_tools(row),
+            **read_optional_columns(row),
+        }
+    label = row.get("label")
+    if not isinstance(label, bool):
+        raise BadRow(
+            "label",
+            "is missing"
+            if label is None
+            else f"must be true or false, found {describe_value(label)}",
+        )
+    return {**kept, "label": label, **_read_tools(row), **read_optional_columns(row)}
+
+
+def _read_text_or_messages(row: Row, name: str) -> str | list[dict[str, Any]]:
+    """Text, or messages that `convert_preference` has checked."""
+    return row[name] if isinstance(row.get(name), list) and row[name] else read_text(row, name)
+
+
+def _read_tools(row: Row) -> Row:
+    return {"tools": validate_tools(row["tools"])} if row.get("tools") else {}
+
+
+def _read_margin(row: Row) -> Row:
+    return {} if row.get("margin") is None else {"margin": read_number(row, "margin", lowest=0.0)}
+
+
+def _read_tie(row: Row) -> Row:
+    if not isinstance(row.get("tie"), bool | None):
+        raise BadRow("tie", f"must be true or false, found {describe_value(row['tie'])}")
+    return {"tie": True} if row.get("tie") else {}
+
+
+def validate_preference(row: Row) -> Row:
+    """A pair, or a labelled or scored completion, of any format."""
+    row = convert_preference(row)
+    if (
+        row.get("chosen") is None
+        and row.get("rejected") is None
+        and ("completion" in row or "label" in row)
+    ):
+        return _validate_labelled_completion(row)
+    kept: Row = {
+        name: _read_text_or_messages(row, name) for name in ("prompt", "chosen", "rejected")
+    }
+    if _strip_text(kept["chosen"]) == _strip_text(kept["rejected"]):
+        raise BadRow("chosen", "is equal to rejected, so there is no preference")
+    return kept | _read_margin(row) | _read_tie(row) | _read_tools(row) | read_optional_columns(row)
+
+
+def _strip_text(side: str | list[dict[str, Any]]) -> Any:
+    return side.strip() if isinstance(side, str) else side

@@ -1,19 +1,22 @@
-"""Validation of chat messages in data files: OpenAI's fields, with tool calls, tool results, thoughts and weights."""
+"""Validation of chat messages in data files: OpenAI's fields, with tool calls, tool results, thoughts and weights.
+
+Messages of rows of other formats: ShareGPT's turns, Alpaca's instruction, the dialogues of HH-RLHF.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.data.files import BadRow, describe, read_json, read_text, refuse_unstorable
-
-__all__ = ["checked_messages", "checked_tools"]
+from rl_core.data.files import BadRow, describe_value, read_json, read_text, refuse_unstorable
 
 _ROLES = ("system", "user", "assistant", "tool")
 _ALIASES = {"developer": "system"}  # OpenAI's newer name
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # as they are called by APIs
-_OF_ROLE = {
-    "assistant": (*_REASONING, "tool_calls", "weight", "train"),
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # as they are called by APIs
+_FIELDS_BY_ROLE = {
+    "assistant": (*_REASONING_FIELDS, "tool_calls", "weight", "train"),
     "tool": ("tool_call_id", "name"),
 }
 _HINTS = {
@@ -23,7 +26,7 @@ _HINTS = {
 }
 
 
-def checked_messages(found: object, name: str) -> list[dict[str, Any]]:
+def validate_messages(value: object, name: str) -> list[dict[str, Any]]:
     """Messages with role and content, and OpenAI's other fields where they say something.
 
     Content parts of type text are joined, arguments of calls become objects, the role developer is system, `train` is a
@@ -31,14 +34,14 @@ def checked_messages(found: object, name: str) -> list[dict[str, Any]]:
     message is dropped.
     Raises: BadRow naming the field.
     """
-    if not isinstance(found, list):
-        raise BadRow(name, f"must be a list of objects, found {describe(found)}")
-    if not found:
+    if not isinstance(value, list):
+        raise BadRow(name, f"must be a list of objects, found {describe_value(value)}")
+    if not value:
         raise BadRow(name, "is empty")
-    return [_message(message, f"{name}[{index}]") for index, message in enumerate(found)]
+    return [_validate_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
 
 
-def checked_tools(found: object, name: str = "tools") -> list[dict[str, Any]]:
+def validate_tools(found: object, name: str = "tools") -> list[dict[str, Any]]:
     """Tool schemas of a row: a list of {"type": "function", "function": {...}}, or its JSON text.
 
     Bare functions {"name", "parameters", ...}, as in Glaive's data, are taken as such schemas.
@@ -46,43 +49,59 @@ def checked_tools(found: object, name: str = "tools") -> list[dict[str, Any]]:
     """
     value = read_json(found, name) if isinstance(found, str) else found
     if not isinstance(value, list):
-        raise BadRow(name, f"must be a list of tool schemas, found {describe(found)}")
+        raise BadRow(name, f"must be a list of tool schemas, found {describe_value(found)}")
     tools = []
     for index, tool in enumerate(value):
         if isinstance(tool, Mapping) and "name" in tool and "function" not in tool:
             tool = {"function": tool}
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRow(f"{name}[{index}]", "must be {'type': 'function', 'function': {'name': ..., ...}}")
+            raise BadRow(
+                f"{name}[{index}]", "must be {'type': 'function', 'function': {'name': ..., ...}}"
+            )
         refuse_unstorable(tool, f"{name}[{index}]")
-        tools.append({"type": "function", **(tool if isinstance(found, str) else _without_nulls(tool))})
+        tools.append(
+            {"type": "function", **(tool if isinstance(found, str) else _drop_nulls(tool))}
+        )
     return tools
 
 
-def _message(message: object, place: str) -> dict[str, Any]:
+def _validate_message(message: object, place: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise BadRow(place, f"must be an object with role and content, found {describe(message)}")
-    fields = {name: value for name, value in message.items() if value is not None}  # Parquet fills in nulls
+        raise BadRow(
+            place, f"must be an object with role and content, found {describe_value(message)}"
+        )
+    fields = {
+        name: value for name, value in message.items() if value is not None
+    }  # Parquet fills in nulls
     role = read_text(fields, "role", f"{place}.role")
     role = _ALIASES.get(role, role)
     if role not in _ROLES:
-        raise BadRow(f"{place}.role", f"must be one of {', '.join(_ROLES)}, found {describe(role)}")
-    allowed = ("role", "content", *_OF_ROLE.get(role, ()))
+        raise BadRow(
+            f"{place}.role", f"must be one of {', '.join(_ROLES)}, found {describe_value(role)}"
+        )
+    allowed = ("role", "content", *_FIELDS_BY_ROLE.get(role, ()))
     unknown = next((name for name in fields if name not in allowed), None)
     if unknown is not None:
         hint = _HINTS.get(str(unknown), f"known for {role}: {', '.join(allowed)}")
         raise BadRow(f"{place}.{unknown}", f"is not understood and would be lost; {hint}")
     others = (
-        _assistant_fields(fields, place) if role == "assistant" else {n: fields[n] for n in allowed[2:] if n in fields}
+        _read_assistant_fields(fields, place)
+        if role == "assistant"
+        else {n: fields[n] for n in allowed[2:] if n in fields}
     )
     for name in ("tool_call_id", "name"):
         if name in others:
             read_text(others, name, f"{place}.{name}")
     may_be_empty = role == "tool" or "tool_calls" in others
-    return {"role": role, "content": _content(message, f"{place}.content", may_be_empty), **others}
+    return {
+        "role": role,
+        "content": _read_content(message, f"{place}.content", may_be_empty),
+        **others,
+    }
 
 
-def _content(fields: Mapping[str, Any], place: str, may_be_empty: bool) -> str:
+def _read_content(fields: Mapping[str, Any], place: str, may_be_empty: bool) -> str:
     """Text of a message; parts of type text joined."""
     content = fields.get("content")
     if may_be_empty and content is None:
@@ -91,55 +110,75 @@ def _content(fields: Mapping[str, Any], place: str, may_be_empty: bool) -> str:
         return read_text(fields, "content", place, may_be_empty=may_be_empty)
     texts = []
     for index, part in enumerate(content):
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
             kind = part.get("type") if isinstance(part, Mapping) else None
-            found = f"a part of type {kind!r}" if isinstance(kind, str) else describe(part)
-            raise BadRow(f"{place}[{index}]", f"must be {{'type': 'text', 'text': ...}}, found {found}")
+            found = f"a part of type {kind!r}" if isinstance(kind, str) else describe_value(part)
+            raise BadRow(
+                f"{place}[{index}]", f"must be {{'type': 'text', 'text': ...}}, found {found}"
+            )
         texts.append(part["text"])
     return read_text({"content": "".join(texts)}, "content", place, may_be_empty=may_be_empty)
 
 
-def _assistant_fields(fields: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _read_assistant_fields(fields: Mapping[str, Any], place: str) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     thoughts = {
-        name: read_text(fields, name, f"{place}.{name}", may_be_empty=True) for name in _REASONING if name in fields
+        name: read_text(fields, name, f"{place}.{name}", may_be_empty=True)
+        for name in _REASONING_FIELDS
+        if name in fields
     }
     if len(set(thoughts.values())) > 1:
-        raise BadRow(f"{place}.{list(thoughts)[1]}", f"differs from {next(iter(thoughts))}; keep one of them")
+        raise BadRow(
+            f"{place}.{list(thoughts)[1]}", f"differs from {next(iter(thoughts))}; keep one of them"
+        )
     thought = next(iter(thoughts.values()), "").strip()
     if thought:
         kept["reasoning_content"] = thought
     if "tool_calls" in fields:
-        kept["tool_calls"] = _calls(fields["tool_calls"], f"{place}.tool_calls")
+        kept["tool_calls"] = _validate_calls(fields["tool_calls"], f"{place}.tool_calls")
         if not kept["tool_calls"]:
             del kept["tool_calls"]
-    weight = _weight(fields, place)
+    weight = _read_loss_weight(fields, place)
     return kept if weight == 1 else {**kept, "weight": 0}
 
 
-def _weight(fields: Mapping[str, Any], place: str) -> int:
+def _read_loss_weight(fields: Mapping[str, Any], place: str) -> int:
     """1 = the message carries loss, 0 = it does not."""
     weights = {name: fields[name] for name in ("weight", "train") if name in fields}
     for name, value in weights.items():
         if value not in (0, 1):  # True and False equal 1 and 0
-            raise BadRow(f"{place}.{name}", f"must be 0 or 1, found {describe(value)}")
+            raise BadRow(f"{place}.{name}", f"must be 0 or 1, found {describe_value(value)}")
     if len({int(value) for value in weights.values()}) > 1:
         raise BadRow(f"{place}.train", "contradicts weight; keep one of them")
     return int(next(iter(weights.values()), 1))
 
 
-def _calls(found: object, place: str) -> list[dict[str, Any]]:
+def _validate_calls(found: object, place: str) -> list[dict[str, Any]]:
     value = read_json(found, place) if isinstance(found, str) else found
     if not isinstance(value, list):
-        raise BadRow(place, f"must be a list of calls, found {describe(found)}")
+        raise BadRow(place, f"must be a list of calls, found {describe_value(found)}")
     calls = []
     for index, call in enumerate(value):
         where, is_text = f"{place}[{index}]", isinstance(found, str)
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
-            raise BadRow(where, "must be {'type': 'function', 'function': {'name': ..., 'arguments': {...}}}")
-        unknown = [n for n, v in call.items() if v is not None and n not in ("type", "id", "function", "index")]
-        unknown += [f"function.{n}" for n, v in function.items() if v is not None and n not in ("name", "arguments")]
+            raise BadRow(
+                where, "must be {'type': 'function', 'function': {'name': ..., 'arguments': {...}}}"
+            )
+        unknown = [
+            n
+            for n, v in call.items()
+            if v is not None and n not in ("type", "id", "function", "index")
+        ]
+        unknown += [
+            f"function.{n}"
+            for n, v in function.items()
+            if v is not None and n not in ("name", "arguments")
+        ]
         if unknown:
             raise BadRow(f"{where}.{unknown[0]}", "is not understood and would be lost; remove it")
         name = read_text(function, "name", f"{where}.function.name")
@@ -148,17 +187,166 @@ def _calls(found: object, place: str) -> list[dict[str, Any]]:
             arguments, is_text = read_json(arguments, f"{where}.function.arguments"), True
         if not isinstance(arguments, Mapping):
             raise BadRow(
-                f"{where}.function.arguments", f"must be an object or its JSON text, found {describe(arguments)}"
+                f"{where}.function.arguments",
+                f"must be an object or its JSON text, found {describe_value(arguments)}",
             )
         refuse_unstorable(arguments, f"{where}.function.arguments")
-        arguments = arguments if is_text else _without_nulls(arguments)  # JSON text says what it means
+        arguments = arguments if is_text else _drop_nulls(arguments)  # JSON text says what it means
         kept = {"type": "function", "function": {"name": name, "arguments": arguments}}
         calls.append(kept | ({"id": str(call["id"])} if call.get("id") is not None else {}))
     return calls
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """A plain copy. Objects of a Parquet column share their fields, so those of other rows stand in it as nulls."""
     if isinstance(value, Mapping):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {name: _drop_nulls(item) for name, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+Row = dict[str, Any]
+
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "call",
+    "tool_call": "call",
+}
+HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+
+
+def build_user_message(text: str) -> Row:
+    """Message of the user."""
+    return {"role": "user", "content": text}
+
+
+def build_assistant_message(text: str) -> Row:
+    """Message of the assistant."""
+    return {"role": "assistant", "content": text}
+
+
+def drop_message_loss(message: Any) -> Any:
+    """An assistant message of a prompt, which carries no loss."""
+    return (
+        {**message, "weight": 0}
+        if isinstance(message, Mapping) and message.get("role") == "assistant"
+        else message
+    )
+
+
+def wrap_in_list(value: Any) -> list[Any]:
+    """One message as a list of one."""
+    return [value] if isinstance(value, Mapping) else list(value)
+
+
+def convert_sharegpt(row: Row, name: str) -> list[Row]:
+    """Messages of a conversation that ends with an answer."""
+    messages = convert_sharegpt_turns(row, name)
+    if messages[-1].get("role") == "user":
+        raise BadRow(
+            f"{name}[{len(row[name]) - 1}].from",
+            f"is the user's turn at the end, so nobody answers it; cut it: jq -c '.{name} |= .[:-1]' FILE > NEW",
+        )
+    return messages
+
+
+def convert_sharegpt_turns(row: Row, name: str) -> list[Row]:
+    """Messages of turns {"from", "value"}, the row's system message before them."""
+    turns = row[name]
+    if not isinstance(turns, list) or not turns:
+        raise BadRow(name, f"must be a list of turns, found {describe_value(turns)}")
+    system = row.get("system")
+    messages: list[Row] = (
+        [{"role": "system", "content": system}]
+        if isinstance(system, str) and system.strip()
+        else []
+    )
+    for index, turn in enumerate(turns):
+        place = f"{name}[{index}]"
+        if not isinstance(turn, Mapping):
+            raise BadRow(
+                place, f"must be an object with from and value, found {describe_value(turn)}"
+            )
+        messages.append(dict(turn) if "role" in turn else _convert_sharegpt_turn(turn, place))
+    return messages
+
+
+def _convert_sharegpt_turn(turn: Mapping[str, Any], place: str) -> Row:
+    """The message of a turn {"from", "value"}, with whatever else the turn has."""
+    fields = {name: value for name, value in turn.items() if value is not None}
+    word = read_text(fields, "from", f"{place}.from")
+    role = _SHAREGPT_ROLES.get(word.lower())
+    if role is None:
+        raise BadRow(
+            f"{place}.from", f"must be one of {', '.join(_SHAREGPT_ROLES)}, found {word!r}"
+        )
+    others = {name: value for name, value in fields.items() if name not in ("from", "value")}
+    text = read_text(fields, "value", f"{place}.value", may_be_empty=role == "tool")
+    return {
+        **(_parse_call_turn(text, place) if role == "call" else {"role": role, "content": text}),
+        **others,
+    }
+
+
+def _parse_call_turn(text: str, place: str) -> Row:
+    """A turn that calls tools: JSON {"name", "arguments"}, or a list of them."""
+    try:
+        calls = json.loads(text)
+    except ValueError as error:
+        raise BadRow(f"{place}.value", f"is no call in JSON: {error}") from None
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "function": call}
+            for call in (calls if isinstance(calls, list) else [calls])
+        ],
+    }
+
+
+def convert_alpaca(row: Row, context: str) -> list[Row]:
+    """Instruction, a blank line and the input as the user's message; system and history before it."""
+    messages: list[Row] = []
+    if isinstance(row.get("system"), str) and row["system"].strip():
+        messages.append({"role": "system", "content": row["system"]})
+    for index, pair in enumerate(row.get("history") or []):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRow(
+                f"history[{index}]",
+                f"must be a question and an answer, found {describe_value(pair)}",
+            )
+        messages += [build_user_message(pair[0]), build_assistant_message(pair[1])]
+    prompt = read_text(row, "instruction")
+    if row.get(context):
+        prompt += "\n\n" + read_text(row, context)
+    return [*messages, build_user_message(prompt)]
+
+
+def parse_hh_turns(row: Row, name: str) -> list[Row]:
+    """Turns of a text "\\n\\nHuman: ... \\n\\nAssistant: ..."."""
+    text = read_text(row, name)
+    parts = HH_TURN.split(text)
+    if len(parts) < 5 or parts[0].strip():
+        raise BadRow(name, "is no dialogue of the human and the assistant")
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = [
+        {"role": roles[who], "content": said.strip()}
+        for who, said in zip(parts[1::2], parts[2::2], strict=True)
+    ]
+    if turns[-1]["role"] != "assistant":
+        raise BadRow(name, "ends with the human's turn")
+    empty = next((index for index, turn in enumerate(turns) if not turn["content"]), None)
+    if empty is not None:
+        raise BadRow(name, f"turn {empty + 1} is empty")
+    return turns

@@ -1,8 +1,12 @@
-"""Model-written text and values, made safe to tokenise, store and show.
+"""Thoughts of reasoning models in plain text: the markers around them, and what lies outside.
+
+Model-written text and values, made safe to tokenise, store and show.
 
 A policy may write anything, and JSON escapes give it what its tokens cannot spell: half of a surrogate pair, NUL,
 numbers of thousands of digits, brackets nested a thousand deep. Tokenizers, UTF-8 files, databases and recursive
 encoders refuse some of these; `plain_json` and `printable` replace exactly those.
+
+A regular expression whose matching is stopped after a limit of processor time.
 """
 
 from __future__ import annotations
@@ -12,24 +16,54 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["plain_json", "printable", "without_surrogates"]
+import regex
+
+# (opening, closing) of a thought: DeepSeek-R1, QwQ, Qwen3 and others; Magistral; Command A.
+THOUGHT_MARKERS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+
+
+def split_thought(text: str, markers: tuple[str, str]) -> tuple[str | None, str]:
+    """(thought, rest) of a text that begins with a thought, or closes one that its prompt opened; else (None, text).
+
+    White space around the thought and before the rest is dropped.
+    """
+    opening, closing = markers
+    thought, found, rest = text.partition(closing)
+    if not found:
+        return None, text
+    return thought.strip().removeprefix(opening).strip(), rest.lstrip()
+
+
+def strip_thought(text: str) -> str:
+    """Text of an action after its thought, where alone calls and answers count; "" for a thought that is not closed."""
+    for opening, closing in THOUGHT_MARKERS:
+        if closing in text:
+            return text.rpartition(closing)[2]
+        if text.lstrip().startswith(opening):
+            return ""
+    return text
+
 
 MAX_DEPTH = 32  # levels of lists and objects that are kept
 MAX_BITS = 1024  # of an integer; Python refuses to write one of more than 4300 digits
-LEFT_OUT = "…"
+OMITTED = "…"
 
 
-def printable(text: str) -> str:
+def replace_unprintable(text: str) -> str:
     """Text with lone surrogates as '?' (no UTF-8 encodes them) and NUL as U+FFFD (PostgreSQL does not store it)."""
-    return without_surrogates(text).replace("\0", "\ufffd")
+    return replace_surrogates(text).replace("\0", "\ufffd")
 
 
-def without_surrogates(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Text with lone surrogates as '?'; a tokenizer written in Python may decode to them."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def plain_json(value: Any, depth: int = MAX_DEPTH) -> Any:
+def convert_to_plain_json(value: Any, depth: int = MAX_DEPTH) -> Any:
     """A copy that every JSON writer and reader takes.
 
     Texts are `printable`; numbers that JSON does not have, and integers above MAX_BITS bits, become texts; what lies
@@ -38,16 +72,54 @@ def plain_json(value: Any, depth: int = MAX_DEPTH) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return printable(value)
+        return replace_unprintable(value)
     if isinstance(value, Integral):
         number = int(value)
-        return number if number.bit_length() <= MAX_BITS else f"(an integer of {number.bit_length()} bits)"
+        return (
+            number
+            if number.bit_length() <= MAX_BITS
+            else f"(an integer of {number.bit_length()} bits)"
+        )
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping | list | tuple) and depth <= 0:
-        return LEFT_OUT
+        return OMITTED
     if isinstance(value, Mapping):
-        return {printable(str(name)): plain_json(item, depth - 1) for name, item in value.items()}
+        return {
+            replace_unprintable(str(name)): convert_to_plain_json(item, depth - 1)
+            for name, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [plain_json(item, depth - 1) for item in value]
-    return printable(str(value))
+        return [convert_to_plain_json(item, depth - 1) for item in value]
+    return replace_unprintable(str(value))
+
+
+MATCH_TIME_LIMIT_S = (
+    1.0  # processor time of one match; texts of ten thousand characters take milliseconds
+)
+MAX_TIMED_OUT = 10
+
+
+class TimeLimitedPattern:
+    """A pattern in which '.' matches line breaks.
+
+    Nested repeats, as in (a+)+b, may try a number of ways that doubles with each character: a text that is not matched
+    within MATCH_S seconds of processor time does not match, and is counted in `timed_out`.
+    """
+
+    def __init__(self, pattern: str, match_s: float = MATCH_TIME_LIMIT_S) -> None:
+        """Raises: regex.error."""
+        # Not `re`, whose matching cannot be stopped, not even by a signal.
+        self._compiled = regex.compile(pattern, regex.DOTALL)
+        self.pattern, self.timed_out, self._match_s = pattern, 0, match_s
+
+    def matches_text(self, text: str, *, match_entire_text: bool) -> bool:
+        """True if the whole text matches, or any part of it."""
+        # Texts that keep running out of time get less for each: ten limits in all, then a tenth of one.
+        limit = self._match_s if self.timed_out < MAX_TIMED_OUT else self._match_s / 10
+        match = self._compiled.fullmatch if match_entire_text else self._compiled.search
+        try:
+            return match(text, timeout=limit) is not None
+        except TimeoutError:
+            self.timed_out += 1
+            return False

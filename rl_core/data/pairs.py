@@ -1,16 +1,26 @@
-"""Preference pairs from scored rollouts: a success is preferred to a failure on the same prompt."""
+"""Preference pairs from scored rollouts: a success is preferred to a failure on the same prompt.
+
+Token ids of preference rows and labelled completions, as `data.records.read_preferences` gives them.
+
+Preference pairs over token rows, made where they are asked for: a million of them fit into memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+import hashlib
+from array import array
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rl_core.data.chat import ChatRenderer
+from rl_core.data.formats import explain_misfit
+from rl_core.data.training_sequences import TokenRows
 from rl_core.errors import DataError
-from rl_core.types import Rollout, RolloutGroup
-
-__all__ = ["Pair", "PairSide", "labelled_sides", "mismatched_pairs", "mismatched_partners", "pairs_from_groups"]
+from rl_core.types import Message, Rollout, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +38,7 @@ class PairSide:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PreferencePair:
     """Two completions of one prompt, the chosen and the rejected one."""
 
     chosen: PairSide
@@ -51,7 +61,9 @@ class Pair:
         return self.rejected.ids
 
 
-def pairs_from_groups(groups: Sequence[RolloutGroup], per_group: int, seed: int) -> list[Pair]:
+def build_pairs_from_groups(
+    groups: Sequence[RolloutGroup], per_group: int, seed: int
+) -> list[PreferencePair]:
     """Pairs (success, failure) of the same prompt, at most `per_group` per group, without duplicates.
 
     Lucky successes (not grounded in the observations) are excluded, as no token tells them from a failure. Groups that
@@ -65,7 +77,7 @@ def pairs_from_groups(groups: Sequence[RolloutGroup], per_group: int, seed: int)
     if per_group < 1:
         raise DataError(f"per_group: {per_group} must be at least 1")
     rng = np.random.default_rng(seed)
-    pairs: list[Pair] = []
+    pairs: list[PreferencePair] = []
     for group in groups:
         good = [r for r in group.rollouts if r.success and r.trajectory.is_grounded is not False]
         bad = [rollout for rollout in group.rollouts if not rollout.success]
@@ -78,11 +90,11 @@ def pairs_from_groups(groups: Sequence[RolloutGroup], per_group: int, seed: int)
                 break
             if tokens not in seen:
                 seen.add(tokens)
-                pairs.append(Pair(_side(chosen), _side(rejected)))
+                pairs.append(PreferencePair(_build_side(chosen), _build_side(rejected)))
     return pairs
 
 
-def labelled_sides(pairs: Sequence[Pair]) -> list[tuple[PairSide, bool]]:
+def list_labelled_sides(pairs: Sequence[PreferencePair]) -> list[tuple[PairSide, bool]]:
     """Both sides of preference pairs as labelled completions, each once: chosen = desirable."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...], bool], PairSide] = {}
     for pair in pairs:
@@ -91,9 +103,9 @@ def labelled_sides(pairs: Sequence[Pair]) -> list[tuple[PairSide, bool]]:
     return [(side, key[2]) for key, side in found.items()]
 
 
-def mismatched_pairs(
+def build_mismatched_pairs(
     rows: Sequence[tuple[PairSide, bool]], seed: int, others: Sequence[tuple[PairSide, bool]] = ()
-) -> list[Pair]:
+) -> list[PreferencePair]:
     """Labelled completions, each beside its prompt with the completion of another prompt, for KTO.
 
     The partner is the next row with another prompt in a seeded order of the rows, the same in every epoch.
@@ -104,17 +116,19 @@ def mismatched_pairs(
     """
     pool = [*rows, *others]
     prompts = [tuple(side.prompt_ids) for side, _ in pool]
-    partners = mismatched_partners(prompts[: len(rows)], seed, prompts[len(rows) :])
+    partners = choose_mismatched_partners(prompts[: len(rows)], seed, prompts[len(rows) :])
     pairs = []
     for (side, label), place in zip(rows, partners, strict=True):
         partner = pool[place][0]
         mismatched = PairSide(side.prompt_ids, partner.completion_ids, partner.loss_mask)
-        pairs.append(Pair(side, mismatched, desirable=label))
+        pairs.append(PreferencePair(side, mismatched, desirable=label))
     return pairs
 
 
-def mismatched_partners(prompts: Sequence[Hashable], seed: int, others: Sequence[Hashable] = ()) -> list[int]:
-    """Place, in `prompts` and then `others`, of the completion that stands after each prompt. See `mismatched_pairs`.
+def choose_mismatched_partners(
+    prompts: Sequence[Hashable], seed: int, others: Sequence[Hashable] = ()
+) -> list[int]:
+    """Place, in `prompts` and then `others`, of the completion that stands after each prompt. See `build_mismatched_pairs`.
 
     Raises: DataError if there is no other prompt.
     """
@@ -123,14 +137,222 @@ def mismatched_partners(prompts: Sequence[Hashable], seed: int, others: Sequence
     place_of = np.argsort(order)
     partners = []
     for index, prompt in enumerate(prompts):
-        following = (int(order[(place_of[index] + step) % len(pool)]) for step in range(1, len(pool)))
+        following = (
+            int(order[(place_of[index] + step) % len(pool)]) for step in range(1, len(pool))
+        )
         partner = next((other for other in following if pool[other] != prompt), None)
         if partner is None:
-            raise DataError("kto: all rows have the same prompt, so its reference point cannot be estimated")
+            raise DataError(
+                "kto: all rows have the same prompt, so its reference point cannot be estimated"
+            )
         partners.append(partner)
     return partners
 
 
-def _side(rollout: Rollout) -> PairSide:
+def _build_side(rollout: Rollout) -> PairSide:
     rollout.check_one_context("a preference pair")
     return PairSide(list(rollout.prompt_ids), list(rollout.completion_ids), list(rollout.loss_mask))
+
+
+Row = dict[str, Any]
+
+
+def build_pair(row: Row, renderer: ChatRenderer) -> PreferencePair:
+    """A preference row as token ids. Errors: `build_row_sides`."""
+    (chosen, _), (rejected, _) = build_row_sides(row, renderer)
+    return PreferencePair(chosen, rejected, row.get("margin", 0.0), bool(row.get("tie")))
+
+
+def build_row_sides(row: Row, renderer: ChatRenderer) -> list[tuple[PairSide, bool]]:
+    """Token ids of each completion of a row, with its label; chosen = True.
+
+    Raises: DataError where the template refuses the messages, or as `truncate_sides`.
+    """
+    renderer = renderer.with_tools(row.get("tools"))
+    prompt = row["prompt"]
+    prompt_ids = renderer.prompt_ids(
+        [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+    )
+
+    def side(answer: str | list[Message]) -> PairSide:
+        if isinstance(answer, str):
+            completion_ids = renderer.action_ids(answer)
+            return PairSide(prompt_ids, completion_ids, [True] * len(completion_ids))
+        return PairSide(prompt_ids, *renderer.encode_turns(answer, after_prompt=True))
+
+    labels = (
+        {"completion": row.get("label", True)}
+        if "completion" in row
+        else {"chosen": True, "rejected": False}
+    )
+    sides = truncate_sides([side(row[name]) for name in labels], row.get("max_tokens"))
+    return list(zip(sides, labels.values(), strict=True))
+
+
+def truncate_sides(sides: Sequence[PairSide], max_tokens: int | None) -> list[PairSide]:
+    """The first tokens of each side, prompt and completion together; None = all.
+
+    Raises: DataError if none that carries loss is among them, or two sides do not differ.
+    """
+    kept = [_truncate_side(side, max_tokens) for side in sides]
+    if len(kept) == 2 and kept[0].completion_ids == kept[1].completion_ids:
+        raise DataError(
+            f"chosen and rejected are the same in the tokens that are read ({len(kept[0].ids)})"
+        )
+    return kept
+
+
+def _truncate_side(side: PairSide, max_tokens: int | None) -> PairSide:
+    if max_tokens is None or len(side.ids) <= max_tokens:
+        return side
+    room = max(0, max_tokens - len(side.prompt_ids))
+    if not any(side.loss_mask[:room]):
+        raise DataError(f"nothing that carries loss is among the first {max_tokens} tokens")
+    return PairSide(side.prompt_ids, side.completion_ids[:room], side.loss_mask[:room])
+
+
+PreferenceUse = Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward_model", "reward_regression"]
+
+
+class PreferencePairRows(Sequence[PreferencePair]):
+    """Pairs whose token ids lie in `TokenRows`."""
+
+    def __init__(
+        self,
+        sides: TokenRows,
+        chosen: NDArray[np.int64],
+        rejected: NDArray[np.int64],
+        margins: Sequence[float] | None = None,
+        desirable: Sequence[bool] | None = None,
+        ties: Sequence[int] | None = None,
+        scores: Sequence[float] | None = None,
+    ) -> None:
+        """`chosen`, `rejected`: place of each side of each pair.
+
+        Args:
+            margins: of each pair; None = 0.
+            desirable: labels of KTO: `chosen` is the completion that has it, and of `rejected` the completion alone is
+                taken, after the same prompt. None = preferences.
+            ties: 1 for each pair of which neither side is better; None = all are ordered.
+            scores: of each completion, for regression; `chosen` and `rejected` are both that completion.
+        """
+        self._ties, self._scores = ties, scores
+        self._sides, self._chosen, self._rejected = sides, chosen, rejected
+        self._margins, self._desirable = margins, desirable
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    @overload
+    def __getitem__(self, index: int) -> PreferencePair: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PreferencePair]: ...
+    def __getitem__(self, index: int | slice) -> PreferencePair | list[PreferencePair]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        chosen, rejected = (
+            read_side(self._sides, self._chosen[place]),
+            read_side(self._sides, self._rejected[place]),
+        )
+        margin = 0.0 if self._margins is None else self._margins[place]
+        if self._scores is not None:
+            return PreferencePair(chosen, chosen, score=self._scores[place])
+        if self._desirable is None:
+            return PreferencePair(chosen, rejected, margin, bool(self._ties and self._ties[place]))
+        mismatched = PairSide(chosen.prompt_ids, rejected.completion_ids, rejected.loss_mask)
+        return PreferencePair(chosen, mismatched, margin, desirable=bool(self._desirable[place]))
+
+
+def read_side(sides: TokenRows, index: int) -> PairSide:
+    """The side of a preference row, or the labelled completion, at a place."""
+    ids, mask = sides[int(index)]
+    count = int(sides.prompts[index])
+    return PairSide(ids[:count], ids[count:], mask[count:])
+
+
+@dataclass(slots=True)
+class PreferenceSplit:
+    """Preference rows or labelled completions: their token ids, and what they say beside their texts."""
+
+    sides: TokenRows
+    margins: array[float] = field(default_factory=lambda: array("d"))  # of each row
+    labels: bytearray = field(default_factory=bytearray)  # of each side; chosen = 1
+    ties: bytearray = field(default_factory=bytearray)  # of each row; 1 = neither side is better
+    scores: array[float] = field(default_factory=lambda: array("d"))  # of each row that has one
+
+    @classmethod
+    def from_rows(
+        cls, sides: TokenRows, rows: Iterable[Mapping[str, Any]], use: PreferenceUse, name: str
+    ) -> PreferenceSplit:
+        """The part that these rows are; `name`: training, held-out. Raises: DataError for a row not for that use."""
+        part = cls(sides)
+        for place, row in enumerate(rows):
+            if reason := explain_misfit(row, use):
+                raise DataError(
+                    f"{name} row {place + 1}: {reason}; its prompt is {row['prompt'][:80]!r}"
+                )
+            part.margins.append(row.get("margin", 0.0))
+            part.ties.append(bool(row.get("tie")))
+            if "score" in row:
+                part.scores.append(row["score"])
+            part.labels.extend([row.get("label", 1)] if "completion" in row else [1, 0])
+        if len(part.labels) != len(sides):
+            raise DataError(
+                f"{name} rows have {len(part.labels)} sides, but {len(sides)} are tokenised"
+            )
+        return part
+
+
+def build_pair_rows(
+    train: PreferenceSplit, heldout: PreferenceSplit, use: PreferenceUse, seed: int
+) -> tuple[PreferencePairRows, PreferencePairRows]:
+    """The pairs of a loss: `kto` takes each completion with its label, regression with its score, others pairs alone.
+
+    Raises: DataError for `kto` where all rows have the same prompt.
+    """
+    if use == "reward_regression":
+        return _build_scored_pairs(train), _build_scored_pairs(heldout)
+    if use != "kto":
+        pairs = [
+            PreferencePairRows(
+                part.sides, *_list_side_indices(part.sides), part.margins, ties=part.ties
+            )
+            for part in (train, heldout)
+        ]
+        return pairs[0], pairs[1]
+    prompts = [_compute_prompt_digests(part.sides) for part in (train, heldout)]
+    joined = heldout.sides.join_rows(train.sides)
+    return _build_labelled_pairs(
+        train.sides, train, choose_mismatched_partners(prompts[0], seed)
+    ), _build_labelled_pairs(
+        joined, heldout, choose_mismatched_partners(prompts[1], seed, prompts[0])
+    )
+
+
+def _build_scored_pairs(part: PreferenceSplit) -> PreferencePairRows:
+    places = np.arange(len(part.sides))
+    return PreferencePairRows(part.sides, places, places, scores=part.scores)
+
+
+def _build_labelled_pairs(
+    sides: TokenRows, part: PreferenceSplit, partners: Sequence[int]
+) -> PreferencePairRows:
+    places = np.arange(len(part.sides))
+    return PreferencePairRows(
+        sides, places, np.asarray(partners, np.int64), None, [bool(label) for label in part.labels]
+    )
+
+
+def _list_side_indices(sides: TokenRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    places = np.arange(len(sides))
+    return places[0::2], places[1::2]
+
+
+def _compute_prompt_digests(sides: TokenRows) -> list[bytes]:
+    """16 bytes that stand for the prompt of each side."""
+    found = []
+    for place, count in enumerate(sides.prompts.tolist()):
+        ids, _ = sides.read_arrays(place)
+        found.append(hashlib.blake2b(ids[:count].tobytes(), digest_size=16).digest())
+    return found

@@ -1,12 +1,17 @@
-"""Demonstrations, preferences, prompts and questions, validated row by row: JSONL, Parquet, or lists."""
+"""Demonstrations, preferences, prompts and questions, validated row by row: JSONL, Parquet, or lists.
+
+Rows with prompts from files: JSON Lines, a JSON array, Parquet, CSV, a folder of them, or a hub data set.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import hashlib
 import json
 import logging
+import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,34 +19,41 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.files import BadRow, describe, file_digest, read_rows, read_text, unchanged
-from rl_core.data.formats import Kind, columns_to_read, format_of, unknown_columns
-from rl_core.data.kept_rows import KeptRows, rows_at
-from rl_core.data.repeats import Repeats, find_repeats
-from rl_core.data.row_schemas import OPTIONAL, Row, demonstration_row, optional_columns, preference_row, prompt_row
-from rl_core.data.row_uses import misfit
-from rl_core.errors import DataError, RecordsError, SettingsError
-from rl_core.storage.faults import fault
-
-__all__ = [
-    "RowProblem",
-    "Records",
-    "Row",
-    "RowSource",
-    "check_first_rows",
-    "read_demonstrations",
-    "read_preferences",
-    "read_prompts",
-    "read_questions",
-    "report",
-]
+from rl_core.data.files import (
+    CSV_SUFFIXES,
+    DATA_SUFFIXES,
+    BadRow,
+    compute_file_digest,
+    describe_value,
+    list_data_files,
+    read_rows,
+    read_text,
+    refuse_concurrent_change,
+)
+from rl_core.data.formats import (
+    OPTIONAL_COLUMNS,
+    Row,
+    RowKind,
+    detect_format,
+    explain_misfit,
+    find_unknown_columns,
+    list_format_columns,
+    read_optional_columns,
+    validate_demonstration,
+    validate_preference,
+    validate_prompt,
+)
+from rl_core.data.row_sequences import CompressedRows, select_rows
+from rl_core.data.splits import RepeatedRows, find_repeats
+from rl_core.errors import DataError, RecordsError, SettingsError, suggest_name
+from rl_core.storage.faults import inject_fault
 
 RowSource = str | Path | Sequence[Any]  # a JSONL or Parquet file, or rows in memory
 CheckRows = Callable[[Sequence[Row]], Iterable[str]]
 
-_DEMONSTRATION_COLUMNS = columns_to_read("demonstrations")
-_PREFERENCE_COLUMNS = columns_to_read("preferences")
-_LISTED = 10  # bad rows listed in a message
+_DEMONSTRATION_COLUMNS = list_format_columns("demonstrations")
+_PREFERENCE_COLUMNS = list_format_columns("preferences")
+_MAX_LISTED_PROBLEMS = 10  # bad rows listed in a message
 
 _logger = logging.getLogger(__name__)
 
@@ -71,9 +83,9 @@ class Records:
     digest: str  # SHA-256 of the whole file, regardless of max_rows
     lines: list[int] = field(default_factory=list)  # line or row number of each usable row
     formats: Counter[str] = field(default_factory=Counter)  # rows by format; "" = not recognised
-    unread: set[str] = field(default_factory=set)  # columns that the formats do not use
+    unread_columns: set[str] = field(default_factory=set)  # columns that the formats do not use
     # Usable rows that copy or contradict an earlier one; of demonstrations and preferences only
-    repeats: Repeats = field(default_factory=Repeats)
+    repeats: RepeatedRows = field(default_factory=RepeatedRows)
 
 
 def read_demonstrations(
@@ -86,7 +98,7 @@ def read_demonstrations(
     """Rows {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, all converted to "messages".
 
     Other formats are recognised by their columns (`data.formats`); plain `text` is one message of the role "text".
-    Messages may have OpenAI's further fields (`data.messages.checked_messages`); any other one is refused. Optional
+    Messages may have OpenAI's further fields (`data.messages.validate_messages`); any other one is refused. Optional
     columns `tools` (schemas), `level` and `kind` (text) and `seed` (integer) are kept; a warning names others.
     Args:
         on_bad_row: "stop" raises after the whole file was checked; "skip" drops, counts and logs bad rows.
@@ -94,7 +106,9 @@ def read_demonstrations(
         check_rows: called with all usable rows; gives why each is a bad row all the same, "" where it is none.
     Raises: DataError if the file as a whole is unusable; RecordsError (listing the first ten bad rows) on "stop".
     """
-    return _read(path, _DEMONSTRATION_COLUMNS, demonstration_row, on_bad_row, max_rows, check_rows)
+    return _read_records(
+        path, _DEMONSTRATION_COLUMNS, validate_demonstration, on_bad_row, max_rows, check_rows
+    )
 
 
 def read_preferences(
@@ -112,15 +126,19 @@ def read_preferences(
     loss `kto`); a scored one has a `score`, a number, in place of the label (a reward model with the loss `mse`).
     Arguments, optional columns and errors are those of `read_demonstrations`.
     """
-    return _read(path, _PREFERENCE_COLUMNS, preference_row, on_bad_row, max_rows, check_rows)
+    return _read_records(
+        path, _PREFERENCE_COLUMNS, validate_preference, on_bad_row, max_rows, check_rows
+    )
 
 
-def read_prompts(path: RowSource, *, on_bad_row: str = "stop", max_rows: int | None = None) -> Records:
+def read_prompts(
+    path: RowSource, *, on_bad_row: str = "stop", max_rows: int | None = None
+) -> Records:
     """Rows {"prompt": text or a list of messages, ...}, every other column kept; in memory also plain texts.
 
     Arguments and errors are those of `read_demonstrations`.
     """
-    return _read(path, None, prompt_row, on_bad_row, max_rows, None)
+    return _read_records(path, None, validate_prompt, on_bad_row, max_rows, None)
 
 
 def read_questions(
@@ -139,12 +157,14 @@ def read_questions(
 
     def question(row: Row) -> Row:
         kept = {name: read_text(row, name) for name in ("question", "answer")}
-        kept["final"] = "" if check is not None and row.get("final") is None else read_text(row, "final")
-        kept |= optional_columns(row)
+        kept["final"] = (
+            "" if check is not None and row.get("final") is None else read_text(row, "final")
+        )
+        kept |= read_optional_columns(row)
         return kept if check is None else check(kept)
 
-    columns = ("question", "answer", "final", *OPTIONAL)
-    return _read(path, columns, question, on_bad_row, max_rows, None)
+    columns = ("question", "answer", "final", *OPTIONAL_COLUMNS)
+    return _read_records(path, columns, question, on_bad_row, max_rows, None)
 
 
 def check_first_rows(
@@ -157,17 +177,17 @@ def check_first_rows(
     Returns: the number of rows checked. Raises: as `read_demonstrations`; DataError naming a row that does not fit.
     """
     columns, schema = {
-        "demonstrations": (_DEMONSTRATION_COLUMNS, demonstration_row),
-        "preferences": (_PREFERENCE_COLUMNS, preference_row),
+        "demonstrations": (_DEMONSTRATION_COLUMNS, validate_demonstration),
+        "preferences": (_PREFERENCE_COLUMNS, validate_preference),
     }[kind]
-    records = _checked(path, columns, schema, on_bad_row, max_rows)
+    records = _read_checked_rows(path, columns, schema, on_bad_row, max_rows)
     for line, row in zip(records.lines, records.rows, strict=True):
-        if reason := next(filter(None, (misfit(row, use) for use in uses)), ""):
+        if reason := next(filter(None, (explain_misfit(row, use) for use in uses)), ""):
             raise DataError(f"{path}:{line}: {reason}")
     return records.num_rows
 
 
-def _read(
+def _read_records(
     source: RowSource,
     columns: tuple[str, ...] | None,
     schema: Callable[[Row], Row],
@@ -175,18 +195,22 @@ def _read(
     max_rows: int | None,
     check_rows: CheckRows | None,
 ) -> Records:
-    with unchanged(Path(source)) if isinstance(source, str | Path) else contextlib.nullcontext():
-        records = _checked(source, columns, schema, on_bad_row, max_rows, check_rows)
-        fault("data.read")
-        records.digest = _digest(source, records.rows)
-    if schema in (demonstration_row, preference_row):
+    with (
+        refuse_concurrent_change(Path(source))
+        if isinstance(source, str | Path)
+        else contextlib.nullcontext()
+    ):
+        records = _read_checked_rows(source, columns, schema, on_bad_row, max_rows, check_rows)
+        inject_fault("data.read")
+        records.digest = _compute_source_digest(source, records.rows)
+    if schema in (validate_demonstration, validate_preference):
         records.repeats = find_repeats(records.rows)
         name = str(source) if isinstance(source, str | Path) else "data"
-        records.repeats.say(name, len(records.rows), records.lines)
+        records.repeats.warn_about_repeats(name, len(records.rows), records.lines)
     return records
 
 
-def _checked(
+def _read_checked_rows(
     source: RowSource,
     columns: tuple[str, ...] | None,
     schema: Callable[[Row], Row],
@@ -198,17 +222,17 @@ def _checked(
     if on_bad_row not in ("stop", "skip"):
         raise SettingsError(f"on_bad_row: '{on_bad_row}' must be 'stop' or 'skip'")
     name = str(source) if isinstance(source, str | Path) else "data"
-    kind = _KINDS.get(schema)
-    rows: KeptRows | list[Row] = KeptRows() if kind else []
+    kind = _KINDS_BY_VALIDATOR.get(schema)
+    rows: CompressedRows | list[Row] = CompressedRows() if kind else []
     records = Records(rows, num_rows=0, num_skipped=0, problems=[], digest="")
     found: list[tuple[int, RowProblem]] = []  # with the number of the row
     numbers, in_memory = array("q"), not isinstance(source, str | Path)
-    for file, line, raw in _raw_rows(source, columns):
+    for file, line, raw in _iter_raw_rows(source, columns):
         if max_rows is not None and records.num_rows >= max_rows:
             break
         records.num_rows += 1
         if kind is not None:
-            _note_format(records, raw, kind)
+            _count_format(records, raw, kind)
         try:
             if isinstance(raw, BadRow):
                 raise raw
@@ -221,52 +245,60 @@ def _checked(
         records.lines.append(line)
     if not records.num_rows:
         raise DataError(f"{name}: holds no row")
-    if records.unread:
-        say = _say_unread.__wrapped__ if in_memory else _say_unread
-        say(name, ", ".join(sorted(records.unread)))
+    if records.unread_columns:
+        say = _warn_about_unread_columns.__wrapped__ if in_memory else _warn_about_unread_columns
+        say(name, ", ".join(sorted(records.unread_columns)))
     if check_rows is not None and records.rows:
-        found += _refused(records, list(check_rows(records.rows)), numbers, "" if in_memory else name)
+        found += _drop_refused_rows(
+            records, list(check_rows(records.rows)), numbers, "" if in_memory else name
+        )
     records.problems = [problem for _, problem in sorted(found, key=lambda each: each[0])]
     records.num_skipped = len(records.problems)
-    report(name, records.problems, records.num_rows, on_bad_row)
+    report_row_problems(name, records.problems, records.num_rows, on_bad_row)
     return records
 
 
 @functools.lru_cache(maxsize=1024)  # a file is checked before a run, and read within it
-def _say_unread(name: str, columns: str) -> None:
+def _warn_about_unread_columns(name: str, columns: str) -> None:
     _logger.warning("%s: columns that are not read: %s", name, columns)
 
 
-def _note_format(records: Records, raw: Row | BadRow, kind: Kind) -> None:
-    form = format_of(raw, kind) if not isinstance(raw, BadRow) else None
+def _count_format(records: Records, raw: Row | BadRow, kind: RowKind) -> None:
+    form = detect_format(raw, kind) if not isinstance(raw, BadRow) else None
     records.formats[form.name if form else ""] += 1
     if form and not isinstance(raw, BadRow):
-        records.unread |= unknown_columns(raw, form, kind)
+        records.unread_columns |= find_unknown_columns(raw, form, kind)
 
 
-def _raw_rows(source: RowSource, columns: tuple[str, ...] | None) -> Iterator[tuple[str, int, Row | BadRow]]:
+def _iter_raw_rows(
+    source: RowSource, columns: tuple[str, ...] | None
+) -> Iterator[tuple[str, int, Row | BadRow]]:
     """(file, line, row) of every row; rows in memory are named data[0], data[1], ..., with line 0."""
     if isinstance(source, str | Path):
         for line, raw in read_rows(Path(source), columns):
             yield str(source), line, raw
         return
     if isinstance(source, Mapping) or not isinstance(source, Sequence):
-        raise DataError(f"data: expected a JSONL or Parquet file or a list of rows, found {type(source).__name__}")
+        raise DataError(
+            f"data: expected a JSONL or Parquet file or a list of rows, found {type(source).__name__}"
+        )
     for index, row in enumerate(source):
         if isinstance(row, str):
             row = {"prompt": row}
-        bad = BadRow("", f"must be an object, found {describe(row)}")
+        bad = BadRow("", f"must be an object, found {describe_value(row)}")
         yield f"data[{index}]", 0, dict(row) if isinstance(row, Mapping) else bad
 
 
-def _digest(source: RowSource, rows: Sequence[Row]) -> str:
+def _compute_source_digest(source: RowSource, rows: Sequence[Row]) -> str:
     """SHA-256 of a file's bytes, or of rows in memory as JSON."""
     if isinstance(source, str | Path):
-        return file_digest(Path(source))
+        return compute_file_digest(Path(source))
     return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def report(source: str, problems: Sequence[RowProblem], num_rows: int, on_bad_row: str) -> None:
+def report_row_problems(
+    source: str, problems: Sequence[RowProblem], num_rows: int, on_bad_row: str
+) -> None:
     """Raise or log, by `on_bad_row`, if some of the `num_rows` rows of `source` are unusable.
 
     Raises: RecordsError listing the first ten problems, on "stop" or if no row would be left.
@@ -274,9 +306,9 @@ def report(source: str, problems: Sequence[RowProblem], num_rows: int, on_bad_ro
     if not problems:
         return
     count = f"{source}: {len(problems)} of {num_rows} rows cannot be used"
-    listed = "".join(f"\n  {problem}" for problem in problems[:_LISTED])
-    if len(problems) > _LISTED:
-        listed += f"\n  and {len(problems) - _LISTED} more"
+    listed = "".join(f"\n  {problem}" for problem in problems[:_MAX_LISTED_PROBLEMS])
+    if len(problems) > _MAX_LISTED_PROBLEMS:
+        listed += f"\n  and {len(problems) - _MAX_LISTED_PROBLEMS} more"
     if on_bad_row == "stop":
         raise RecordsError(f"{count}:{listed}\nFix them, or skip them with on_bad_row: skip")
     if len(problems) == num_rows:
@@ -284,7 +316,7 @@ def report(source: str, problems: Sequence[RowProblem], num_rows: int, on_bad_ro
     _logger.warning("%s and are skipped:%s", count, listed)
 
 
-def _refused(
+def _drop_refused_rows(
     records: Records, reasons: Sequence[str], numbers: Sequence[int], file: str
 ) -> Iterator[tuple[int, RowProblem]]:
     """Leave out the rows that have a reason; gives the number and problem of each. `file`: "" = rows in memory."""
@@ -294,8 +326,186 @@ def _refused(
     if not any(reasons):
         return
     kept = [place for place, reason in enumerate(reasons) if not reason]
-    records.rows = rows_at(records.rows, kept)
+    records.rows = select_rows(records.rows, kept)
     records.lines = [records.lines[place] for place in kept]
 
 
-_KINDS: dict[Callable[[Row], Row], Kind] = {demonstration_row: "demonstrations", preference_row: "preferences"}
+_KINDS_BY_VALIDATOR: dict[Callable[[Row], Row], RowKind] = {
+    validate_demonstration: "demonstrations",
+    validate_preference: "preferences",
+}
+
+
+TABLE_SUFFIXES = (*DATA_SUFFIXES, ".json")
+_REVISION = re.compile(r"[0-9a-f]{40}")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass
+class PromptRows:
+    """Usable rows, and what was read."""
+
+    rows: list[Row] = field(default_factory=list)
+    num_rows: int = 0
+    num_skipped: int = 0
+    files: list[str] = field(default_factory=list)
+    digest: str = ""
+
+
+def read_prompt_rows(
+    path: str | Path,
+    *,
+    prompt: str = "prompt",
+    files: str | None = None,
+    revision: str | None = None,
+    on_bad_row: str = "stop",
+    max_rows: int | None = None,
+) -> PromptRows:
+    """Rows of all data files at a path, each with a `prompt`; every other column is kept.
+
+    Args:
+        path: a file, a folder of files with the same columns, or with `revision` a hub data set 'owner/name'.
+        prompt: column of the prompt, text or a list of messages.
+        files: pattern of the files of a folder or data set that are read, as 'data/train-*.parquet'.
+        revision: commit of the hub data set, 40 hex digits, so that the same settings are the same rows.
+    Raises: DataError, RecordsError, SettingsError naming options.path, options.revision or options.prompt.
+    """
+    place = Path(path).expanduser()
+    if revision is not None:
+        place = _download_hub_data_set(str(path), revision, files)
+    elif not place.exists():
+        hint = ""
+        if _HUB_NAME.fullmatch(str(path)):
+            hint = "; a data set of the hub needs options.revision, the 40 hex digits of a commit"
+        raise SettingsError(f"options.path: no such file or folder: {place}{hint}")
+    found, digests = PromptRows(), []
+    for file in list_table_files(place, files):
+        left = None if max_rows is None else max_rows - found.num_rows
+        if left == 0:
+            break
+        records = read_prompts(
+            _load_prompt_column(file, prompt), on_bad_row=on_bad_row, max_rows=left
+        )
+        found.rows += records.rows
+        found.num_rows += records.num_rows
+        found.num_skipped += records.num_skipped
+        found.files.append(str(file))
+        digests.append(compute_file_digest(file))
+    found.digest = (
+        digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    )
+    return found
+
+
+def list_table_files(place: Path, pattern: str | None = None) -> list[Path]:
+    """The file itself, or the data files of a folder, sorted by name, without hidden ones. Raises: SettingsError."""
+    if not place.is_dir():
+        return [place]
+    shown = list_data_files(place, TABLE_SUFFIXES)
+    inside = {path: path.relative_to(place) for path in shown}
+    wanted = [
+        path for path in shown if pattern is None or fnmatch.fnmatch(str(inside[path]), pattern)
+    ]
+    if not wanted:
+        names = ", ".join(sorted(str(inside[path]) for path in shown)[:10])
+        text = (
+            f"options.files: '{pattern}' is none of {names}"
+            if shown
+            else f"options.path: {place} holds no data file"
+        )
+        raise SettingsError(f"{text} ({', '.join(TABLE_SUFFIXES)})")
+    kinds = sorted({_strip_shard_suffix(inside[path]) for path in wanted})
+    if pattern is None and len(kinds) > 1:
+        raise SettingsError(
+            f"options.files: {place} holds files of several kinds ({', '.join(kinds[:10])}); name those to read, as "
+            f"'{kinds[0]}*'"
+        )
+    return wanted
+
+
+def _strip_shard_suffix(name: Path) -> str:
+    """Name of a file without its shard: train-00000-of-00002.parquet -> train."""
+    return str(name.with_name(re.split(r"[-_.]?\d|\.", name.name)[0]))
+
+
+def _load_prompt_column(file: Path, prompt: str) -> Path | list[Row]:
+    """The file, or its rows where they have to be changed before they are checked."""
+    if file.suffix == ".json":
+        rows = list(_read_array_rows(file))
+    elif prompt == "prompt" and file.suffix.lower() not in CSV_SUFFIXES:
+        _check_prompt_column(file, _read_first_row(file), prompt)
+        return file
+    else:
+        rows = []
+        for line, row in read_rows(file, None, plain_cells=True):
+            if isinstance(row, BadRow):
+                raise DataError(f"{file}:{line}: {row}")
+            rows.append(row)
+    _check_prompt_column(file, rows[0] if rows else None, prompt)
+    return [{**row, "prompt": row.get(prompt)} for row in rows] if prompt != "prompt" else rows
+
+
+def _read_first_row(file: Path) -> Row | None:
+    row = next((row for _, row in read_rows(file, None)), None)
+    return None if isinstance(row, BadRow) else row
+
+
+def _check_prompt_column(file: Path, row: Row | None, prompt: str) -> None:
+    if row is None or prompt in row:
+        return
+    columns = list(row)
+    likely = next(
+        (
+            name
+            for name in ("question", "problem", "instruction", "query", "messages")
+            if name in row
+        ),
+        None,
+    )
+    hint = f"set options.prompt: {likely}" if likely else suggest_name(prompt, columns)
+    raise SettingsError(
+        f"options.prompt: {file} has no column '{prompt}'; its first row has {', '.join(columns) or 'none'}; {hint}"
+    )
+
+
+def _read_array_rows(file: Path) -> Sequence[Row]:
+    """Rows of one JSON array. Raises: DataError."""
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+    except (ValueError, RecursionError, OSError) as error:
+        raise DataError(
+            f"{file}: is not one JSON array ({error}); a file of one object a line is .jsonl"
+        ) from error
+    if not isinstance(rows, list):
+        raise DataError(f"{file}: holds one {type(rows).__name__}, expected an array of objects")
+    return rows
+
+
+def _download_hub_data_set(name: str, revision: str, files: str | None) -> Path:
+    """Folder of a hub data set at a commit, from the local cache where it is. Raises: SettingsError, DataError."""
+    if not _REVISION.fullmatch(revision):
+        raise SettingsError(
+            f"options.revision: '{revision}' is no commit (40 hex digits); a branch may change between two runs"
+        )
+    if not _HUB_NAME.fullmatch(name):
+        raise SettingsError(
+            f"options.path: '{name}' is no data set of the hub (owner/name), which revision asks for"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = [files] if files else [f"**{suffix}" for suffix in TABLE_SUFFIXES]
+    try:
+        return Path(
+            snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns)
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = (
+            str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        )
+        raise DataError(
+            f"options.path: the data set {name} at {revision[:8]} could not be fetched and is not in the local cache "
+            f"({type(error).__name__}: {reason}); without a network, download it elsewhere and name the folder"
+        ) from error

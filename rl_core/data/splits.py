@@ -1,43 +1,195 @@
-"""Train/held-out splits by prompt, with duplicate and overlap reports."""
+"""Rows that repeat or contradict earlier rows of the same data: counted and said, and trained on all the same.
+
+Texts that nearly repeat others: MinHash candidates (datasketch), confirmed by their exact Jaccard similarity.
+
+Source: Broder 1997, "On the resemblance and containment of documents"; shingles of words as in Lee et al. 2021,
+arXiv:2107.06499.
+
+Train/held-out splits by prompt, with duplicate and overlap reports.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import itertools
+import logging
 import unicodedata
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
 
-from rl_core.data.repeats import digest_of
-from rl_core.errors import DataError
+from rl_core.errors import DataError, SettingsError
 
-__all__ = [
-    "duplicate_report",
-    "opening_text",
-    "overlap_report",
-    "prompt_key",
-    "prompt_text",
-    "split_by_prompt",
-    "split_places",
-]
+logger = logging.getLogger(__name__)
+
+_NUM_EXAMPLES = 3  # examples in a message
+
+
+@dataclass(slots=True)
+class RepeatedRows:
+    """Pairs (index of a row, index of the first row that it repeats or contradicts)."""
+
+    copies: list[tuple[int, int]] = field(default_factory=list)  # equal in every column
+    # A preference the other way round, or a completion with the other label, for the same prompt
+    contradictions: list[tuple[int, int]] = field(default_factory=list)
+
+    def warn_about_repeats(self, source: str, num_rows: int, lines: Sequence[int]) -> None:
+        """Warn of both, with the places of the first ones. `lines`: line of each row, 0 = rows in memory."""
+
+        def places(pairs: Sequence[tuple[int, int]]) -> str:
+            shown = [
+                f"{_describe_row_place(row, lines)} and {_describe_row_place(first, lines)}"
+                for row, first in pairs[:_NUM_EXAMPLES]
+            ]
+            return "; ".join(shown) + (
+                f"; and {len(pairs) - _NUM_EXAMPLES} more" if len(pairs) > _NUM_EXAMPLES else ""
+            )
+
+        if self.copies:
+            logger.warning(
+                "%s: %d of %d rows are exact copies of earlier ones and count more than once in training (%s)",
+                source,
+                len(self.copies),
+                num_rows,
+                places(self.copies),
+            )
+        if self.contradictions:
+            logger.warning(
+                "%s: %d of %d rows contradict earlier ones: they prefer what those reject, or label one completion "
+                "both ways (%s)",
+                source,
+                len(self.contradictions),
+                num_rows,
+                places(self.contradictions),
+            )
+
+
+def find_repeats(rows: Sequence[Mapping[str, Any]]) -> RepeatedRows:
+    """Copies among the rows, and contradictions among preferences (chosen, rejected) or labelled completions."""
+    found = RepeatedRows()
+    whole: dict[bytes, int] = {}
+    judged: dict[bytes, int] = {}
+    for index, row in enumerate(rows):
+        first = whole.setdefault(compute_short_digest(row), index)
+        if first != index:
+            found.copies.append((index, first))
+        if row.get("tie"):
+            continue
+        if "chosen" in row:
+            own, other = (row["chosen"], row["rejected"]), (row["rejected"], row["chosen"])
+        elif "label" in row:
+            own, other = (row["completion"], row["label"]), (row["completion"], not row["label"])
+        else:
+            continue
+        prompt = str(row["prompt"])
+        judged.setdefault(compute_short_digest((prompt, own)), index)
+        if (against := judged.get(compute_short_digest((prompt, other)))) is not None:
+            found.contradictions.append((index, against))
+    return found
+
+
+def compute_short_digest(value: object) -> bytes:
+    """16 bytes that stand for a value: the texts of a million rows are not held twice."""
+    return hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _describe_row_place(index: int, lines: Sequence[int]) -> str:
+    return f"line {lines[index]}" if lines[index] else f"row {index}"
+
+
+_SHINGLE_WORDS = 5  # of one shingle
+_PERMUTATIONS = 64
+_MAX_CACHED_SHINGLES = 4096  # sets of shingles
+
+
+def is_datasketch_available() -> bool:
+    """True if datasketch is installed (the extra `data`)."""
+    return importlib.util.find_spec("datasketch") is not None
+
+
+def build_shingles(text: str) -> set[str]:
+    """Runs of five words, in lower case; the whole text where it has fewer."""
+    words = text.casefold().split()
+    return {
+        " ".join(words[i : i + _SHINGLE_WORDS])
+        for i in range(max(1, len(words) - _SHINGLE_WORDS + 1))
+    }
+
+
+def compute_jaccard(one: set[str], other: set[str]) -> float:
+    """Share of common shingles, |A and B| / |A or B|."""
+    return len(one & other) / max(1, len(one | other))
+
+
+def find_near_duplicates(
+    texts: Sequence[str], others: Sequence[str] | None, min_similarity: float
+) -> list[tuple[int, int, float]]:
+    """(index of a text, index of the earlier or other text that it is nearest to, their Jaccard similarity), from 0.
+
+    Args:
+        texts: looked up in order; each is compared with those before it, or with all `others` where those are given.
+        similarity: least Jaccard similarity of the shingles, above 0 and at most 1; equal texts are left out.
+    Raises: SettingsError for a similarity out of range, or without datasketch.
+    """
+    if not 0 < min_similarity <= 1:
+        raise SettingsError(f"near: {min_similarity} must be above 0 and at most 1")
+    if not is_datasketch_available():
+        raise SettingsError(
+            "near duplicates need the package datasketch; pip install 'posttrain[data]'"
+        )
+    from datasketch import MinHash, MinHashLSH
+
+    index = MinHashLSH(threshold=min_similarity, num_perm=_PERMUTATIONS)
+    pool = texts if others is None else others
+    # Most texts are never looked at again: shingles take ten times the text, and are made anew where needed.
+    parts_of = lru_cache(maxsize=_MAX_CACHED_SHINGLES)(lambda place: build_shingles(pool[place]))
+    found = []
+    # Its permutations are drawn once, and words are hashed by a checksum: both took most of the time. Candidates are
+    # confirmed, so that a poorer hash costs a look at most.
+    empty = MinHash(num_perm=_PERMUTATIONS, seed=1, hashfunc=zlib.crc32)
+
+    def sketch(parts: set[str]) -> MinHash:
+        made = empty.copy()
+        made.update_batch([part.encode() for part in parts])
+        return made
+
+    for place, text in enumerate(others or ()):
+        index.insert(place, sketch(build_shingles(text)))
+    for place, text in enumerate(texts):
+        parts = build_shingles(text)
+        made = sketch(parts)
+        near = (int(key) for key in index.query(made))
+        best = max(
+            ((compute_jaccard(parts, parts_of(key)), -key) for key in near if pool[key] != text),
+            default=(0.0, 0),
+        )
+        if best[0] >= min_similarity:
+            found.append((place, -best[1], best[0]))
+        if others is None:
+            index.insert(place, made)
+    return found
+
 
 T = TypeVar("T")
 
 
-def prompt_key(prompt: str) -> str:
+def normalize_prompt(prompt: str) -> str:
     """Normalised prompt for duplicate detection: case, white space and Unicode composition are ignored."""
     return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
 
 
-def opening_text(messages: Sequence[Mapping[str, str]]) -> str:
+def extract_opening_text(messages: Sequence[Mapping[str, str]]) -> str:
     """Prompt of a conversation: its text before the first assistant message."""
     opening = itertools.takewhile(lambda message: message["role"] != "assistant", messages)
     return "\n".join(message["content"] for message in opening)
 
 
-def prompt_text(prompt: str | Sequence[Mapping[str, str]]) -> str:
+def extract_prompt_text(prompt: str | Sequence[Mapping[str, str]]) -> str:
     """Text that tells prompts apart: of a conversation its text before the first assistant message."""
-    return prompt if isinstance(prompt, str) else opening_text(prompt)
+    return prompt if isinstance(prompt, str) else extract_opening_text(prompt)
 
 
 def split_by_prompt(
@@ -45,14 +197,14 @@ def split_by_prompt(
 ) -> tuple[list[T], list[T], dict[str, int]]:
     """Split of rows such that no prompt is on both sides; rows keep their order.
 
-    Arguments and errors: `split_places`.
-    Returns: training rows, held-out rows, report (`duplicate_report` and `overlap_report` together).
+    Arguments and errors: `split_indices`.
+    Returns: training rows, held-out rows, report (`count_duplicates` and `count_overlap` together).
     """
-    train, heldout, report = split_places(rows, prompt_of, heldout_fraction, seed)
+    train, heldout, report = split_indices(rows, prompt_of, heldout_fraction, seed)
     return [rows[place] for place in train], [rows[place] for place in heldout], report
 
 
-def split_places(
+def split_indices(
     rows: Sequence[T], prompt_of: Callable[[T], str], heldout_fraction: float, seed: int
 ) -> tuple[list[int], list[int], dict[str, int]]:
     """Places of the training and of the held-out rows, ascending, and the report of `split_by_prompt`.
@@ -69,45 +221,51 @@ def split_places(
     keys: list[bytes] = []
     ranks: dict[bytes, bytes] = {}
     for row in rows:
-        key = prompt_key(prompt_of(row))
-        keys.append(digest_of(key))
+        key = normalize_prompt(prompt_of(row))
+        keys.append(compute_short_digest(key))
         if keys[-1] not in ranks:
             ranks[keys[-1]] = hashlib.sha256(f"{seed}\n{key}".encode()).digest()
     if len(ranks) < 2:
-        raise DataError(f"{len(ranks)} distinct prompts cannot be split into a training and a held-out set")
+        raise DataError(
+            f"{len(ranks)} distinct prompts cannot be split into a training and a held-out set"
+        )
     count = min(max(1, round(heldout_fraction * len(ranks))), len(ranks) - 1)
     heldout_keys = set(sorted(ranks, key=ranks.__getitem__)[:count])
     train = [place for place, key in enumerate(keys) if key not in heldout_keys]
     heldout = [place for place, key in enumerate(keys) if key in heldout_keys]
     sides = [[keys[place] for place in part] for part in (train, heldout)]
-    return train, heldout, _duplicates(rows, keys) | _overlap(*sides)
+    return train, heldout, _count_key_duplicates(rows, keys) | _count_key_overlap(*sides)
 
 
-def duplicate_report(rows: Sequence[T], prompt_of: Callable[[T], str]) -> dict[str, int]:
+def count_duplicates(rows: Sequence[T], prompt_of: Callable[[T], str]) -> dict[str, int]:
     """Counts of rows, exact duplicates, distinct prompts, and rows with a repeated prompt."""
-    return _duplicates(rows, _keys(rows, prompt_of))
+    return _count_key_duplicates(rows, _compute_prompt_digests(rows, prompt_of))
 
 
-def overlap_report(train: Sequence[T], heldout: Sequence[T], prompt_of: Callable[[T], str]) -> dict[str, int]:
+def count_overlap(
+    train: Sequence[T], heldout: Sequence[T], prompt_of: Callable[[T], str]
+) -> dict[str, int]:
     """Counts of both sides, and of the distinct prompts and held-out rows whose prompt is also in the training set."""
-    return _overlap(_keys(train, prompt_of), _keys(heldout, prompt_of))
+    return _count_key_overlap(
+        _compute_prompt_digests(train, prompt_of), _compute_prompt_digests(heldout, prompt_of)
+    )
 
 
-def _keys(rows: Sequence[T], prompt_of: Callable[[T], str]) -> list[bytes]:
-    return [digest_of(prompt_key(prompt_of(row))) for row in rows]
+def _compute_prompt_digests(rows: Sequence[T], prompt_of: Callable[[T], str]) -> list[bytes]:
+    return [compute_short_digest(normalize_prompt(prompt_of(row))) for row in rows]
 
 
-def _duplicates(rows: Sequence[object], keys: Sequence[bytes]) -> dict[str, int]:
+def _count_key_duplicates(rows: Sequence[object], keys: Sequence[bytes]) -> dict[str, int]:
     num_prompts = len(set(keys))
     return {
         "num_rows": len(rows),
-        "num_duplicate_rows": len(rows) - len({digest_of(row) for row in rows}),
+        "num_duplicate_rows": len(rows) - len({compute_short_digest(row) for row in rows}),
         "num_prompts": num_prompts,
         "num_repeated_prompts": len(rows) - num_prompts,
     }
 
 
-def _overlap(train: Sequence[bytes], heldout: Sequence[bytes]) -> dict[str, int]:
+def _count_key_overlap(train: Sequence[bytes], heldout: Sequence[bytes]) -> dict[str, int]:
     train_keys = set(train)
     return {
         "num_train_rows": len(train),

@@ -24,53 +24,59 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_core.data import token_tables
-from rl_core.data.chat import ChatRenderer
-from rl_core.data.encoder import backend_of
-from rl_core.data.row_tokens import Job, Refusals, Row
-from rl_core.data.token_rows import TokenChunk, TokenRows
-from rl_core.data.tokenising import processes_for, tokenised
+from rl_core.data import training_sequences
+from rl_core.data.chat import ChatRenderer, find_fast_backend
+from rl_core.data.tokenising import (
+    RefusedRows,
+    Row,
+    TokenisationJob,
+    choose_num_processes,
+    tokenize_rows,
+)
+from rl_core.data.training_sequences import TokenChunk, TokenRows
 from rl_core.errors import CheckpointError, CorruptError, FolderBusy
-from rl_core.storage.faults import fault
-from rl_core.storage.folder_removal import clear_leftovers, remove_folder
-from rl_core.storage.folders import publish_folder, put_bytes
+from rl_core.storage.atomic_files import replace_file
+from rl_core.storage.faults import inject_fault
+from rl_core.storage.folders import (
+    clear_leftovers,
+    publish_folder,
+    remove_folder,
+    write_folder_file,
+)
 from rl_core.storage.manifest import read_manifest, verify_folder
-from rl_core.storage.single_files import replacing
-
-__all__ = ["TokenCache", "Tokens", "entries_without_source", "rows_digest", "text_size"]
 
 logger = logging.getLogger(__name__)
 
-TABLE, REFUSED, PLACES = "tokens.arrow", "refused.json", "places.arrow"
+TABLE_FILE, REFUSED_FILE, INDICES_FILE = "tokens.arrow", "refused.json", "places.arrow"
 
 
 @dataclass(slots=True)
-class Tokens:
+class TokenizedRows:
     """Sequences of rows, and the rows that the template refuses."""
 
     rows: TokenRows
-    refused: Refusals = field(default_factory=list)
+    refused: RefusedRows = field(default_factory=list)
     name: str = ""  # of the table in its folder; "" = kept nowhere
 
-    def longest(self, num_rows: int) -> NDArray[np.int64]:
+    def compute_longest(self, num_rows: int) -> NDArray[np.int64]:
         """Tokens of the longest sequence of each row; 0 for one that was refused."""
         found, starts = np.zeros(num_rows, np.int64), self.rows.row_starts
         if len(starts):
             found[self.rows.rows[starts]] = np.maximum.reduceat(self.rows.lengths, starts)
         return found
 
-    def reasons(self, num_rows: int, limit: int, holds: str) -> list[str]:
+    def list_refusal_reasons(self, num_rows: int, limit: int, limit_description: str) -> list[str]:
         """Why each row cannot be used, "" where it can: refused, or longer than `limit`, as `holds` says."""
         reasons = [""] * num_rows
         for row, reason in self.refused:
             reasons[row] = reason
-        lengths = self.longest(num_rows)
+        lengths = self.compute_longest(num_rows)
         for row in np.flatnonzero(lengths > limit).tolist():
-            reasons[row] = f"is {lengths[row]} tokens long, {holds}"
+            reasons[row] = f"is {lengths[row]} tokens long, {limit_description}"
         return reasons
 
 
-def rows_digest(rows: Iterable[Row]) -> str:
+def compute_rows_digest(rows: Iterable[Row]) -> str:
     """SHA-256 of rows as JSON."""
     digest = hashlib.sha256()
     for row in rows:
@@ -78,7 +84,7 @@ def rows_digest(rows: Iterable[Row]) -> str:
     return digest.hexdigest()
 
 
-def text_size(rows: Sequence[Row]) -> int:
+def estimate_text_bytes(rows: Sequence[Row]) -> int:
     """About how many bytes of text rows are, by the first thousand."""
     some = rows[:1000]
     return sum(len(str(row)) for row in some) * len(rows) // max(1, len(some))
@@ -92,14 +98,19 @@ class TokenCache:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self.folder = folder if token_tables.is_available() else None
-        self._open_tables: dict[str, Tokens] = {}
+        self.folder = folder if training_sequences.is_pyarrow_available() else None
+        self._open_tables: dict[str, TokenizedRows] = {}
         if self.folder is not None:
             clear_leftovers(self.folder)  # of a process that died while it wrote
 
-    def tokens(
-        self, source: str, rows: Callable[[], Iterable[Row]], renderer: ChatRenderer, job: Job, num_bytes: int
-    ) -> Tokens:
+    def load_or_tokenize(
+        self,
+        source: str,
+        rows: Callable[[], Iterable[Row]],
+        renderer: ChatRenderer,
+        job: TokenisationJob,
+        num_bytes: int,
+    ) -> TokenizedRows:
         """Token ids of rows, from the folder or made.
 
         Args:
@@ -108,68 +119,85 @@ class TokenCache:
             num_bytes: about how much text they are; decides the number of processes.
         Raises: SettingsError for tools that the template does not take.
         """
-        name = self._name(source, renderer, job)
-        if (found := self._read(name)) is not None:
+        name = self._compute_entry_name(source, renderer, job)
+        if (found := self._read_entry(name)) is not None:
             logger.info("tokens: read from %s", found.name)
             return found
 
-        def made() -> Iterator[tuple[TokenChunk, Refusals]]:
-            return tokenised(rows(), renderer, job, processes_for(num_bytes))
+        def made() -> Iterator[tuple[TokenChunk, RefusedRows]]:
+            return tokenize_rows(rows(), renderer, job, choose_num_processes(num_bytes))
 
         if name and self.folder is not None:
             try:
-                return self._published(self.folder / name, source, made)
+                return self._publish_tokens(self.folder / name, source, made)
             except (CheckpointError, FolderBusy) as error:
-                if (found := self._read(name)) is not None:  # another process was faster
+                if (found := self._read_entry(name)) is not None:  # another process was faster
                     return found
                 logger.warning("token ids are not kept: %s", error)
         chunks, refused = [], []
         for chunk, some in made():
             chunks.append(chunk)
             refused += some
-        return Tokens(TokenRows(chunks), refused)
+        return TokenizedRows(TokenRows(chunks), refused)
 
-    def keep_part(
-        self, source: str, renderer: ChatRenderer, job: Job, whole: Tokens, places: NDArray[np.int64],
+    def store_subset(
+        self,
+        source: str,
+        renderer: ChatRenderer,
+        job: TokenisationJob,
+        table: TokenizedRows,
+        indices: NDArray[np.int64],
         max_tokens: int | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Note that the rows with the digest `source` are those sequences of a table, each cut at `max_tokens`."""
-        name = self._name(source, renderer, job)
-        if not (name and whole.name and self.folder is not None) or (self.folder / name).exists():
+        name = self._compute_entry_name(source, renderer, job)
+        if not (name and table.name and self.folder is not None) or (self.folder / name).exists():
             return
 
         def write(folder: Path) -> None:
-            with replacing(folder / PLACES, binary=True, synced=False) as file:
-                token_tables.write_column(file, places)
+            with replace_file(folder / INDICES_FILE, binary=True, synced=False) as file:
+                training_sequences.write_integer_column(file, indices)
 
         try:
-            about = {"kind": "part", "table": whole.name, "max_tokens": max_tokens, "source": source}
+            about = {
+                "kind": "part",
+                "table": table.name,
+                "max_tokens": max_tokens,
+                "source": source,
+            }
             publish_folder(self.folder / name, write, about)
         except (CheckpointError, FolderBusy) as error:
             logger.warning("token ids of a part are not kept: %s", error)
 
-    def _published(self, entry: Path, source: str, made: Callable[[], Iterator[tuple[TokenChunk, Refusals]]]) -> Tokens:
-        refused: Refusals = []
+    def _publish_tokens(
+        self, entry: Path, source: str, made: Callable[[], Iterator[tuple[TokenChunk, RefusedRows]]]
+    ) -> TokenizedRows:
+        refused: RefusedRows = []
 
         def chunks() -> Iterator[TokenChunk]:
             for chunk, some in made():
                 refused.extend(some)
                 yield chunk
-            fault("data.tokenised")
+            inject_fault("data.tokenised")
 
         def write(folder: Path) -> None:
-            with replacing(folder / TABLE, binary=True, synced=False) as file:
-                token_tables.write_table(file, chunks())
-            put_bytes(folder / REFUSED, json.dumps(refused).encode())
+            with replace_file(folder / TABLE_FILE, binary=True, synced=False) as file:
+                training_sequences.write_token_table(file, chunks())
+            write_folder_file(folder / REFUSED_FILE, json.dumps(refused).encode())
 
         publish_folder(entry, write, {"kind": "tokens", "source": source})
-        return self._noted(entry.name, Tokens(token_tables.read_table(entry / TABLE), refused, entry.name))
+        return self._remember_table(
+            entry.name,
+            TokenizedRows(
+                training_sequences.read_token_table(entry / TABLE_FILE), refused, entry.name
+            ),
+        )
 
-    def _noted(self, name: str, tokens: Tokens) -> Tokens:
+    def _remember_table(self, name: str, tokens: TokenizedRows) -> TokenizedRows:
         self._open_tables[name] = tokens
         return tokens
 
-    def _read(self, name: str) -> Tokens | None:
+    def _read_entry(self, name: str) -> TokenizedRows | None:
         """Content of an entry; None if there is none, or if it was damaged and has been removed."""
         if not name or self.folder is None or not (self.folder / name).is_dir():
             return None
@@ -179,13 +207,23 @@ class TokenCache:
         try:
             manifest = verify_folder(entry)
             if manifest.get("kind") == "part":
-                whole = self._read(str(manifest["table"]))
+                whole = self._read_entry(str(manifest["table"]))
                 if whole is None:
                     raise CorruptError(f"{entry}: its table is gone")
-                places = token_tables.read_column(entry / PLACES)
-                return Tokens(whole.rows.select(places, manifest["max_tokens"]), [], name)
-            refused = [(int(row), str(reason)) for row, reason in json.loads((entry / REFUSED).read_bytes())]
-            return self._noted(name, Tokens(token_tables.read_table(entry / TABLE), refused, name))
+                places = training_sequences.read_integer_column(entry / INDICES_FILE)
+                return TokenizedRows(
+                    whole.rows.select_sequences(places, manifest["max_tokens"]), [], name
+                )
+            refused = [
+                (int(row), str(reason))
+                for row, reason in json.loads((entry / REFUSED_FILE).read_bytes())
+            ]
+            return self._remember_table(
+                name,
+                TokenizedRows(
+                    training_sequences.read_token_table(entry / TABLE_FILE), refused, name
+                ),
+            )
         except (CorruptError, KeyError, TypeError, ValueError) as error:
             logger.warning("token ids are damaged and made again: %s", error)
             remove_folder(entry)
@@ -193,16 +231,24 @@ class TokenCache:
             logger.warning("token ids cannot be read now: %s", error)
         return None
 
-    def _name(self, source: str, renderer: ChatRenderer, job: Job) -> str:
+    def _compute_entry_name(self, source: str, renderer: ChatRenderer, job: TokenisationJob) -> str:
         """32 hex digits; "" = nothing is kept."""
-        if self.folder is None or (tokenizer := _tokenizer_digest(renderer)) is None:
+        if self.folder is None or (tokenizer := _compute_tokenizer_digest(renderer)) is None:
             return ""
-        decisive = [source, tokenizer, renderer.digest, job.kind, job.loss_on, _code(),
-                    version("tokenizers"), version("transformers")]  # fmt: skip
+        decisive = [
+            source,
+            tokenizer,
+            renderer.digest,
+            job.kind,
+            job.loss_on,
+            _compute_code_digest(),
+            version("tokenizers"),
+            version("transformers"),
+        ]
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
 
-def entries_without_source(folder: Path, sources: Collection[str]) -> list[Path]:
+def find_orphaned_entries(folder: Path, sources: Collection[str]) -> list[Path]:
     """Entries that are of none of these digests, nor the table of one that is; damaged ones too."""
     manifests: dict[Path, dict[str, Any]] = {}
     for entry in sorted(folder.glob("*")):
@@ -216,10 +262,10 @@ def entries_without_source(folder: Path, sources: Collection[str]) -> list[Path]
     return [entry for entry in manifests if entry not in kept and entry.name not in tables]
 
 
-def _tokenizer_digest(renderer: ChatRenderer) -> str | None:
+def _compute_tokenizer_digest(renderer: ChatRenderer) -> str | None:
     """SHA-256 of what decides a tokenizer's ids; None where that is more than its backend."""
     tokenizer: Any = renderer.tokenizer
-    backend = backend_of(tokenizer)
+    backend = find_fast_backend(tokenizer)
     if backend is None:
         return None
     content = json.loads(backend.to_str())
@@ -231,7 +277,7 @@ def _tokenizer_digest(renderer: ChatRenderer) -> str | None:
 
 
 @functools.cache
-def _code() -> str:
+def _compute_code_digest() -> str:
     """SHA-256 of this room's files."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):

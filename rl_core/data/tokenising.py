@@ -1,8 +1,12 @@
-"""Rows to token ids, in several processes where there is enough to do; the result does not depend on their number."""
+"""Token ids of the rows of a data file, some at a time: the work of each process of `tokenising`.
+
+Rows to token ids, in several processes where there is enough to do; the result does not depend on their number.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pickle
@@ -11,77 +15,147 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.row_tokens import Job, Refusals, Row, chunk_tokens
-from rl_core.data.token_rows import TokenChunk
-from rl_core.importing import child_import_path
+from rl_core.data.formats import RowKind
+from rl_core.data.pairs import build_row_sides
+from rl_core.data.training_sequences import TokenChunk, build_token_chunk, build_training_sequences
+from rl_core.errors import DataError
+from rl_core.user_code import build_child_import_path
 
-__all__ = ["CHUNK", "processes_for", "tokenised"]
+Row = dict[str, Any]
+ROWS_PER_ENCODING = 64  # rows whose texts are encoded together
+RefusedRows = list[tuple[int, str]]  # (row, reason) of each row that has no tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenisationJob:
+    """Purpose that rows are tokenised for."""
+
+    kind: RowKind
+    loss_on: Literal["all", "last"] = "all"  # assistant turns of demonstrations with loss
+
+
+def tokenize_chunk(
+    renderer: ChatRenderer, job: TokenisationJob, rows: Sequence[Row], first: int
+) -> tuple[TokenChunk, RefusedRows]:
+    """Sequences of consecutive rows, and the rows that the template refuses.
+
+    Of a demonstration those of `build_training_sequences`; of a preference row its sides, chosen first; of a labelled
+    completion itself. A row's `max_tokens` cuts each.
+    Args:
+        first: number of the first of these rows.
+    Raises: SettingsError for tools that the template does not take.
+    """
+    refused: RefusedRows = []
+
+    def sequences() -> Iterator[tuple[int, int, Sequence[int], Sequence[bool]]]:
+        for start in range(0, len(rows), ROWS_PER_ENCODING):
+            works = [
+                functools.partial(_tokenize_row, renderer, job, row)
+                for row in rows[start : start + ROWS_PER_ENCODING]
+            ]
+            for number, found in enumerate(
+                renderer.encoder.run_together(works), start=first + start
+            ):
+                if isinstance(found, DataError):
+                    refused.append((number, str(found)))
+                elif isinstance(found, Exception):
+                    raise found
+                else:
+                    for prompt, ids, mask in found:
+                        yield number, prompt, ids, mask
+
+    return build_token_chunk(sequences()), refused
+
+
+def _tokenize_row(
+    renderer: ChatRenderer, job: TokenisationJob, row: Row
+) -> list[tuple[int, list[int], list[bool]]]:
+    """Tokens of the prompt, ids and mask of each sequence of a row."""
+    if job.kind == "demonstrations":
+        limit = row.get("max_tokens")
+        found = build_training_sequences(
+            renderer, row["messages"], row.get("tools"), job.loss_on, limit
+        )
+        return [(0, ids, mask) for ids, mask in found]
+    sides = [side for side, _ in build_row_sides(row, renderer)]
+    return [(len(s.prompt_ids), s.ids, [False] * len(s.prompt_ids) + s.loss_mask) for s in sides]
+
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 512  # rows of a chunk, whatever the number of processes
+CHUNK_ROWS = 512  # rows of a chunk, whatever the number of processes
 # Of text for each process: one takes about four seconds to start, in which another does 5 MB.
-TEXT_EACH = 16 * 2**20
+TEXT_BYTES_PER_PROCESS = 16 * 2**20
 
-Found = tuple[TokenChunk, Refusals]
+ChunkTokens = tuple[TokenChunk, RefusedRows]
 
 
-def processes_for(num_bytes: int) -> int:
+def choose_num_processes(num_bytes: int) -> int:
     """Processes that pay for so much text: 1 = this one; at most torch's threads, as `threads` of a run sets them."""
     import torch  # here, as the rest of the module needs none of it
 
-    return max(1, min(torch.get_num_threads(), num_bytes // TEXT_EACH))
+    return max(1, min(torch.get_num_threads(), num_bytes // TEXT_BYTES_PER_PROCESS))
 
 
-def tokenised(rows: Iterable[Row], renderer: ChatRenderer, job: Job, processes: int = 1) -> Iterator[Found]:
+def tokenize_rows(
+    rows: Iterable[Row], renderer: ChatRenderer, job: TokenisationJob, num_processes: int = 1
+) -> Iterator[ChunkTokens]:
     """Chunks of CHUNK rows as token ids, in order, and the rows that were refused.
 
     Args:
         processes: 1 = in this process; else so many others. One that fails is left out, and its chunk done here.
     Raises: SettingsError for tools that the template does not take.
     """
-    chunks = _chunks(rows)
-    if processes < 2:
+    chunks = _split_chunks(rows)
+    if num_processes < 2:
         for first, some in chunks:
-            yield chunk_tokens(renderer, job, some, first)
+            yield tokenize_chunk(renderer, job, some, first)
         return
-    with _Children(renderer, job, processes) as children:
-        for answer, first, some in children.answers(chunks):
-            yield chunk_tokens(renderer, job, some, first) if answer is None else answer
+    with _TokenisingProcesses(renderer, job, num_processes) as children:
+        for answer, first, some in children.iter_results(chunks):
+            yield tokenize_chunk(renderer, job, some, first) if answer is None else answer
 
 
-def _chunks(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
+def _split_chunks(rows: Iterable[Row]) -> Iterator[tuple[int, list[Row]]]:
     """(number of the first row, rows)."""
     rest, first = iter(rows), 0
-    while some := list(islice(rest, CHUNK)):
+    while some := list(islice(rest, CHUNK_ROWS)):
         yield first, some
         first += len(some)
 
 
-class _Children:
+class _TokenisingProcesses:
     """Processes that tokenise chunks, each asked by a thread of this one."""
 
-    def __init__(self, renderer: ChatRenderer, job: Job, count: int) -> None:
-        self._setup, self._digest, self._count = (renderer.tokenizer, renderer.settings, job), renderer.digest, count
-        self._free: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
+    def __init__(self, renderer: ChatRenderer, job: TokenisationJob, count: int) -> None:
+        self._setup, self._digest, self._count = (
+            (renderer.tokenizer, renderer.settings, job),
+            renderer.digest,
+            count,
+        )
+        self._idle_children: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
         self._started: list[subprocess.Popen[bytes]] = []
         self._threads, self._lock = ThreadPoolExecutor(count), threading.Lock()
-        self._greeting, self._greeted, self._lost = b"", set[int](), 0
+        self._setup_message, self._ready_pids, self._num_lost = b"", set[int](), 0
 
-    def __enter__(self) -> _Children:
+    def __enter__(self) -> _TokenisingProcesses:
         try:
-            self._greeting = pickle.dumps(self._setup, pickle.HIGHEST_PROTOCOL)
+            self._setup_message = pickle.dumps(self._setup, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # a tokenizer of the user's code may hold anything
-            logger.info("rows are tokenised in one process, as the tokenizer cannot be sent to others: %s", error)
+            logger.info(
+                "rows are tokenised in one process, as the tokenizer cannot be sent to others: %s",
+                error,
+            )
         for _ in range(self._count):
-            child = _start() if self._greeting else None
-            self._put_back(child)
+            child = _start_child() if self._setup_message else None
+            self._return_child(child)
             if child is not None:
                 self._started.append(child)
         return self
@@ -94,11 +168,15 @@ class _Children:
             with contextlib.suppress(OSError):
                 child.communicate()
 
-    def answers(self, chunks: Iterable[tuple[int, list[Row]]]) -> Iterator[tuple[Found | None, int, list[Row]]]:
+    def iter_results(
+        self, chunks: Iterable[tuple[int, list[Row]]]
+    ) -> Iterator[tuple[ChunkTokens | None, int, list[Row]]]:
         """Findings of the children, in the order of the chunks; None = the chunk is to be done here."""
-        waiting: deque[tuple[Future[Found | None], int, list[Row]]] = deque()
+        waiting: deque[tuple[Future[ChunkTokens | None], int, list[Row]]] = deque()
         for first, some in chunks:
-            waiting.append((self._threads.submit(self._ask, first, some), first, some))
+            waiting.append(
+                (self._threads.submit(self._tokenize_in_child, first, some), first, some)
+            )
             if len(waiting) >= 2 * self._count:
                 future, place, rows = waiting.popleft()
                 yield future.result(), place, rows
@@ -106,59 +184,65 @@ class _Children:
             future, place, rows = waiting.popleft()
             yield future.result(), place, rows
 
-    def _ask(self, first: int, rows: list[Row]) -> Found | None:
-        child = self._free.get()
+    def _tokenize_in_child(self, first: int, rows: list[Row]) -> ChunkTokens | None:
+        child = self._idle_children.get()
         try:
             if child is None:
                 return None
-            if child.pid not in self._greeted:
-                self._greet(child)
-            return _exchange(child, (first, rows))
+            if child.pid not in self._ready_pids:
+                self._set_up_child(child)
+            return _exchange_messages(child, (first, rows))
         except Exception as error:
-            logger.warning("a process that tokenised rows is gone: %s %s", type(error).__name__, error)
+            logger.warning(
+                "a process that tokenised rows is gone: %s %s", type(error).__name__, error
+            )
             child = None
             return None
         finally:
-            self._put_back(child)
+            self._return_child(child)
 
-    def _put_back(self, child: subprocess.Popen[bytes] | None) -> None:
+    def _return_child(self, child: subprocess.Popen[bytes] | None) -> None:
         """Make a child free for the next chunk; None is one that is gone, and waits for none while another is left."""
         if child is None:
             with self._lock:
-                self._lost += 1
-                if self._lost < self._count:
+                self._num_lost += 1
+                if self._num_lost < self._count:
                     return
-        self._free.put(child)
+        self._idle_children.put(child)
 
-    def _greet(self, child: subprocess.Popen[bytes]) -> None:
+    def _set_up_child(self, child: subprocess.Popen[bytes]) -> None:
         """Tell a child what to do, and wait until it has started."""
         assert child.stdin is not None and child.stdout is not None
-        child.stdin.write(self._greeting)
+        child.stdin.write(self._setup_message)
         child.stdin.flush()
         if pickle.load(child.stdout) != self._digest:
             raise ValueError("its chat template is another one")
-        self._greeted.add(child.pid)
+        self._ready_pids.add(child.pid)
 
 
-def _start() -> subprocess.Popen[bytes] | None:
+def _start_child() -> subprocess.Popen[bytes] | None:
     # One thread each, without a GPU; where this process found its modules, the child does too.
-    variables = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "rl_core.data.tokenising_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, **variables, "PYTHONPATH": child_import_path()},
+            env={**os.environ, **variables, "PYTHONPATH": build_child_import_path()},
         )
     except OSError as error:
         logger.warning("a process to tokenise rows cannot be started: %s", error)
         return None
 
 
-def _exchange(child: subprocess.Popen[bytes], request: Any) -> Found | None:
+def _exchange_messages(child: subprocess.Popen[bytes], request: Any) -> ChunkTokens | None:
     assert child.stdin is not None and child.stdout is not None
     child.stdin.write(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
     child.stdin.flush()
-    found: Found | None = pickle.load(child.stdout)
+    found: ChunkTokens | None = pickle.load(child.stdout)
     return found

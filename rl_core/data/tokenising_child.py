@@ -1,7 +1,7 @@
 """Child process of `tokenising`: `python -m rl_core.data.tokenising_child`, which speaks pickles on its pipes.
 
 First (tokenizer, settings, job), answered by the renderer's digest; then (number of the first row, rows), each answered
-by `chunk_tokens`, or by None where that failed and the parent is to fail by itself. Ends with its input.
+by `tokenize_chunk`, or by None where that failed and the parent is to fail by itself. Ends with its input.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import signal
 import sys
 
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.row_tokens import chunk_tokens
-
-__all__ = ["main"]
+from rl_core.data.tokenising import tokenize_chunk
 
 
 def main() -> None:
     """Serve one parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to the parent too, which then closes the pipe
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C comes to the parent too, which then closes the pipe
     requests, answers = sys.stdin.buffer, io.FileIO(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     tokenizer, settings, job = pickle.load(requests)
     renderer = ChatRenderer(tokenizer, settings)
-    _send(answers, renderer.digest)
+    _send_pickle(answers, renderer.digest)
     while True:
         try:
             first, rows = pickle.load(requests)
         except EOFError:
             return
         try:
-            found = chunk_tokens(renderer, job, rows, first)
+            found = tokenize_chunk(renderer, job, rows, first)
         except Exception:
             found = None
-        _send(answers, found)
+        _send_pickle(answers, found)
 
 
-def _send(answers: io.FileIO, value: object) -> None:
+def _send_pickle(answers: io.FileIO, value: object) -> None:
     rest = memoryview(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
     while rest:
         rest = rest[answers.write(rest) :]

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rl_core.errors import DataError
-from rl_core.storage.faults import fault
+from rl_core.storage.faults import inject_fault
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["CHAT_TEMPLATE", "END", "PAD", "ROLES", "train_tokenizer"]
 
-PAD = "<pad>"
-END = "<|end|>"  # ends every message; EOS of an action
+PAD_TOKEN = "<pad>"
+END_TOKEN = "<|end|>"  # ends every message; EOS of an action
 ROLES = ("system", "user", "assistant", "tool")
 
 # One token opens a message and one ends it, as a from-scratch policy of a few million parameters has a short context.
@@ -41,13 +40,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """
     from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
-    special = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
+    special = [PAD_TOKEN, END_TOKEN, *(f"<|{role}|>" for role in ROLES)]
     smallest = 256 + len(special)
     if vocab_size < smallest:
-        raise DataError(f"vocab_size: {vocab_size} must be at least {smallest} (256 bytes and {len(special)} special)")
+        raise DataError(
+            f"vocab_size: {vocab_size} must be at least {smallest} (256 bytes and {len(special)} special)"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -57,11 +61,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    fault("data.tokenizer")
+    inject_fault("data.tokenizer")
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
         additional_special_tokens=special[2:],
         clean_up_tokenization_spaces=False,
     )

@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from rl_core.errors import SettingsError, WorkerFailed
 
-__all__ = ["SINGLE_PROCESS", "DummyBatch", "ProcessGroup", "join"]
-
 T = TypeVar("T")
 Row = TypeVar("Row")
 Batch = TypeVar("Batch")
@@ -60,21 +58,21 @@ class ProcessGroup:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found)
 
-    def all_reduce_sum(self, own: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the processes of a tensor that has one shape in all of them."""
         if self.size == 1:
-            return own
-        total = own.clone()
+            return tensor
+        total = tensor.clone()
         dist.all_reduce(total)
         return total
 
-    def norm(self, own: torch.Tensor) -> torch.Tensor:
+    def compute_norm(self, local_norm: torch.Tensor) -> torch.Tensor:
         """Euclidean norm of a vector of which `own` is the norm of this process's part."""
         if self.size == 1:
-            return own
-        return self.all_reduce_sum(own.float().square()).sqrt()
+            return local_norm
+        return self.all_reduce_sum(local_norm.float().square()).sqrt()
 
-    def on_rank_zero(self, make: Callable[[], T]) -> T:
+    def run_on_rank_zero(self, make: Callable[[], T]) -> T:
         """Result of `make` in rank 0, broadcast to all: for what must not be done, or decided, twice.
 
         Raises: in rank 0 the error of `make`; in the others WorkerFailed.
@@ -94,7 +92,7 @@ class ProcessGroup:
         made: T = box[0]
         return made
 
-    def share(self, lengths: Sequence[int]) -> list[int]:
+    def select_local_rows(self, lengths: Sequence[int]) -> list[int]:
         """Indices of this process's rows, ascending; every row has one owner, and token counts are balanced.
 
         Longest first, dealt out there and back again, so that the lengths alone decide.
@@ -107,8 +105,11 @@ class ProcessGroup:
                 mine.append(index)
         return sorted(mine)
 
-    def batches(
-        self, rows: Sequence[Row], lengths: Sequence[int], build: Callable[[Sequence[Row]], Sequence[Batch]]
+    def build_local_batches(
+        self,
+        rows: Sequence[Row],
+        lengths: Sequence[int],
+        build: Callable[[Sequence[Row]], Sequence[Batch]],
     ) -> Sequence[Batch | DummyBatch[Batch]]:
         """Micro-batches of this process's share of `rows`, as many in every process: the missing ones are `DummyBatch`.
 
@@ -118,8 +119,10 @@ class ProcessGroup:
         """
         if self.size == 1:
             return build(rows)
-        mine = self.share(lengths)
-        own: list[Batch | DummyBatch[Batch]] = [*build([rows[index] for index in mine])] if mine else []
+        mine = self.select_local_rows(lengths)
+        own: list[Batch | DummyBatch[Batch]] = (
+            [*build([rows[index] for index in mine])] if mine else []
+        )
         missing = self.all_reduce_max(len(own)) - len(own)
         if missing:
             shortest = min(range(len(lengths)), key=lambda index: lengths[index])
@@ -130,7 +133,7 @@ class ProcessGroup:
 SINGLE_PROCESS = ProcessGroup()
 
 
-def join(*, timeout_s: float = 3600.0, on_cpu: bool = False) -> ProcessGroup:
+def join_process_group(*, timeout_s: float = 3600.0, on_cpu: bool = False) -> ProcessGroup:
     """Meet the processes that torchrun started with this one; `SINGLE_PROCESS` where it started none.
 
     Each process takes the GPU of its local rank where there are GPUs (nccl between them, gloo for what lies on the
@@ -147,9 +150,13 @@ def join(*, timeout_s: float = 3600.0, on_cpu: bool = False) -> ProcessGroup:
     gpus = 0 if on_cpu else torch.cuda.device_count()
     if gpus:
         if seat >= gpus:
-            raise SettingsError(f"launch.processes: {seat + 1} or more, but this machine has {gpus} GPUs; use {gpus}")
+            raise SettingsError(
+                f"launch.processes: {seat + 1} or more, but this machine has {gpus} GPUs; use {gpus}"
+            )
         torch.cuda.set_device(seat)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout_s)
+    )
     if rank:
         torch.manual_seed(torch.initial_seed() + rank)
     return ProcessGroup(rank, size)

@@ -11,13 +11,23 @@ from typing import Any
 
 from rl_core.environments.environment import Demonstration, Environment, Episode, Step
 from rl_core.environments.tools import Tool, Toolset
-from rl_core.errors import SettingsError, nearest
-from rl_core.importing import other_folder
-from rl_core.settings.values import fits, words
+from rl_core.errors import SettingsError, suggest_name
+from rl_core.settings.base import describe_type, is_valid_value
+from rl_core.user_code import suggest_parent_folder
 
-__all__ = ["SHIPPED", "Demonstration", "Environment", "Episode", "Step", "Tool", "Toolset", "make", "named_code"]
+__all__ = [
+    "SHIPPED_ENVIRONMENTS",
+    "Demonstration",
+    "Environment",
+    "Episode",
+    "Step",
+    "Tool",
+    "Toolset",
+    "make_environment",
+    "list_environment_code",
+]
 
-SHIPPED = {
+SHIPPED_ENVIRONMENTS = {
     "pixel_grid": "rl_core.environments.pixel_grid:PixelGrid",
     "arithmetic": "rl_core.environments.arithmetic:Arithmetic",
     "reckoning": "rl_core.environments.reckoning:Reckoning",
@@ -30,7 +40,9 @@ SHIPPED = {
 }
 
 
-def make(name: str, options: Mapping[str, Any] | None = None, data: Path | None = None) -> Environment:
+def make_environment(
+    name: str, options: Mapping[str, Any] | None = None, data: Path | None = None
+) -> Environment:
     """Environment by name, constructed with `options`.
 
     Args:
@@ -39,7 +51,7 @@ def make(name: str, options: Mapping[str, Any] | None = None, data: Path | None 
         data: folder prepared by the data stage.
     Raises: SettingsError for an unknown name or option, or an invalid value.
     """
-    cls = _find(name)
+    cls = _import_environment_class(name)
     parameters = dict(inspect.signature(cls).parameters)
     hints = typing.get_type_hints(cls.__init__)
     options = dict(options or {})
@@ -49,44 +61,48 @@ def make(name: str, options: Mapping[str, Any] | None = None, data: Path | None 
         if key not in parameters:
             if takes_any and key != "data":
                 continue
-            raise SettingsError(f"options.{key}: environment '{name}' has no such option; {nearest(key, parameters)}")
-        if not fits(value, hints.get(key, Any)):
-            raise SettingsError(f"options.{key}: {value!r} is not {words(hints[key])}")
+            raise SettingsError(
+                f"options.{key}: environment '{name}' has no such option; {suggest_name(key, parameters)}"
+            )
+        if not is_valid_value(value, hints.get(key, Any)):
+            raise SettingsError(f"options.{key}: {value!r} is not {describe_type(hints[key])}")
     for key, parameter in parameters.items():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.default is parameter.empty and key not in options:
             raise SettingsError(f"options.{key}: environment '{name}' needs it")
     environment = cls(**options, **({"data": data} if takes_data or takes_any else {}))
-    _check_held_out(environment)
+    _check_held_out_questions(environment)
     return environment
 
 
-def named_code(name: str, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+def list_environment_code(name: str, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
     """Import paths of code outside this project that `make` would run; nothing of it is imported here."""
-    if name not in SHIPPED:
-        return (name,) if ":" in name and name not in SHIPPED.values() else ()
-    return _find(name).named_code(options or {})
+    if name not in SHIPPED_ENVIRONMENTS:
+        return (name,) if ":" in name and name not in SHIPPED_ENVIRONMENTS.values() else ()
+    return _import_environment_class(name).list_code_paths(options or {})
 
 
-def _check_held_out(environment: Environment) -> None:
+def _check_held_out_questions(environment: Environment) -> None:
     """See, and warn, how each level's held-out episodes differ from training, where that costs milliseconds."""
-    generated = type(environment).prepare is Environment.prepare
+    generated = type(environment).prepare_data is Environment.prepare_data
     if generated and not environment.blocking and not environment.splits_itself:
         for level in environment.levels:
             environment.held_out(level)
 
 
-def _find(name: str) -> type[Environment]:
-    path = SHIPPED.get(name, name)
+def _import_environment_class(name: str) -> type[Environment]:
+    path = SHIPPED_ENVIRONMENTS.get(name, name)
     module_name, separator, class_name = path.partition(":")
     if not separator:
-        hint = nearest(name, SHIPPED)
-        raise SettingsError(f"name: no environment '{name}'; {hint} Use 'package.module:Class' for your own")
+        hint = suggest_name(name, SHIPPED_ENVIRONMENTS)
+        raise SettingsError(
+            f"name: no environment '{name}'; {hint} Use 'package.module:Class' for your own"
+        )
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
         raise SettingsError(
-            f"name: the module of environment '{name}' cannot be imported: {error}{other_folder(error)}"
+            f"name: the module of environment '{name}' cannot be imported: {error}{suggest_parent_folder(error)}"
         ) from error
     cls = getattr(module, class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):

@@ -17,16 +17,19 @@ from typing import Any, ClassVar
 
 import regex
 
-from rl_core.data.reasoning import after_thought
-from rl_core.data.timed_pattern import TimedPattern
-from rl_core.environments.optional_packages import require
-from rl_core.environments.solutions import final_of_solution, single_number
+from rl_core.data.model_text import TimeLimitedPattern, strip_thought
+from rl_core.environments.calculator import extract_solution_final, parse_single_number
+from rl_core.environments.optional_packages import require_package
 from rl_core.environments.subprocess_host import ChildFailed, ChildPool, ChildTimeout
-from rl_core.errors import DataError, SettingsError, nearest
-from rl_core.settings import CodeSettings, ExactSettings, MathSettings, NumericSettings, RegexSettings
-from rl_core.settings.verifiers import Find
-
-__all__ = ["CHECKS", "AnswerCheck", "find_answer", "make_check"]
+from rl_core.errors import DataError, SettingsError, suggest_name
+from rl_core.settings import (
+    CodeSettings,
+    ExactSettings,
+    MathSettings,
+    NumericSettings,
+    RegexSettings,
+)
+from rl_core.settings.rewards import AnswerLocation
 
 _NUMBER = re.compile(r"[-+−]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")  # noqa: RUF001
 _FENCE = "```"
@@ -44,7 +47,7 @@ class AnswerCheck(ABC):
         self.counts: dict[str, int] = {}  # of the calls since they were last cleared
 
     @abstractmethod
-    def score(self, text: str, target: str, row: Mapping[str, Any]) -> float:
+    def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
         """Score of an action, 0 to 1. Raises: DataError for a target or a row that cannot be used."""
 
     def check_columns(self, columns: tuple[str, ...] | None) -> None:
@@ -53,7 +56,7 @@ class AnswerCheck(ABC):
             return
         raise SettingsError(
             f"verifier '{self.name}' reads the column '{self.column}', but the rows have {', '.join(columns)}; "
-            f"{nearest(self.column, columns)}"
+            f"{suggest_name(self.column, columns)}"
             if columns
             else f"verifier '{self.name}' reads the column '{self.column}', but the environment's episodes are no rows"
         )
@@ -63,10 +66,10 @@ class AnswerCheck(ABC):
         """True = it compares with the environment's target."""
         return self.column is None
 
-    def _count(self, name: str) -> None:
+    def _count_event(self, name: str) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
 
-    def _wanted(self, target: str, row: Mapping[str, Any]) -> str:
+    def _read_target(self, target: str, row: Mapping[str, Any]) -> str:
         value = target if self.column is None else row.get(self.column)
         if value is None or not str(value).strip():
             place = "no target" if self.column is None else f"nothing in the column '{self.column}'"
@@ -86,10 +89,11 @@ class ExactCheck(AnswerCheck):
         super().__init__(settings.column)
         self._settings = settings
 
-    def score(self, text: str, target: str, row: Mapping[str, Any]) -> float:
+    def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
         """1 or 0."""
         found, wanted = (
-            " ".join(t.split()) for t in (find_answer(text, self._settings.find), self._wanted(target, row))
+            " ".join(t.split())
+            for t in (extract_answer(text, self._settings.find), self._read_target(target, row))
         )
         if self._settings.ignore_case:
             found, wanted = found.casefold(), wanted.casefold()
@@ -105,14 +109,17 @@ class NumericCheck(AnswerCheck):
         super().__init__(settings.column)
         self._settings = settings
 
-    def score(self, text: str, target: str, row: Mapping[str, Any]) -> float:
+    def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
         """1 or 0."""
-        stated = self._wanted(target, row)
-        wanted = _last_number(final_of_solution(stated) or stated)
+        stated = self._read_target(target, row)
+        wanted = _parse_last_number(extract_solution_final(stated) or stated)
         if wanted is None:
             raise DataError(f"verifier 'numeric': the target {stated[:60]!r} holds no number")
-        found = _last_number(find_answer(text, self._settings.find))
-        return float(found is not None and abs(found - wanted) <= Fraction(self._settings.tolerance) * abs(wanted))
+        found = _parse_last_number(extract_answer(text, self._settings.find))
+        return float(
+            found is not None
+            and abs(found - wanted) <= Fraction(self._settings.tolerance) * abs(wanted)
+        )
 
 
 class RegexCheck(AnswerCheck):
@@ -123,37 +130,41 @@ class RegexCheck(AnswerCheck):
     def __init__(self, settings: RegexSettings) -> None:
         super().__init__(None if settings.pattern is not None else settings.column)
         self._settings = settings
-        self._patterns: dict[str, TimedPattern] = {}
+        self._patterns: dict[str, TimeLimitedPattern] = {}
 
     @property
     def needs_target(self) -> bool:
         """True = neither a pattern nor its column is given."""
         return self._settings.pattern is None and self.column is None
 
-    def score(self, text: str, target: str, row: Mapping[str, Any]) -> float:
+    def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
         """1 or 0; 0, counted in timed_out, where matching takes too long."""
-        pattern = self._settings.pattern or self._wanted(target, row)
+        pattern = self._settings.pattern or self._read_target(target, row)
         if pattern not in self._patterns:
             if len(self._patterns) >= MAX_PATTERNS:
                 self._patterns.clear()
             try:
-                self._patterns[pattern] = TimedPattern(pattern)
+                self._patterns[pattern] = TimeLimitedPattern(pattern)
             except regex.error as error:
-                raise DataError(f"verifier 'regex': {pattern[:60]!r} is no regular expression: {error}") from None
+                raise DataError(
+                    f"verifier 'regex': {pattern[:60]!r} is no regular expression: {error}"
+                ) from None
         compiled = self._patterns[pattern]
         timed_out = compiled.timed_out
-        matches = compiled.matches(after_thought(text), whole=self._settings.whole)
+        matches = compiled.matches_text(strip_thought(text), match_entire_text=self._settings.whole)
         if compiled.timed_out > timed_out:
-            self._count("timed_out")
+            self._count_event("timed_out")
         return float(matches)
 
 
-class _ChildCheck(AnswerCheck):
+class _ChildProcessCheck(AnswerCheck):
     """A verifier that works in child processes, which are started with the first answer."""
 
     blocking = True
     _script: ClassVar[str]
-    _probe: ClassVar[tuple[dict[str, Any], Any]]  # a request and its answer, to tell a child that cannot work at all
+    _probe: ClassVar[
+        tuple[dict[str, Any], Any]
+    ]  # a request and its answer, to tell a child that cannot work at all
 
     def __init__(self, settings: MathSettings | CodeSettings, timeout_s: float) -> None:
         super().__init__(settings.column)
@@ -167,34 +178,36 @@ class _ChildCheck(AnswerCheck):
             memory_gib=settings.memory_gib if isinstance(settings, MathSettings) else None,
         )
 
-    def _ask(self, request: dict[str, Any]) -> Any:
+    def _request_child(self, request: dict[str, Any]) -> Any:
         """The child's answer; None, counted, where it ran out of time or died of what the policy wrote.
 
         Raises: SettingsError where it cannot work at all, so that this is no answer's fault.
         """
         with self._lock:
             if not self._works:
-                self._try_out()
+                self._verify_children_work()
         try:
-            return self._children.ask(request)
+            return self._children.request_reply(request)
         except ChildTimeout:
-            self._count("timed_out")
+            self._count_event("timed_out")
         except ChildFailed:
-            self._count("failed")
+            self._count_event("failed")
         return None
 
-    def _try_out(self) -> None:
+    def _verify_children_work(self) -> None:
         request, wanted = self._probe
         try:
-            found = self._children.ask(request)
+            found = self._children.request_reply(request)
         except ChildFailed as error:
             found = error
         if found != wanted:
-            raise SettingsError(f"verifier '{self.name}' does not work here: its first request gave {found}")
+            raise SettingsError(
+                f"verifier '{self.name}' does not work here: its first request gave {found}"
+            )
         self._works = True
 
 
-class MathCheck(_ChildCheck):
+class MathCheck(_ChildProcessCheck):
     """Mathematical equality by math-verify: LaTeX, expressions, sets, intervals."""
 
     name = "math"
@@ -203,43 +216,52 @@ class MathCheck(_ChildCheck):
 
     def __init__(self, settings: MathSettings) -> None:
         """Raises: SettingsError without the package math-verify."""
-        require("math_verify", "math", "verifier 'math'")
+        require_package("math_verify", "math", "verifier 'math'")
         super().__init__(settings, settings.timeout_s)
 
-    def score(self, text: str, target: str, row: Mapping[str, Any]) -> float:
+    def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
         """1 or 0; 0 where the comparison takes too long (counted in timed_out) or fails (failed)."""
-        wanted = self._wanted(target, row)
-        reply = self._ask({"target": final_of_solution(wanted) or wanted, "text": after_thought(text)})
+        wanted = self._read_target(target, row)
+        reply = self._request_child(
+            {"target": extract_solution_final(wanted) or wanted, "text": strip_thought(text)}
+        )
         if reply == "unreadable target":
-            raise DataError(f"verifier 'math': math-verify reads nothing in the target {wanted[:60]!r}")
+            raise DataError(
+                f"verifier 'math': math-verify reads nothing in the target {wanted[:60]!r}"
+            )
         return float(reply is True)
 
 
-class CodeCheck(_ChildCheck):
+class CodeCheck(_ChildProcessCheck):
     """A program and its tests: statements that must not raise, or inputs with the outputs wanted."""
 
     name = "code"
     _script = "code_child.py"
-    _probe = ({"program": "x = 1", "tests": ["assert x == 1"]}, {"passed": [True], "timed_out": False})
+    _probe = (
+        {"program": "x = 1", "tests": ["assert x == 1"]},
+        {"passed": [True], "timed_out": False},
+    )
 
     def __init__(self, settings: CodeSettings) -> None:
         super().__init__(settings, 2**20)  # the child keeps the limit of each program
         self._partial = settings.partial
         self.column: str = settings.column
 
-    def score(self, text: str, target: str, row: Mapping[str, Any]) -> float:
+    def score_action(self, text: str, target: str, row: Mapping[str, Any]) -> float:
         """Share of the tests that pass, or 1 if all do; timed_out counts programs that ran out of time."""
-        tests = _tests_of(row, self.column)
-        reply = self._ask({"program": _program(after_thought(text)), "tests": tests})
+        tests = _read_row_tests(row, self.column)
+        reply = self._request_child(
+            {"program": _extract_program(strip_thought(text)), "tests": tests}
+        )
         if reply is None:
             return 0.0
         if reply["timed_out"]:
-            self._count("timed_out")
+            self._count_event("timed_out")
         passed = sum(reply["passed"])
         return passed / len(tests) if self._partial else float(passed == len(tests))
 
 
-CHECKS: dict[str, tuple[type[Any], type[Any]]] = {
+ANSWER_CHECKS: dict[str, tuple[type[Any], type[Any]]] = {
     "exact": (ExactCheck, ExactSettings),
     "numeric": (NumericCheck, NumericSettings),
     "regex": (RegexCheck, RegexSettings),
@@ -248,41 +270,50 @@ CHECKS: dict[str, tuple[type[Any], type[Any]]] = {
 }
 
 
-def make_check(name: str, options: Any = None) -> AnswerCheck:
+def build_answer_check(name: str, options: Any = None) -> AnswerCheck:
     """Verifier by name; `options`: its settings, or a mapping of them. Raises: SettingsError."""
-    if name not in CHECKS:
-        raise SettingsError(f"no verifier '{name}'; {nearest(name, CHECKS)}")
-    cls, settings = CHECKS[name]
-    check: AnswerCheck = cls(options if isinstance(options, settings) else settings(**dict(options or {})))
+    if name not in ANSWER_CHECKS:
+        raise SettingsError(f"no verifier '{name}'; {suggest_name(name, ANSWER_CHECKS)}")
+    cls, settings = ANSWER_CHECKS[name]
+    check: AnswerCheck = cls(
+        options if isinstance(options, settings) else settings(**dict(options or {}))
+    )
     return check
 
 
-def find_answer(text: str, find: Find) -> str:
+def extract_answer(text: str, find: AnswerLocation) -> str:
     """The answer in an action, after its thought; "" where it is not as `find` says."""
-    text = after_thought(text).strip()
+    text = strip_thought(text).strip()
     if find == "auto":
-        return next((found for way in ("tag", "boxed", "hashes") if (found := _found(text, way)) is not None), text)
-    return _found(text, find) or ""
+        return next(
+            (
+                found
+                for way in ("tag", "boxed", "hashes")
+                if (found := _extract_marked_answer(text, way)) is not None
+            ),
+            text,
+        )
+    return _extract_marked_answer(text, find) or ""
 
 
-def _found(text: str, find: str) -> str | None:
-    if find == "tag":
+def _extract_marked_answer(text: str, marker: str) -> str | None:
+    if marker == "tag":
         start = text.rfind("<answer>")
         end = text.find("</answer>", start)
         return None if start < 0 or end < 0 else text[start + len("<answer>") : end].strip()
-    if find == "boxed":
-        return _boxed(text)
-    if find == "hashes":
-        return final_of_solution(text)
-    if find == "last_line":
+    if marker == "boxed":
+        return _extract_boxed_answer(text)
+    if marker == "hashes":
+        return extract_solution_final(text)
+    if marker == "last_line":
         return text.splitlines()[-1].strip() if text else ""
-    if find == "last_number":
+    if marker == "last_number":
         numbers = _NUMBER.findall(text)
         return numbers[-1] if numbers else None
     return text
 
 
-def _boxed(text: str) -> str | None:
+def _extract_boxed_answer(text: str) -> str | None:
     r"""Content of the last \boxed{...}, with its inner braces."""
     start = text.rfind(r"\boxed{")
     if start < 0:
@@ -295,27 +326,29 @@ def _boxed(text: str) -> str | None:
     return None
 
 
-def _last_number(text: str) -> Fraction | None:
+def _parse_last_number(text: str) -> Fraction | None:
     """Last number of a text: '$1,234.50' -> 2469/2, '1e3' -> 1000; None without one."""
     for found in reversed(_NUMBER.findall(re.sub(r"[$€£¥]\s*", "", text))):
         mantissa, _, exponent = found.lower().partition("e")
-        plain = single_number(mantissa)
+        plain = parse_single_number(mantissa)
         if plain is not None:
             return Fraction(plain) * Fraction(10) ** int(exponent or 0)
     return None
 
 
-def _program(text: str) -> str:
+def _extract_program(text: str) -> str:
     """Program of an answer: its last fenced block, else all of it."""
     end = text.rfind(_FENCE)
     start = text.rfind(_FENCE, 0, end) if end > 0 else -1
     if start < 0:
         return text
-    _, _, body = text[start + len(_FENCE) : end].partition("\n")  # the language stands on the first line
+    _, _, body = text[start + len(_FENCE) : end].partition(
+        "\n"
+    )  # the language stands on the first line
     return body
 
 
-def _tests_of(row: Mapping[str, Any], column: str) -> list[Any]:
+def _read_row_tests(row: Mapping[str, Any], column: str) -> list[Any]:
     """Tests of a row: a list of statements or of inputs with outputs. Raises: DataError."""
     tests = row.get(column)
     tests = [tests] if isinstance(tests, str) else tests
@@ -323,7 +356,9 @@ def _tests_of(row: Mapping[str, Any], column: str) -> list[Any]:
         if all(isinstance(test, str) for test in tests):
             return tests
         if all(
-            isinstance(t, Mapping) and isinstance(t.get("input"), str) and isinstance(t.get("output"), str)
+            isinstance(t, Mapping)
+            and isinstance(t.get("input"), str)
+            and isinstance(t.get("output"), str)
             for t in tests
         ):
             return [{"input": test["input"], "output": test["output"]} for test in tests]

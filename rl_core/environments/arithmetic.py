@@ -13,14 +13,18 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from rl_core.environments.calculator import CALCULATOR, calculate
-from rl_core.environments.demonstrator import DemonstratedQuestions, MistakenDemonstration, choose_mistake
-from rl_core.environments.tool_question import ANSWER_WORD, Costs, QuestionEpisode
+from rl_core.environments.calculator import CALCULATOR, calculate_text
+from rl_core.environments.question_episodes import (
+    ANSWER_WORD,
+    DemonstratedQuestionEnvironment,
+    MistakenDemonstration,
+    QuestionCosts,
+    QuestionEpisode,
+    choose_mistake,
+)
 from rl_core.environments.tools import CallFormat, Toolset
 from rl_core.errors import SettingsError
 from rl_core.types import ToolCall
-
-__all__ = ["MISTAKES", "Arithmetic", "ArithmeticEpisode"]
 
 LEVELS = {"easy": 2, "medium": 3, "hard": 5}  # numbers in a chain
 SKILL = {"easy": 0.4, "medium": 0.35, "hard": 0.35}
@@ -32,7 +36,14 @@ class ArithmeticEpisode(QuestionEpisode):
     """One chain; `parts` holds its numbers and signs alternately."""
 
     def __init__(
-        self, seed: int, level: str, kind: str, parts: list[str], tools: Toolset, system: str, costs: Costs
+        self,
+        seed: int,
+        level: str,
+        kind: str,
+        parts: list[str],
+        tools: Toolset,
+        system: str,
+        costs: QuestionCosts,
     ) -> None:
         chain = " ".join(parts)
         super().__init__(
@@ -40,7 +51,7 @@ class ArithmeticEpisode(QuestionEpisode):
             level,
             kind=kind,
             prompt=f"{chain} = ?",
-            target=calculate(chain),
+            target=calculate_text(chain),
             tools=tools,
             system=system,
             costs=costs,
@@ -48,7 +59,7 @@ class ArithmeticEpisode(QuestionEpisode):
         self.parts = parts
 
 
-class Arithmetic(DemonstratedQuestions):
+class Arithmetic(DemonstratedQuestionEnvironment):
     """Arithmetic on chains of integers, with a calculator tool."""
 
     name = "arithmetic"
@@ -74,7 +85,7 @@ class Arithmetic(DemonstratedQuestions):
         super().__init__(
             data,
             Toolset([CALCULATOR]),
-            costs=Costs(look=look_cost, misuse=misuse_cost),
+            costs=QuestionCosts(look=look_cost, misuse=misuse_cost),
             call_format=call_format,
             instructions=ending if instructions else None,
             skill={**SKILL, **(skill or {})},
@@ -99,7 +110,9 @@ class Arithmetic(DemonstratedQuestions):
         episode = self.episode(seed, level)
         rng = random.Random(f"arithmetic/demonstrator/{level}/{seed}")
         tempting = int(episode.parts[0]) % 2 == 0
-        mistake = choose_mistake(rng, MISTAKES, skill=self.skill[level], habit=self.habit, tempting=tempting)
+        mistake = choose_mistake(
+            rng, MISTAKES, skill=self.skill[level], habit=self.habit, tempting=tempting
+        )
         parts = list(episode.parts)
         if mistake == "other_sign":
             sign = rng.choice(range(1, len(parts), 2))
@@ -107,10 +120,10 @@ class Arithmetic(DemonstratedQuestions):
         elif mistake == "dropped":
             parts = parts[:-2]
         chain = " ".join(parts)
-        answer = calculate(chain)
+        answer = calculate_text(chain)
         if mistake == "no_look":
             answer = str(rng.randint(1, self.max_number))
         elif mistake == "off_by_one":
             answer = str(int(answer) + rng.choice((-1, 1)))
         calls = [] if mistake == "no_look" else [ToolCall("calculator", {"expression": chain})]
-        return self._act_out(episode, calls, answer, mistake)
+        return self._demonstrate_calls(episode, calls, answer, mistake)

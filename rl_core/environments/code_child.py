@@ -18,8 +18,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["handle", "start"]
-
 MAX_OUTPUT = 2**20  # bytes of a program's output, and of its report
 _limits: dict[str, float] = {}
 
@@ -69,43 +67,59 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
     """{"passed": [bool for each test], "timed_out": bool} of a program; a test that was not reached did not pass."""
     tests = request["tests"]
     if isinstance(tests[0], str):
-        passed, _, timed_out = _run(request["program"], tests, "")
+        passed, _, timed_out = _run_program(request["program"], tests, "")
         return {"passed": (passed + [False] * len(tests))[: len(tests)], "timed_out": timed_out}
     results, any_timed_out = [], False
     for test in tests:
-        passed, output, timed_out = _run(request["program"], [], test["input"])
+        passed, output, timed_out = _run_program(request["program"], [], test["input"])
         any_timed_out |= timed_out
-        results.append(passed == [True] and _lines(output) == _lines(test["output"]))
+        results.append(
+            passed == [True] and _split_output_lines(output) == _split_output_lines(test["output"])
+        )
     return {"passed": results, "timed_out": any_timed_out}
 
 
-def _lines(output: str) -> list[str]:
+def _split_output_lines(output: str) -> list[str]:
     """Lines without white space at their ends, and without empty ones at the end."""
     return [line.rstrip() for line in output.rstrip().splitlines()]
 
 
-def _run(program: str, tests: list[str], given: str) -> tuple[list[bool], str, bool]:
+def _run_program(program: str, tests: list[str], stdin_text: str) -> tuple[list[bool], str, bool]:
     """(passed, output, timed out) of one process."""
     token = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True))
-        report, output, orders, entered = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True)
+        )
+        report, output, orders, entered = (
+            stack.enter_context(tempfile.TemporaryFile()) for _ in range(4)
+        )
         limits = {
-            "AS": int(_limits["memory_gib"] * 2**30), "CPU": int(_limits["timeout_s"]) + 1, "FSIZE": MAX_OUTPUT,
+            "AS": int(_limits["memory_gib"] * 2**30),
+            "CPU": int(_limits["timeout_s"]) + 1,
+            "FSIZE": MAX_OUTPUT,
             "CORE": 0,
-        }  # fmt: skip
+        }
         task = {
-            "program": program, "tests": tests, "limits": limits, "token": token, "report": report.fileno(),
-        }  # fmt: skip
-        for file, content in ((orders, json.dumps(task)), (entered, given)):
+            "program": program,
+            "tests": tests,
+            "limits": limits,
+            "token": token,
+            "report": report.fileno(),
+        }
+        for file, content in ((orders, json.dumps(task)), (entered, stdin_text)):
             file.write(content.encode("utf-8", "replace"))
             file.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", "-B", "-c", _RUNNER, str(orders.fileno())],
-            stdin=entered, stdout=output, stderr=subprocess.DEVNULL, cwd=folder,
+            stdin=entered,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
             env={"HOME": folder, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"},
-            pass_fds=(report.fileno(), orders.fileno()), start_new_session=True,
-        )  # fmt: skip
+            pass_fds=(report.fileno(), orders.fileno()),
+            start_new_session=True,
+        )
         try:
             process.wait(_limits["timeout_s"])
             timed_out = False
@@ -116,13 +130,17 @@ def _run(program: str, tests: list[str], given: str) -> tuple[list[bool], str, b
             process.wait()
         report.seek(0)
         output.seek(0)
-        return _read_report(report.read(MAX_OUTPUT), token), output.read(MAX_OUTPUT).decode(errors="replace"), timed_out
+        return (
+            _parse_report(report.read(MAX_OUTPUT), token),
+            output.read(MAX_OUTPUT).decode(errors="replace"),
+            timed_out,
+        )
 
 
-def _read_report(found: bytes, token: str) -> list[bool]:
+def _parse_report(report: bytes, token: str) -> list[bool]:
     """The tests' results; [] without a report that has the token."""
     try:
-        said, passed = json.loads(found)
+        said, passed = json.loads(report)
     except ValueError:
         return []
     return [value is True for value in passed] if said == token else []

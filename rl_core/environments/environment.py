@@ -1,4 +1,9 @@
-"""Environment protocol: seeded, single-use, multi-turn episodes; terminated and truncated as in Gymnasium.
+"""Held-out questions: a digest of an episode's content decides its split, so that no question is on both sides.
+
+Different seeds may give the same question (`arithmetic` has 1,200 easy ones), so disjoint seeds alone hold nothing out.
+The seeds of a generated split come in blocks; each block stands for its first seed whose content belongs to the split.
+
+Environment protocol: seeded, single-use, multi-turn episodes; terminated and truncated as in Gymnasium.
 
     episode = environment.episode(seed=7, level="easy")
     messages = episode.reset()
@@ -10,21 +15,228 @@ An environment is a task family; an episode is one instance, determined by (envi
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
+import logging
+import re
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
-from rl_core.environments.heldout import FEW, ContentSeeds, HeldOut, compared, digest, probed, warn_once, within
+from rl_core.data.splits import normalize_prompt
 from rl_core.environments.tools import Toolset
-from rl_core.errors import EnvironmentFault, SettingsError, nearest
+from rl_core.errors import EnvironmentFault, SettingsError, suggest_name
 from rl_core.types import Message, ToolCall
 
-__all__ = ["Demonstration", "Environment", "Episode", "HeldOut", "Step"]
+logger = logging.getLogger(__name__)
 
-HELDOUT_START = 2**30  # generated environments train on seeds below it and evaluate on seeds at or above it
-_QUESTIONS_KEPT = 4096  # digests in memory
+PROBED_HELDOUT_EPISODES = 20  # held-out episodes expected among those looked at to see how much a level's questions differ
+MAX_REPEATED_SHARE = 0.05  # share of pairs of them that may be equal: fewer than about 20 different questions exceed it
+BALANCE = (0.15, 3.0)  # held-out share among them, in units of the share that is asked for
+BLOCK_SIZES = {
+    "train": 64,
+    "heldout": 1024,
+}  # seeds per block; the chance that none of them is of the split is below 1e-12
+MAX_FAILED_OPENINGS = 3  # in a row, after which the environment counts as broken
+MIN_GENERATED_SEEDS = 2**20  # a split of fewer seeds is a list of rows, not a generator
+MAX_COMPARED_ROWS = {False: 20_000, True: 1_000}  # rows compared at most, by `Environment.blocking`
+_ESCAPED_SPACE = re.compile(r"\\[nrtf]")  # white space within the texts of JSON
+
+HeldOutMethod = Literal["content", "seeds", "unchecked"]
+
+
+@dataclass(frozen=True)
+class HeldOutSeparation:
+    """Separation of a level's held-out episodes from its training episodes."""
+
+    by: HeldOutMethod  # content: no question is on both sides; seeds: only the seeds differ; unchecked: too many rows to compare
+    note: str = ""  # for people; "" where there is nothing to say
+    shared: frozenset[int] = field(
+        default=frozenset(), repr=False
+    )  # held-out seeds whose question is in training too
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dict with the number of shared seeds."""
+        return {**asdict(self), "shared": len(self.shared)}
+
+
+def compute_content_digest(content: Any) -> str:
+    """Digest of an episode's content: case, white space and Unicode composition are ignored.
+
+    Args:
+        content: text, numbers, None, and lists, tuples, sets, arrays, dataclasses and dicts of them.
+    Raises: TypeError for anything else.
+    """
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=_convert_to_json_value)
+    if "\\" in text:
+        text = _ESCAPED_SPACE.sub(" ", text)
+    text = normalize_prompt(text)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _convert_to_json_value(value: Any) -> Any:
+    """Replacement of a value that `json` cannot write."""
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if hasattr(value, "tolist"):  # arrays and numbers of numpy and torch
+        return value.tolist()
+    raise TypeError(
+        f"hidden: a {type(value).__name__} has no digest; give text, numbers, lists or dicts of them"
+    )
+
+
+def is_heldout(key: str, share: float) -> bool:
+    """True for the share of contents that is held out; `key` is a `digest`."""
+    return int(key[:16], 16) / 2**64 < share
+
+
+class ContentSeeds(Sequence[int]):
+    """Seeds of one split of a generated level: of each block of candidates the first whose content is of the split."""
+
+    def __init__(
+        self, candidates: range, split: str, key_of: Callable[[int], str], share: float
+    ) -> None:
+        self._candidates, self._compute_key, self._share = candidates, key_of, share
+        self._is_heldout, self._block = split == "heldout", BLOCK_SIZES[split]
+
+    def __len__(self) -> int:
+        return len(self._candidates) // self._block
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[
+            index
+        ]  # counts from the end where it is negative; IndexError beyond either end
+        in_a_row = 0
+        for seed in self._candidates[place * self._block : (place + 1) * self._block]:
+            try:
+                key = self._compute_key(seed)
+            except EnvironmentFault as error:  # of neither split: the episode is not played
+                in_a_row += 1
+                if in_a_row == MAX_FAILED_OPENINGS:
+                    raise
+                logger.warning("an episode that cannot be opened is passed over: %s", error)
+                continue
+            in_a_row = 0
+            if is_heldout(key, self._share) == self._is_heldout:
+                return seed
+        raise EnvironmentFault(
+            f"{self._block} seeds from {self._candidates[place * self._block]} gave no "
+            f"{'held-out' if self._is_heldout else 'training'} question; too few of the questions differ"
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        return (self[index] for index in range(len(self)))
+
+    def __contains__(self, seed: object) -> bool:
+        if not isinstance(seed, int) or seed not in self._candidates:
+            return False
+        place = self._candidates.index(seed) // self._block
+        return place < len(self) and self[place] == seed
+
+
+def probe_separation(
+    candidates: Sequence[int], key_of: Callable[[int], str], share: float
+) -> HeldOutSeparation:
+    """`HeldOutSeparation` of a generated level, from its first episodes. Raises: SettingsError for a share out of range."""
+    if not 0 <= share <= 0.5:
+        raise SettingsError(f"heldout_share: {share} must be between 0 and 0.5")
+    if not share:
+        return HeldOutSeparation("seeds", "heldout_share is 0")
+    seeds = candidates[: round(PROBED_HELDOUT_EPISODES / share)]
+    keys = _compute_question_keys(seeds, key_of)
+    times = Counter(keys)
+    equal = sum(n * (n - 1) for n in times.values()) / (len(keys) * (len(keys) - 1))
+    if equal > MAX_REPEATED_SHARE:
+        return HeldOutSeparation(
+            "seeds",
+            f"{len(keys)} episodes began with {len(times)} different question{'s' * (len(times) > 1)}, too few to hold "
+            "some out. If a hidden state makes episodes differ, set `self.hidden` in the episode",
+        )
+    held = sum(is_heldout(key, share) for key in keys) / len(keys)
+    if not BALANCE[0] * share <= held <= BALANCE[1] * share:
+        return HeldOutSeparation(
+            "seeds",
+            f"a few questions are so frequent that {held:.0%} of all episodes would be held out",
+        )
+    return HeldOutSeparation("content")
+
+
+def _compute_question_keys(seeds: Sequence[int], key_of: Callable[[int], str]) -> list[str]:
+    """Keys of the episodes that can be opened. Raises: EnvironmentFault where more than a tenth cannot."""
+    keys, failed = [], 0
+    for seed in seeds:
+        try:
+            keys.append(key_of(seed))
+        except EnvironmentFault as error:
+            failed += 1
+            if failed > len(seeds) / 10 or (not keys and failed == MAX_FAILED_OPENINGS):
+                raise
+            logger.warning("an episode that cannot be opened is passed over: %s", error)
+    return keys
+
+
+def compare_splits(
+    train: Sequence[int], heldout: Sequence[int], key_of: Callable[[int], str], *, blocking: bool
+) -> HeldOutSeparation:
+    """The same for a level whose episodes are rows: the held-out ones are compared with those of training."""
+    if len(train) + len(heldout) > MAX_COMPARED_ROWS[blocking]:
+        count = f"{len(train)} training and {len(heldout)} held-out episodes"
+        return HeldOutSeparation(
+            "unchecked", f"{count} are too many to compare; split them by question"
+        )
+    known = {key_of(seed) for seed in train}
+    shared = frozenset(seed for seed in heldout if key_of(seed) in known)
+    if shared and len(shared) == len(heldout):
+        return HeldOutSeparation("seeds", "every held-out question is a training question too")
+    note = f"{len(shared)} of {len(heldout)} held-out episodes ask a question of the training episodes; they are left out"
+    return HeldOutSeparation("content", note if shared else "", shared)
+
+
+@functools.lru_cache(maxsize=256)  # each message is logged once
+def warn_once(message: str) -> None:
+    """Log a warning the first time that it occurs in this process."""
+    logger.warning(message)
+
+
+def call_with_time_limit(seconds: float, description: str, function: Callable[[], Any]) -> Any:
+    """Result of a call into a blocking environment. Raises: EnvironmentFault after the time limit."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # re-raised by `result`
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="opening of an episode").start()
+    try:
+        return future.result(timeout=seconds)
+    except TimeoutError:
+        if future.done():  # raised by the environment itself
+            raise
+        raise EnvironmentFault(
+            f"{description}: its reset has not returned within {seconds:g} s"
+        ) from None
+
+
+HELDOUT_START = (
+    2**30
+)  # generated environments train on seeds below it and evaluate on seeds at or above it
+_MAX_CACHED_QUESTIONS = 4096  # digests in memory
 _OPENING_TIMEOUT_S = 300.0  # of an episode that is opened only to see its question
 
 
@@ -32,17 +244,23 @@ _OPENING_TIMEOUT_S = 300.0  # of an episode that is opened only to see its quest
 class Step:
     """Result of one action."""
 
-    messages: list[Message] = field(default_factory=list)  # observations to append; [] when the episode ended
+    messages: list[Message] = field(
+        default_factory=list
+    )  # observations to append; [] when the episode ended
     reward: float = 0.0
     terminated: bool = False  # the episode reached its end
     truncated: bool = False  # the environment cut the episode off
     tool_call: ToolCall | None = None  # the executed call, if the action was one
-    more_calls: list[ToolCall] = field(default_factory=list)  # those after it, of an action with several
+    more_calls: list[ToolCall] = field(
+        default_factory=list
+    )  # those after it, of an action with several
     is_error: bool = False  # misuse: the action did not parse, named no tool, or its tool failed
     answer: str | None = None  # the final answer, if the action gave one
     success: bool | None = None  # set at the end of the episode
     is_grounded: bool | None = None  # the answer follows from the observations; None = unknown
-    info: dict[str, Any] = field(default_factory=dict)  # kept with the turn, for rewards and analysis: plain values
+    info: dict[str, Any] = field(
+        default_factory=dict
+    )  # kept with the turn, for rewards and analysis: plain values
 
 
 @dataclass(slots=True)
@@ -71,7 +289,9 @@ class Episode(ABC):
         self.kind = ""
         self.prompt = ""
         self.target = ""
-        self.row: dict[str, Any] = {}  # columns of the data row behind the episode, for reward functions
+        self.row: dict[
+            str, Any
+        ] = {}  # columns of the data row behind the episode, for reward functions
         self._ended = False
 
     @property
@@ -127,7 +347,7 @@ class Environment(ABC):
         self.data = data
 
     @classmethod
-    def named_code(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def list_code_paths(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
         """Import paths among the options whose code runs when the environment is made."""
         return ()
 
@@ -155,9 +375,18 @@ class Environment(ABC):
         candidates, with a warning (`held_out`).
         """
         candidates = self.seeds(split)
-        if self.splits_itself or len(candidates) < FEW or self._probed(level).by != "content":
+        if (
+            self.splits_itself
+            or len(candidates) < MIN_GENERATED_SEEDS
+            or self._probe_level(level).by != "content"
+        ):
             return candidates
-        return ContentSeeds(candidates, split, lambda seed: self.question(seed, level), self.heldout_share)
+        return ContentSeeds(
+            candidates,
+            split,
+            lambda seed: self.compute_question_digest(seed, level),
+            self.heldout_share,
+        )
 
     def content(self, seed: int, level: str) -> Any:
         """Opening messages and hidden state of an episode: equal contents are the same question.
@@ -168,59 +397,76 @@ class Environment(ABC):
         messages = [[message["role"], message["content"]] for message in episode.reset()]
         return [messages, episode.hidden]
 
-    def question(self, seed: int, level: str) -> str:
+    def compute_question_digest(self, seed: int, level: str) -> str:
         """Digest of `content`: equal for episodes of the same question. Raises: EnvironmentFault naming the episode."""
         known: dict[tuple[int, str], str] = self.__dict__.setdefault("_questions", {})
         if (seed, level) not in known:
-            if len(known) >= _QUESTIONS_KEPT:
+            if len(known) >= _MAX_CACHED_QUESTIONS:
                 known.clear()
-            known[seed, level] = digest(self._content(seed, level))
+            known[seed, level] = compute_content_digest(self._read_content(seed, level))
         return known[seed, level]
 
-    def held_out(self, level: str) -> HeldOut:
+    def held_out(self, level: str) -> HeldOutSeparation:
         """Separation of a level's held-out episodes from training, with a warning where their questions are not."""
         self.check_level(level)
-        known: dict[str, HeldOut] = self.__dict__.setdefault("_held_out", {})
+        known: dict[str, HeldOutSeparation] = self.__dict__.setdefault("_held_out", {})
         if level not in known:
             train, held = self.seeds_of("train", level), self.seeds_of("heldout", level)
             if self.splits_itself or isinstance(held, ContentSeeds):
-                known[level] = HeldOut("content")
-            elif len(held) >= FEW:
-                known[level] = self._probed(level)
+                known[level] = HeldOutSeparation("content")
+            elif len(held) >= MIN_GENERATED_SEEDS:
+                known[level] = self._probe_level(level)
             else:
-                known[level] = compared(train, held, lambda seed: self.question(seed, level), blocking=self.blocking)
-                self._warn(level, known[level])
+                known[level] = compare_splits(
+                    train,
+                    held,
+                    lambda seed: self.compute_question_digest(seed, level),
+                    blocking=self.blocking,
+                )
+                self._warn_about_separation(level, known[level])
         return known[level]
 
-    def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
+    def prepare_data(self, folder: Path, seed: int) -> dict[str, Any]:
         """Write episode data (validated and split rows) into the data stage's folder; returns a report."""
         return {}
 
     def check_level(self, level: str) -> None:
         """Raise SettingsError for an unknown level."""
         if level not in self.levels:
-            raise SettingsError(f"environment '{self.name}' has no level '{level}'; {nearest(level, self.levels)}")
+            raise SettingsError(
+                f"environment '{self.name}' has no level '{level}'; {suggest_name(level, self.levels)}"
+            )
 
-    def _probed(self, level: str) -> HeldOut:
+    def _probe_level(self, level: str) -> HeldOutSeparation:
         """`held_out` of a generated level, from its first episodes."""
-        known: dict[str, HeldOut] = self.__dict__.setdefault("_probes", {})
+        known: dict[str, HeldOutSeparation] = self.__dict__.setdefault("_probes", {})
         if level not in known:
             self.check_level(level)
-            known[level] = probed(self.seeds("train"), lambda seed: self.question(seed, level), self.heldout_share)
-            self._warn(level, known[level])
+            known[level] = probe_separation(
+                self.seeds("train"),
+                lambda seed: self.compute_question_digest(seed, level),
+                self.heldout_share,
+            )
+            self._warn_about_separation(level, known[level])
         return known[level]
 
-    def _warn(self, level: str, found: HeldOut) -> None:
-        if found.note:
-            kept = {"content": "by content", "seeds": "by seed only", "unchecked": "unchecked"}[found.by]
-            warn_once(f"environment '{self.name}', level '{level}': held out {kept}: {found.note}")
+    def _warn_about_separation(self, level: str, separation: HeldOutSeparation) -> None:
+        if separation.note:
+            kept = {"content": "by content", "seeds": "by seed only", "unchecked": "unchecked"}[
+                separation.by
+            ]
+            warn_once(
+                f"environment '{self.name}', level '{level}': held out {kept}: {separation.note}"
+            )
 
-    def _content(self, seed: int, level: str) -> Any:
+    def _read_content(self, seed: int, level: str) -> Any:
         """`content`, within a time limit if the environment may wait; errors name the episode."""
         place = f"environment '{self.name}', level '{level}', seed {seed}"
         try:
             if self.blocking:
-                return within(_OPENING_TIMEOUT_S, place, lambda: self.content(seed, level))
+                return call_with_time_limit(
+                    _OPENING_TIMEOUT_S, place, lambda: self.content(seed, level)
+                )
             return self.content(seed, level)
         except (SettingsError, EnvironmentFault):
             raise

@@ -16,10 +16,8 @@ from typing import Any
 from rl_core.errors import EnvironmentFault, PosttrainError
 from rl_core.types import Message, Trajectory
 
-__all__ = ["EpisodeFailures", "FailedEpisode", "Keep", "error_trace"]
-
-LEAST_EPISODES = 50  # a share of fewer says little: it is taken of as many
-WINDOW = 10  # collections (iterations) whose episodes are counted together
+MIN_EPISODES = 50  # a share of fewer says little: it is taken of as many
+WINDOW_COLLECTIONS = 10  # collections (iterations) whose episodes are counted together
 TRACE_CHARACTERS = 4000
 
 
@@ -35,15 +33,17 @@ class FailedEpisode:
     iteration: int | None = None  # of the training; None = an evaluation
 
     @property
-    def place(self) -> str:
+    def episode_label(self) -> str:
         """Environment, level, seed and sample, for messages."""
         played = self.trajectory
         return f"environment '{played.environment}', level '{played.level}', seed {played.seed}, sample {played.sample}"
 
     @property
-    def what(self) -> str:
+    def failure_label(self) -> str:
         """The place of the failure and its error, for messages."""
-        return f"{self.failed_in}{' ' if self.failed_in.startswith('reward ') else ': '}{self.error}"
+        return (
+            f"{self.failed_in}{' ' if self.failed_in.startswith('reward ') else ': '}{self.error}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict."""
@@ -57,17 +57,19 @@ class FailedEpisode:
         return cls(**{**known, "trajectory": Trajectory.from_json(row["trajectory"])})
 
 
-Keep = Callable[[FailedEpisode], str]  # stores it, and says how to look at it; "" = it was not stored
+StoreFailedEpisode = Callable[
+    [FailedEpisode], str
+]  # stores it, and says how to look at it; "" = it was not stored
 
 
-def error_trace(error: BaseException) -> str:
+def format_error_trace(error: BaseException) -> str:
     """Traceback of an exception and of its causes: its end, and no addresses, which differ from process to process."""
     text = "".join(traceback.format_exception(error))
     return re.sub(r"0x[0-9a-fA-F]{6,}", "0x...", text)[-TRACE_CHARACTERS:]
 
 
 @dataclass
-class EpisodeFailures:
+class EpisodeFailureMonitor:
     """Counts failed episodes, has them kept, and ends a stage of which too many failed.
 
     The share is that of the newest WINDOW collections, taken of LEAST_EPISODES where they are fewer. A `max_share` of 0
@@ -77,37 +79,43 @@ class EpisodeFailures:
     max_share: float
     setting: str = "sampling.max_failed_share"  # its name, for messages
     error: type[PosttrainError] = EnvironmentFault  # raised beyond it
-    keep: Keep | None = None
+    store_episode: StoreFailedEpisode | None = None
     iteration: int | None = None  # of the training, given to the episodes
-    is_refill: bool = False  # True = others of this iteration have been played: all of this collection may fail
+    is_refill: bool = (
+        False  # True = others of this iteration have been played: all of this collection may fail
+    )
     total: int = 0  # failed since the beginning
     played: int = 0  # of the open account, see `settle`
     failed: int = 0
-    _past: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW - 1))  # (failed, played)
+    _recent_counts: deque[tuple[int, int]] = field(
+        default_factory=lambda: deque(maxlen=WINDOW_COLLECTIONS - 1)
+    )  # (failed, played)
 
-    def too_many(self, failed: int, played: int) -> bool:
+    def has_too_many(self, failed: int, played: int) -> bool:
         """True = with these failures of the present collection the stage stops."""
         if not failed or ((failed < played or self.is_refill) and self.max_share == 1):
             return False
         if failed == played and not self.is_refill:
             return True
-        of_all, of_played = self._counted(failed, played)
-        return of_all > self.max_share * max(of_played, LEAST_EPISODES) or self.max_share == 0
+        of_all, of_played = self._sum_recent_counts(failed, played)
+        return of_all > self.max_share * max(of_played, MIN_EPISODES) or self.max_share == 0
 
-    def check(self, failed: Sequence[FailedEpisode], played: int) -> None:
+    def check_failures(self, failed: Sequence[FailedEpisode], played: int) -> None:
         """Raise `error`, which names the first one, if the present collection's failures are too many; keeps them."""
-        if self.too_many(len(failed), played):
-            raise self._refusal(failed, played, [self._kept(episode) for episode in failed])
+        if self.has_too_many(len(failed), played):
+            raise self._build_error(
+                failed, played, [self._store_episode_with_iteration(episode) for episode in failed]
+            )
 
-    def close(self, failed: Sequence[FailedEpisode], played: int) -> list[str]:
+    def close_collection(self, failed: Sequence[FailedEpisode], played: int) -> list[str]:
         """Take a collection into account, and have its failures kept; what `keep` said of each.
 
         Raises: `error` if they are too many.
         """
-        said = [self._kept(episode) for episode in failed]
-        if self.too_many(len(failed), played):
-            raise self._refusal(failed, played, said)
-        self._past.append((len(failed), played))
+        said = [self._store_episode_with_iteration(episode) for episode in failed]
+        if self.has_too_many(len(failed), played):
+            raise self._build_error(failed, played, said)
+        self._recent_counts.append((len(failed), played))
         self.total += len(failed)
         self.failed += len(failed)
         self.played += played
@@ -115,10 +123,10 @@ class EpisodeFailures:
 
     def reset(self) -> None:
         """Forget everything."""
-        self._past.clear()
+        self._recent_counts.clear()
         self.total = self.failed = self.played = 0
 
-    def settle(self) -> tuple[int, int]:
+    def take_counts(self) -> tuple[int, int]:
         """Failed and played episodes since the last call."""
         counts = self.failed, self.played
         self.failed = self.played = 0
@@ -126,29 +134,37 @@ class EpisodeFailures:
 
     def state_dict(self) -> dict[str, Any]:
         """Counts of the window and in all."""
-        return {"past": [list(counts) for counts in self._past], "total": self.total}
+        return {"past": [list(counts) for counts in self._recent_counts], "total": self.total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
-        self._past.clear()
-        self._past.extend((int(failed), int(played)) for failed, played in state["past"])
+        self._recent_counts.clear()
+        self._recent_counts.extend((int(failed), int(played)) for failed, played in state["past"])
         self.total = int(state["total"])
 
-    def _counted(self, failed: int, played: int) -> tuple[int, int]:
-        return failed + sum(f for f, _ in self._past), played + sum(p for _, p in self._past)
+    def _sum_recent_counts(self, failed: int, played: int) -> tuple[int, int]:
+        return failed + sum(f for f, _ in self._recent_counts), played + sum(
+            p for _, p in self._recent_counts
+        )
 
-    def _kept(self, episode: FailedEpisode) -> str:
+    def _store_episode_with_iteration(self, episode: FailedEpisode) -> str:
         episode.iteration = self.iteration
-        return self.keep(episode) if self.keep is not None else ""
+        return self.store_episode(episode) if self.store_episode is not None else ""
 
-    def _refusal(self, failed: Sequence[FailedEpisode], played: int, said: Sequence[str]) -> PosttrainError:
+    def _build_error(
+        self, failed: Sequence[FailedEpisode], played: int, hints: Sequence[str]
+    ) -> PosttrainError:
         first = failed[0]
-        count, of = self._counted(len(failed), played)
-        limit = "nothing is left to use" if len(failed) == played else f"{self.setting} allows {self.max_share:g}"
-        hint = next((f"; {text}" for text in said if text), "")
+        count, of = self._sum_recent_counts(len(failed), played)
+        limit = (
+            "nothing is left to use"
+            if len(failed) == played
+            else f"{self.setting} allows {self.max_share:g}"
+        )
+        hint = next((f"; {text}" for text in hints if text), "")
         error = self.error(
-            f"{count} of the newest {of} episodes failed ({limit}). The first of this round: {first.place}: "
-            f"{first.what}{hint}"
+            f"{count} of the newest {of} episodes failed ({limit}). The first of this round: {first.episode_label}: "
+            f"{first.failure_label}{hint}"
         )
         if first.trace:
             error.add_note(first.trace)

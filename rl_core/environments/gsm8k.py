@@ -19,38 +19,52 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from rl_core.data.files import BadRow
-from rl_core.data.records import Row, read_questions
+from rl_core.data.formats import Row
+from rl_core.data.records import read_questions
 from rl_core.data.splits import split_by_prompt
-from rl_core.environments.calculator import CALCULATOR
-from rl_core.environments.environment import HELDOUT_START, Demonstration, Environment, Episode, Step
-from rl_core.environments.solutions import convert_solution, final_of_solution, read_final, same_number, single_number
+from rl_core.environments.calculator import (
+    CALCULATOR,
+    convert_solution,
+    extract_final_answer,
+    extract_solution_final,
+    is_same_number,
+    parse_single_number,
+)
+from rl_core.environments.environment import (
+    HELDOUT_START,
+    Demonstration,
+    Environment,
+    Episode,
+    Step,
+)
 from rl_core.environments.tools import CallFormat, Toolset
 from rl_core.errors import SettingsError, ToolMisuse
-from rl_core.storage.single_files import make_folder, write_text_atomic
+from rl_core.storage.atomic_files import make_folder, write_text_atomic
 from rl_core.types import Message
-
-__all__ = ["GSM8K", "level_of"]
 
 _FILES = {"train": "questions_train.jsonl", "heldout": "questions_heldout.jsonl"}
 _TASK = "Solve the problem step by step. End with a line '#### NUMBER'."
 
 
-def level_of(num_steps: int) -> str:
+def classify_level(num_steps: int) -> str:
     """Level by the number of <<>> annotations in the worked solution."""
     return "short" if num_steps <= 2 else "medium" if num_steps <= 4 else "long"
 
 
-def check_question(row: Row) -> Row:
+def validate_question(row: Row) -> Row:
     """Row with `final` as one number in plain digits. Raises: BadRow.
 
     `final` may be missing if the solution ends in a line `#### NUMBER`, as in the original files.
     """
-    stated = final_of_solution(row["answer"])
-    final = single_number(row["final"] or stated or "")
+    stated = extract_solution_final(row["answer"])
+    final = parse_single_number(row["final"] or stated or "")
     if final is None:
         where = "final" if row["final"] else "answer"
-        raise BadRow(where, "must hold one number" if row["final"] else "has no final and no line '#### NUMBER'")
-    if stated is not None and not same_number(stated, final):
+        raise BadRow(
+            where,
+            "must hold one number" if row["final"] else "has no final and no line '#### NUMBER'",
+        )
+    if stated is not None and not is_same_number(stated, final):
         raise BadRow("final", f"is {final}, but the solution ends in '#### {stated}'")
     return {**row, "final": final}
 
@@ -62,14 +76,19 @@ class GSM8KEpisode(Episode):
     ends it with reward 0.
     """
 
-    def __init__(self, seed: int, level: str, row: Row, kind: str, tools: Toolset, system: str) -> None:
+    def __init__(
+        self, seed: int, level: str, row: Row, kind: str, tools: Toolset, system: str
+    ) -> None:
         super().__init__(seed, level)
         self.kind, self.prompt, self.target = kind, row["question"], row["final"]
         self._tools, self._system = tools, system
 
     def reset(self) -> list[Message]:
         """Tool instructions and the question."""
-        return [Message(role="system", content=self._system), Message(role="user", content=self.prompt)]
+        return [
+            Message(role="system", content=self._system),
+            Message(role="user", content=self.prompt),
+        ]
 
     def act(self, text: str) -> Step:
         """Run a call or score an answer."""
@@ -79,9 +98,11 @@ class GSM8KEpisode(Episode):
             return Step([Message(role="tool", content=f"error: {misuse}")], is_error=True)
         if call is not None:
             observation, is_error = self._tools.run(call)
-            return Step([Message(role="tool", content=observation)], tool_call=call, is_error=is_error)
-        answer = read_final(text)
-        success = answer is not None and same_number(answer, self.target)
+            return Step(
+                [Message(role="tool", content=observation)], tool_call=call, is_error=is_error
+            )
+        answer = extract_final_answer(text)
+        success = answer is not None and is_same_number(answer, self.target)
         return Step(reward=float(success), terminated=True, answer=answer, success=success)
 
 
@@ -120,13 +141,15 @@ class GSM8K(Environment):
         self._path = None if path is None else Path(path)
         if not self._is_prepared():
             if self._path is None:
-                raise SettingsError("options.path: environment 'gsm8k' needs a JSONL file of questions")
+                raise SettingsError(
+                    "options.path: environment 'gsm8k' needs a JSONL file of questions"
+                )
             if not self._path.exists():
                 raise SettingsError(f"options.path: no such file: {self._path}")
         self._heldout, self._on_bad_row, self._max_rows = heldout, on_bad_row, max_rows
         self._call_format: CallFormat = call_format
         self._tools = Toolset([CALCULATOR])
-        self._system = f"{_TASK} {self._tools.instructions(call_format)}"
+        self._system = f"{_TASK} {self._tools.describe_tools(call_format)}"
         self._splits: dict[str, list[Row]] | None = None
         self._by_level: dict[tuple[str, str], list[int]] = {}
 
@@ -135,109 +158,136 @@ class GSM8K(Environment):
         """The calculator."""
         return self._tools
 
-    def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
+    def prepare_data(self, folder: Path, seed: int) -> dict[str, Any]:
         """Validate and split the raw file; writes questions_train.jsonl and questions_heldout.jsonl, returns a report.
 
         Raises: DataError or RecordsError if the file cannot be used; then nothing is written.
         """
-        splits, report = self._read_raw(seed)
+        splits, report = self._read_raw_file(seed)
         make_folder(folder)
         for split, rows in splits.items():
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             write_text_atomic(folder / _FILES[split], lines)
-        self._use(splits)
+        self._index_splits(splits)
         return report
 
     def seeds(self, split: str) -> range:
         """Seeds of all rows of 'train' or 'heldout'."""
-        _check_split(split)
+        _check_split_name(split)
         start = HELDOUT_START if split == "heldout" else 0
-        return range(start, start + len(self._rows(split)))
+        return range(start, start + len(self._load_split_rows(split)))
 
     def seeds_of(self, split: str, level: str) -> Sequence[int]:
         """Seeds of the rows of one level."""
         self.check_level(level)
-        _check_split(split)
-        self._rows(split)
+        _check_split_name(split)
+        self._load_split_rows(split)
         return self._by_level.get((split, level), [])
 
     def episode(self, seed: int, level: str) -> GSM8KEpisode:
         """Episode of one row. Raises: SettingsError if the row does not exist or has another level."""
-        row, kind = self._row(seed, level)
+        row, kind = self._find_row(seed, level)
         return GSM8KEpisode(seed, level, row, kind, self._tools, self._system)
 
     def demonstration(self, seed: int, level: str) -> Demonstration:
         """Worked solution of one row, with its annotations converted to calls."""
-        row, kind = self._row(seed, level)
+        row, kind = self._find_row(seed, level)
         messages = self.episode(seed, level).reset()
-        messages += convert_solution(row["answer"], row["final"], self._tools, self._call_format).messages
+        messages += convert_solution(
+            row["answer"], row["final"], self._tools, self._call_format
+        ).messages
         return Demonstration(messages=messages, level=level, kind=kind, seed=seed, success=True)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def _is_prepared(self) -> bool:
-        return self.data is not None and all((self.data / name).is_file() for name in _FILES.values())
+        return self.data is not None and all(
+            (self.data / name).is_file() for name in _FILES.values()
+        )
 
-    def _row(self, seed: int, level: str) -> tuple[Row, str]:
+    def _find_row(self, seed: int, level: str) -> tuple[Row, str]:
         """Row of a seed, and its kind."""
         self.check_level(level)
-        split, index = ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
-        rows = self._rows(split)
+        split, index = (
+            ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
+        )
+        rows = self._load_split_rows(split)
         if not 0 <= index < len(rows):
             raise SettingsError(f"seed {seed}: the {split} set of 'gsm8k' has {len(rows)} rows")
         num_steps = rows[index]["answer"].count("<<")
-        if level_of(num_steps) != level:
-            raise SettingsError(f"seed {seed}: that question is of level '{level_of(num_steps)}', not '{level}'")
+        if classify_level(num_steps) != level:
+            raise SettingsError(
+                f"seed {seed}: that question is of level '{classify_level(num_steps)}', not '{level}'"
+            )
         return rows[index], f"{num_steps} steps"
 
-    def _rows(self, split: str) -> list[Row]:
+    def _load_split_rows(self, split: str) -> list[Row]:
         if self._splits is None:
             if self._is_prepared():
                 assert self.data is not None
                 paths = {name: self.data / file for name, file in _FILES.items()}
-                self._use({name: list(read_questions(path, check=check_question).rows) for name, path in paths.items()})
+                self._index_splits(
+                    {
+                        name: list(read_questions(path, check=validate_question).rows)
+                        for name, path in paths.items()
+                    }
+                )
             else:
-                self._use(self._read_raw(seed=0)[0])
+                self._index_splits(self._read_raw_file(seed=0)[0])
         assert self._splits is not None
         return self._splits[split]
 
-    def _use(self, splits: dict[str, list[Row]]) -> None:
+    def _index_splits(self, splits: dict[str, list[Row]]) -> None:
         self._splits = splits
         self._by_level = {}
         for split, rows in splits.items():
             start = HELDOUT_START if split == "heldout" else 0
             for index, row in enumerate(rows):
-                level = level_of(row["answer"].count("<<"))
+                level = classify_level(row["answer"].count("<<"))
                 self._by_level.setdefault((split, level), []).append(start + index)
 
-    def _read_raw(self, seed: int) -> tuple[dict[str, list[Row]], dict[str, Any]]:
+    def _read_raw_file(self, seed: int) -> tuple[dict[str, list[Row]], dict[str, Any]]:
         """Both splits of the raw file, and the report."""
         if self._path is None:
-            raise SettingsError("options.path: environment 'gsm8k' needs a JSONL file of questions to prepare")
-        records = read_questions(self._path, on_bad_row=self._on_bad_row, max_rows=self._max_rows, check=check_question)
-        train, heldout, split_report = split_by_prompt(records.rows, _question, self._heldout, seed)
+            raise SettingsError(
+                "options.path: environment 'gsm8k' needs a JSONL file of questions to prepare"
+            )
+        records = read_questions(
+            self._path,
+            on_bad_row=self._on_bad_row,
+            max_rows=self._max_rows,
+            check=validate_question,
+        )
+        train, heldout, split_report = split_by_prompt(
+            records.rows, _read_question_text, self._heldout, seed
+        )
         calls: Counter[str] = Counter()
         for row in records.rows:
-            calls += convert_solution(row["answer"], row["final"], self._tools, self._call_format).counts
+            calls += convert_solution(
+                row["answer"], row["final"], self._tools, self._call_format
+            ).counts
         report: dict[str, Any] = {
             "file": str(self._path),
             "digest": records.digest,
             "num_skipped": records.num_skipped,
             "problems": [str(problem) for problem in records.problems[:10]],
             **split_report,
-            **{f"num_calls_{name}": calls[name] for name in ("exact", "rounded", "wrong", "unreadable")},
+            **{
+                f"num_calls_{name}": calls[name]
+                for name in ("exact", "rounded", "wrong", "unreadable")
+            },
         }
         splits = {"train": train, "heldout": heldout}
         for split, rows in splits.items():
-            levels = Counter(level_of(row["answer"].count("<<")) for row in rows)
+            levels = Counter(classify_level(row["answer"].count("<<")) for row in rows)
             report |= {f"num_{split}_{level}": levels[level] for level in self.levels}
         return splits, report
 
 
-def _question(row: Row) -> str:
+def _read_question_text(row: Row) -> str:
     return row["question"]
 
 
-def _check_split(split: str) -> None:
+def _check_split_name(split: str) -> None:
     if split not in _FILES:
         raise SettingsError(f"split '{split}' must be 'train' or 'heldout'")

@@ -19,18 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_core.data.reasoning import after_thought
+from rl_core.data.model_text import strip_thought
 from rl_core.environments.environment import Demonstration, Environment, Episode, Step
-from rl_core.environments.optional_packages import require_module
+from rl_core.environments.optional_packages import import_optional_package
 from rl_core.environments.tools import Toolset
 from rl_core.errors import SettingsError
 from rl_core.types import Message
 
-__all__ = ["GymnasiumText", "plain"]
-
 _MAX_ACTIONS = 32  # of a Discrete space, named in the opening message
 _COLOURED = re.compile(r"\x1b\[([0-9;]*)m([^\x1b]*)\x1b\[0m")
-_MARKS = {"42": "{}", "34": "()", "35": "<>"}  # by colour code; other backgrounds are [], other letters ()
+_MARKS_BY_COLOUR = {
+    "42": "{}",
+    "34": "()",
+    "35": "<>",
+}  # by colour code; other backgrounds are [], other letters ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +45,36 @@ class _ShippedMetadata:
     success_above: float = 0.0  # success: last reward above this
 
 
-def _blackjack(value: Any) -> str:
+def _describe_blackjack(value: Any) -> str:
     own, dealer, ace = value
-    return f"you have {int(own)}{' with a usable ace' if ace else ''}, the dealer shows {int(dealer)}"
+    return (
+        f"you have {int(own)}{' with a usable ace' if ace else ''}, the dealer shows {int(dealer)}"
+    )
 
 
-_KNOWN = {
-    "FrozenLake": _ShippedMetadata(("left", "down", "right", "up"), "S start, F ice, H hole, G goal; you are at [ ]."),
-    "CliffWalking": _ShippedMetadata(("up", "right", "down", "left"), "x you, C cliff, T goal.", success_above=-1.5),
+_SHIPPED_ENVIRONMENTS = {
+    "FrozenLake": _ShippedMetadata(
+        ("left", "down", "right", "up"), "S start, F ice, H hole, G goal; you are at [ ]."
+    ),
+    "CliffWalking": _ShippedMetadata(
+        ("up", "right", "down", "left"), "x you, C cliff, T goal.", success_above=-1.5
+    ),
     "Taxi": _ShippedMetadata(
         ("south", "north", "east", "west", "pickup", "dropoff"),
         "[ ] taxi, { } taxi with passenger, ( ) passenger, < > destination; : can be passed, | not.",
     ),
-    "Blackjack": _ShippedMetadata(("stick", "hit"), "Come nearer to 21 than the dealer, not above it.", _blackjack),
+    "Blackjack": _ShippedMetadata(
+        ("stick", "hit"), "Come nearer to 21 than the dealer, not above it.", _describe_blackjack
+    ),
 }
 
 
-def plain(text: str) -> str:
+def replace_terminal_colours(text: str) -> str:
     """Terminal colours converted to brackets, as they often mark the player: [] background, () letters, by _MARKS."""
 
     def marked(match: re.Match[str]) -> str:
         codes = match[1].split(";")
-        mark = next((_MARKS[code] for code in codes if code in _MARKS), None)
+        mark = next((_MARKS_BY_COLOUR[code] for code in codes if code in _MARKS_BY_COLOUR), None)
         if mark is None:
             mark = "[]" if any(code.startswith("4") and len(code) == 2 for code in codes) else "()"
         return f"{mark[0]}{match[2]}{mark[1]}"
@@ -74,9 +84,9 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text).strip("\n")
 
 
-def said(text: str) -> str:
+def extract_answer_text(text: str) -> str:
     """Text after the thought, if there is one."""
-    return after_thought(text).strip()
+    return strip_thought(text).strip()
 
 
 class GymnasiumEpisode(Episode):
@@ -91,9 +101,9 @@ class GymnasiumEpisode(Episode):
     def reset(self) -> list[Message]:
         """Task text, available actions and the first observation."""
         environment = self._environment
-        self._inner = environment.make_inner(self.level)
+        self._inner = environment.build_inner_environment(self.level)
         value, _ = self._inner.reset(seed=self.seed)
-        self.prompt = f"{environment.task(self._inner)}\n{environment.text_of(self._inner, value)}"
+        self.prompt = f"{environment.describe_task(self._inner)}\n{environment.render_observation(self._inner, value)}"
         return [Message(role="user", content=self.prompt)]
 
     def close(self) -> None:
@@ -103,25 +113,41 @@ class GymnasiumEpisode(Episode):
     def act(self, text: str) -> Step:
         """Execute the action named on the last line; an unknown action is misuse and leaves the state unchanged."""
         environment = self._environment
-        action = environment.action_of(self._inner, text)
+        action = environment.parse_action(self._inner, text)
         if action is None:
-            complaint = f"error: write one of: {', '.join(environment.actions_of(self._inner))}"
-            return Step([Message(role="tool", content=complaint)], reward=0.0 - environment.misuse_cost, is_error=True)
+            complaint = (
+                f"error: write one of: {', '.join(environment.list_action_names(self._inner))}"
+            )
+            return Step(
+                [Message(role="tool", content=complaint)],
+                reward=0.0 - environment.misuse_cost,
+                is_error=True,
+            )
         value, reward, terminated, truncated, info = self._inner.step(action)
         self._steps += 1
         reward, terminated = float(reward), bool(terminated)
-        truncated = bool(truncated) or (environment.max_steps is not None and self._steps >= environment.max_steps)
+        truncated = bool(truncated) or (
+            environment.max_steps is not None and self._steps >= environment.max_steps
+        )
         if not (terminated or truncated):
-            observation = Message(role="tool", content=environment.text_of(self._inner, value))
+            observation = Message(
+                role="tool", content=environment.render_observation(self._inner, value)
+            )
             return Step([observation], reward=reward, info=dict(info))
         self.close()
         told = info.get("is_success", info.get("success"))
-        success = bool(told) if told is not None else terminated and reward > environment.success_above
-        answer = said(text).splitlines()[-1]
+        success = (
+            bool(told) if told is not None else terminated and reward > environment.success_above
+        )
+        answer = extract_answer_text(text).splitlines()[-1]
         return Step(
-            reward=reward, terminated=terminated, truncated=truncated and not terminated, answer=answer,
-            success=success, info=dict(info),
-        )  # fmt: skip
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated and not terminated,
+            answer=answer,
+            success=success,
+            info=dict(info),
+        )
 
 
 class GymnasiumText(Environment):
@@ -161,29 +187,44 @@ class GymnasiumText(Environment):
         Raises: SettingsError if the package is missing or the environment cannot be constructed or shown as text.
         """
         super().__init__(data)
-        self._gymnasium = require_module("gymnasium", self.name)
+        self._gymnasium = import_optional_package("gymnasium", self.name)
         self._id, self._options = id, options or {}
         self._by_level = levels or {"default": {}}
         self.levels = tuple(self._by_level)
         self.max_steps, self.misuse_cost = max_steps, misuse_cost
         self._demonstration_steps = demonstration_steps
-        for option, least in (("max_steps", max_steps), ("demonstration_steps", demonstration_steps)):
+        for option, least in (
+            ("max_steps", max_steps),
+            ("demonstration_steps", demonstration_steps),
+        ):
             if least is not None and least < 1:
                 raise SettingsError(f"options.{option}: {least} must be at least 1")
-        self._known = _KNOWN.get(id.rpartition("-v")[0])
-        self.blocking = self._known is None  # an unknown environment may wait
-        default = self._known.success_above if self._known else 0.0
+        self._shipped_metadata = _SHIPPED_ENVIRONMENTS.get(id.rpartition("-v")[0])
+        self.blocking = self._shipped_metadata is None  # an unknown environment may wait
+        default = self._shipped_metadata.success_above if self._shipped_metadata else 0.0
         self.success_above = default if success_above is None else success_above
-        self._task = task if task is not None else self._known.task if self._known else ""
-        self._words = [*actions] if actions is not None else [*self._known.actions] if self._known else None
+        self._task = (
+            task
+            if task is not None
+            else self._shipped_metadata.task
+            if self._shipped_metadata
+            else ""
+        )
+        self._action_names = (
+            [*actions]
+            if actions is not None
+            else [*self._shipped_metadata.actions]
+            if self._shipped_metadata
+            else None
+        )
         self._renders = False
         for level in self.levels:
-            inner = self._probe(level, observation)
-            self._check_space(inner)
+            inner = self._probe_level_options(level, observation)
+            self._check_action_space(inner)
             inner.close()
 
     @classmethod
-    def named_code(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def list_code_paths(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
         """The id, where it is an import path."""
         name = options.get("id")
         return (name,) if isinstance(name, str) and ":" in name else ()
@@ -210,51 +251,57 @@ class GymnasiumText(Environment):
         episode = self.episode(seed, level)
         messages = episode.reset()
         rng = random.Random(f"gymnasium/demonstrator/{level}/{seed}")
-        words = self.actions_of(episode._inner)
+        words = self.list_action_names(episode._inner)
         for _ in range(self._demonstration_steps if words else 0):
             action = rng.choice(words)
             step = episode.step(action)
             messages += [Message(role="assistant", content=action), *step.messages]
             if step.terminated or step.truncated:
                 return Demonstration(messages, level, episode.kind, seed, bool(step.success))
-        while messages and messages[-1]["role"] != "assistant":  # a conversation ends with the policy's message
+        while (
+            messages and messages[-1]["role"] != "assistant"
+        ):  # a conversation ends with the policy's message
             messages.pop()
         return Demonstration(messages, level, episode.kind, seed, False) if messages else None
 
     # -- one Gymnasium environment -------------------------------------------------------------------------------------
 
-    def make_inner(self, level: str, render: bool | None = None) -> Any:
+    def build_inner_environment(self, level: str, render: bool | None = None) -> Any:
         """New `gymnasium.Env` of a level."""
         options = {**self._options, **self._by_level[level]}
         if self._renders if render is None else render:
             options["render_mode"] = "ansi"
         if ":" not in self._id:
             return self._gymnasium.make(self._id, **options)
-        return self._own_class()(**options)
+        return self._import_environment_class()(**options)
 
-    def task(self, inner: Any) -> str:
+    def describe_task(self, inner: Any) -> str:
         """Task text and available actions."""
-        words = self.actions_of(inner)
-        return " ".join(part for part in (self._task, f"Write one of: {', '.join(words)}" if words else "") if part)
+        words = self.list_action_names(inner)
+        return " ".join(
+            part
+            for part in (self._task, f"Write one of: {', '.join(words)}" if words else "")
+            if part
+        )
 
-    def text_of(self, inner: Any, value: Any) -> str:
+    def render_observation(self, inner: Any, value: Any) -> str:
         """Observation as text."""
         if self._renders:
-            return plain(str(inner.render()))
-        if self._known is not None and self._known.describe is not None:
-            return self._known.describe(value)
-        return _value_text(value)
+            return replace_terminal_colours(str(inner.render()))
+        if self._shipped_metadata is not None and self._shipped_metadata.describe is not None:
+            return self._shipped_metadata.describe(value)
+        return _format_value(value)
 
-    def actions_of(self, inner: Any) -> list[str]:
+    def list_action_names(self, inner: Any) -> list[str]:
         """Action names of a Discrete space; [] = free text."""
         if not _is_discrete(inner.action_space):
             return []
-        return self._words or [str(number) for number in range(int(inner.action_space.n))]
+        return self._action_names or [str(number) for number in range(int(inner.action_space.n))]
 
-    def action_of(self, inner: Any, text: str) -> Any:
+    def parse_action(self, inner: Any, text: str) -> Any:
         """Action named by a text; None = invalid."""
-        text = said(text)
-        words = self.actions_of(inner)
+        text = extract_answer_text(text)
+        words = self.list_action_names(inner)
         if not words:
             return text if text and inner.action_space.contains(text) else None
         last = text.splitlines()[-1].strip().lower() if text else ""
@@ -263,7 +310,7 @@ class GymnasiumText(Environment):
             return None
         return int(getattr(inner.action_space, "start", 0)) + names.index(last)
 
-    def _own_class(self) -> type[Any]:
+    def _import_environment_class(self) -> type[Any]:
         """The class at the import path. Nothing else that lies there is called, whatever it could do."""
         module, _, name = self._id.partition(":")
         cls = getattr(importlib.import_module(module), name, None)
@@ -271,22 +318,30 @@ class GymnasiumText(Environment):
             raise SettingsError(f"options.id: '{self._id}' is not a subclass of gymnasium.Env")
         return cls
 
-    def _probe(self, level: str, observation: str) -> Any:
+    def _probe_level_options(self, level: str, observation: str) -> Any:
         """Construct one environment of a level to validate the options."""
         try:
-            inner = self.make_inner(level, render=False)
+            inner = self.build_inner_environment(level, render=False)
             can_render = "ansi" in (inner.metadata or {}).get("render_modes", ())
-            known_value = self._known is not None and self._known.describe is not None
-            self._renders = observation == "render" or (observation == "auto" and can_render and not known_value)
+            known_value = (
+                self._shipped_metadata is not None and self._shipped_metadata.describe is not None
+            )
+            self._renders = observation == "render" or (
+                observation == "auto" and can_render and not known_value
+            )
             if observation == "render" and not can_render:
-                raise SettingsError(f"options.observation: '{self._id}' cannot render as ansi; use value")
+                raise SettingsError(
+                    f"options.observation: '{self._id}' cannot render as ansi; use value"
+                )
         except SettingsError:
             raise
         except Exception as error:  # unknown or deprecated id, wrong option, missing dependency, the user's own class
-            raise SettingsError(f"options.id: '{self._id}' cannot be made for level '{level}': {error}") from error
+            raise SettingsError(
+                f"options.id: '{self._id}' cannot be made for level '{level}': {error}"
+            ) from error
         return inner
 
-    def _check_space(self, inner: Any) -> None:
+    def _check_action_space(self, inner: Any) -> None:
         space = inner.action_space
         if _is_discrete(space):
             count = int(space.n)
@@ -294,21 +349,25 @@ class GymnasiumText(Environment):
                 raise SettingsError(
                     f"options.id: '{self._id}' has {count} actions, at most {_MAX_ACTIONS} can be named"
                 )
-            if self._words is not None and len(self._words) != count:
-                raise SettingsError(f"options.actions: {len(self._words)} words for {count} actions of '{self._id}'")
+            if self._action_names is not None and len(self._action_names) != count:
+                raise SettingsError(
+                    f"options.actions: {len(self._action_names)} words for {count} actions of '{self._id}'"
+                )
         elif type(space).__name__ != "Text":
-            raise SettingsError(f"options.id: '{self._id}' has the action space {space}; it must be Discrete or Text")
+            raise SettingsError(
+                f"options.id: '{self._id}' has the action space {space}; it must be Discrete or Text"
+            )
 
 
 def _is_discrete(space: Any) -> bool:
     return type(space).__name__ == "Discrete"
 
 
-def _value_text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Compact text of numbers and arrays."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_value_text(part)}" for key, part in value.items())
+        return ", ".join(f"{key} {_format_value(part)}" for key, part in value.items())
     if isinstance(value, list | tuple):
-        return " ".join(_value_text(part) for part in value)
+        return " ".join(_format_value(part) for part in value)
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["handle", "start"]
-
 
 def start(setup: dict[str, Any]) -> None:
     """Import the package, which takes a second."""

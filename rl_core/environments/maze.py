@@ -17,52 +17,67 @@ import random
 from collections import deque
 from pathlib import Path
 
-from rl_core.environments.demonstrator import DemonstratedQuestions, MistakenDemonstration, choose_mistake
 from rl_core.environments.environment import Step
-from rl_core.environments.tool_question import ANSWER_WORD, Costs, QuestionEpisode
+from rl_core.environments.question_episodes import (
+    ANSWER_WORD,
+    DemonstratedQuestionEnvironment,
+    MistakenDemonstration,
+    QuestionCosts,
+    QuestionEpisode,
+    choose_mistake,
+)
 from rl_core.environments.tools import CallFormat, Tool, Toolset
 from rl_core.errors import SettingsError
 from rl_core.types import ToolCall
 
-__all__ = ["DIRECTIONS", "MISTAKES", "Cell", "Maze", "MazeEpisode", "carve"]
-
-Cell = tuple[int, int]  # row, column
-DIRECTIONS: dict[str, Cell] = {"north": (-1, 0), "east": (0, 1), "south": (1, 0), "west": (0, -1)}
+MazeCell = tuple[int, int]  # row, column
+DIRECTIONS: dict[str, MazeCell] = {
+    "north": (-1, 0),
+    "east": (0, 1),
+    "south": (1, 0),
+    "west": (0, -1),
+}
 LEVELS = {"easy": 3, "medium": 4, "hard": 5}  # cells of one side
 SKILL = {"easy": 0.5, "medium": 0.45, "hard": 0.4}
 MISTAKES = ("circles", "gives_up", "guesses")  # the main one first
 LOOPS = 0.15  # share of the inner walls that are removed from the spanning tree
 
 
-def carve(rng: random.Random, size: int, loops: float = LOOPS) -> dict[Cell, set[str]]:
+def carve_maze(rng: random.Random, size: int, loops: float = LOOPS) -> dict[MazeCell, set[str]]:
     """Open directions of every cell: a random depth-first spanning tree with a share `loops` of the walls removed."""
     cells = [(row, column) for row in range(1, size + 1) for column in range(1, size + 1)]
-    opened: dict[Cell, set[str]] = {cell: set() for cell in cells}
+    opened: dict[MazeCell, set[str]] = {cell: set() for cell in cells}
     stack, seen = [cells[0]], {cells[0]}
     while stack:
-        ways = [(name, cell) for name, cell in _neighbours(stack[-1], opened) if cell not in seen]
+        ways = [
+            (name, cell) for name, cell in _list_neighbours(stack[-1], opened) if cell not in seen
+        ]
         if not ways:
             stack.pop()
             continue
         name, cell = rng.choice(ways)
-        _open(opened, stack[-1], name)
+        _open_wall(opened, stack[-1], name)
         seen.add(cell)
         stack.append(cell)
     walls = [
-        (cell, name) for cell in cells for name, _ in _neighbours(cell, opened)
+        (cell, name)
+        for cell in cells
+        for name, _ in _list_neighbours(cell, opened)
         if name in ("east", "south") and name not in opened[cell]
-    ]  # fmt: skip
+    ]
     for cell, name in rng.sample(walls, round(loops * len(walls))):
-        _open(opened, cell, name)
+        _open_wall(opened, cell, name)
     return opened
 
 
-def _neighbours(cell: Cell, opened: dict[Cell, set[str]]) -> list[tuple[str, Cell]]:
+def _list_neighbours(
+    cell: MazeCell, opened: dict[MazeCell, set[str]]
+) -> list[tuple[str, MazeCell]]:
     found = [(name, (cell[0] + r, cell[1] + c)) for name, (r, c) in DIRECTIONS.items()]
     return [(name, other) for name, other in found if other in opened]
 
 
-def _open(opened: dict[Cell, set[str]], cell: Cell, name: str) -> None:
+def _open_wall(opened: dict[MazeCell, set[str]], cell: MazeCell, name: str) -> None:
     row, column = DIRECTIONS[name]
     back = next(other for other, step in DIRECTIONS.items() if step == (-row, -column))
     opened[cell].add(name)
@@ -76,70 +91,78 @@ class MazeEpisode(QuestionEpisode):
         self,
         seed: int,
         level: str,
-        opened: dict[Cell, set[str]],
-        start: Cell,
-        treasure: Cell,
+        opened: dict[MazeCell, set[str]],
+        start: MazeCell,
+        treasure: MazeCell,
         *,
         tools: Toolset,
         system: str,
-        costs: Costs,
+        costs: QuestionCosts,
         max_moves: int,
     ) -> None:
         size = LEVELS[level]
         super().__init__(
             seed,
             level,
-            kind="near" if len(shortest(opened, start, treasure)) <= size else "far",
-            prompt=f"{size} x {size} maze. you are {self.seen_at(opened, start, treasure)}",
+            kind="near" if len(find_shortest_path(opened, start, treasure)) <= size else "far",
+            prompt=f"{size} x {size} maze. you are {self.describe_cell(opened, start, treasure)}",
             target=f"{treasure[0]} {treasure[1]}",
             tools=tools.bind(self),
             system=system,
             costs=costs,
         )
         self.opened, self.start, self.treasure = opened, start, treasure
-        self.hidden = [sorted((cell, sorted(ways)) for cell, ways in opened.items()), start, treasure]
-        self.position, self.found, self.max_moves = start, start == treasure, max_moves
+        self.hidden = [
+            sorted((cell, sorted(ways)) for cell, ways in opened.items()),
+            start,
+            treasure,
+        ]
+        self.position, self.has_found_treasure, self.max_moves = start, start == treasure, max_moves
         self.visited = [start]
 
     @staticmethod
-    def seen_at(opened: dict[Cell, set[str]], cell: Cell, treasure: Cell) -> str:
+    def describe_cell(opened: dict[MazeCell, set[str]], cell: MazeCell, treasure: MazeCell) -> str:
         """Observation at a cell."""
         ways = " ".join(name for name in DIRECTIONS if name in opened[cell])
         return f"at {cell[0]} {cell[1]} open {ways}" + (": treasure" if cell == treasure else "")
 
-    def move(self, direction: str) -> str:
+    def move_one_cell(self, direction: str) -> str:
         """Tool: move one cell unless a wall blocks it; returns the new observation."""
         if direction not in DIRECTIONS:
             raise ValueError(f"{direction} is none of {' '.join(DIRECTIONS)}")
         if direction not in self.opened[self.position]:
-            return "wall. " + self.seen_at(self.opened, self.position, self.treasure)
+            return "wall. " + self.describe_cell(self.opened, self.position, self.treasure)
         row, column = DIRECTIONS[direction]
         self.position = (self.position[0] + row, self.position[1] + column)
         self.visited.append(self.position)
-        self.found = self.found or self.position == self.treasure
-        return self.seen_at(self.opened, self.position, self.treasure)
+        self.has_found_treasure = self.has_found_treasure or self.position == self.treasure
+        return self.describe_cell(self.opened, self.position, self.treasure)
 
     def act(self, text: str) -> Step:
         """As in QuestionEpisode, truncated after `max_moves` cells."""
         step = super().act(text)
         if not step.terminated and len(self.visited) > self.max_moves:
-            return Step(reward=step.reward, truncated=True, tool_call=step.tool_call, is_error=step.is_error)
+            return Step(
+                reward=step.reward, truncated=True, tool_call=step.tool_call, is_error=step.is_error
+            )
         return step
 
-    def grounded(self) -> bool:
+    def is_answer_grounded(self) -> bool:
         """True if the policy has visited the treasure's cell."""
-        return self.found
+        return self.has_found_treasure
 
 
-def shortest(opened: dict[Cell, set[str]], start: Cell, goal: Cell) -> list[str]:
+def find_shortest_path(
+    opened: dict[MazeCell, set[str]], start: MazeCell, goal: MazeCell
+) -> list[str]:
     """Directions of a shortest path; [] from a cell to itself."""
-    before: dict[Cell, tuple[Cell, str]] = {}
+    before: dict[MazeCell, tuple[MazeCell, str]] = {}
     queue = deque([start])
     while queue:
         cell = queue.popleft()
         if cell == goal:
             break
-        for name, other in _neighbours(cell, opened):
+        for name, other in _list_neighbours(cell, opened):
             if name in opened[cell] and other not in before and other != start:
                 before[other] = (cell, name)
                 queue.append(other)
@@ -150,7 +173,7 @@ def shortest(opened: dict[Cell, set[str]], start: Cell, goal: Cell) -> list[str]
     return way[::-1]
 
 
-class Maze(DemonstratedQuestions):
+class Maze(DemonstratedQuestionEnvironment):
     """Mazes whose treasure has to be found and its position reported."""
 
     name = "maze"
@@ -174,16 +197,21 @@ class Maze(DemonstratedQuestions):
         if not 0 <= loops <= 1:
             raise SettingsError(f"options.loops: {loops} must be between 0 and 1")
         if max_moves < 8:
-            raise SettingsError(f"options.max_moves: {max_moves} must be at least 8, the distance across a maze")
+            raise SettingsError(
+                f"options.max_moves: {max_moves} must be at least 8, the distance across a maze"
+            )
         self.loops, self.max_moves = loops, max_moves
         move = Tool(
-            "move", "go one cell north, east, south or west; says where you are", {"direction": str}, MazeEpisode.move
+            "move",
+            "go one cell north, east, south or west; says where you are",
+            {"direction": str},
+            MazeEpisode.move_one_cell,
         )
         ending = f"When you stand on the treasure, end with the line '{ANSWER_WORD} ROW COLUMN'."
         super().__init__(
             data,
             Toolset([move]),
-            costs=Costs(look=look_cost, misuse=misuse_cost, unsupported=unsupported_reward),
+            costs=QuestionCosts(look=look_cost, misuse=misuse_cost, unsupported=unsupported_reward),
             call_format=call_format,
             instructions=ending if instructions else None,
             skill={**SKILL, **(skill or {})},
@@ -194,20 +222,29 @@ class Maze(DemonstratedQuestions):
         """Episode for a level and seed."""
         self.check_level(level)
         rng = random.Random(f"maze/{level}/{seed}")
-        opened = carve(rng, LEVELS[level], self.loops)
+        opened = carve_maze(rng, LEVELS[level], self.loops)
         start, treasure = rng.sample(sorted(opened), 2)
         return MazeEpisode(
-            seed, level, opened, start, treasure,
-            tools=self._tools, system=self._system, costs=self._costs, max_moves=self.max_moves,
-        )  # fmt: skip
+            seed,
+            level,
+            opened,
+            start,
+            treasure,
+            tools=self._tools,
+            system=self._system,
+            costs=self._costs,
+            max_moves=self.max_moves,
+        )
 
     def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
         """Actions of the imperfect demonstrator, a faulty depth-first search; even rows are the tempting ones."""
         episode = self.episode(seed, level)
         rng = random.Random(f"maze/demonstrator/{level}/{seed}")
         tempting = episode.start[0] % 2 == 0
-        mistake = choose_mistake(rng, MISTAKES, skill=self.skill[level], habit=self.habit, tempting=tempting)
-        moves = _explore(episode, rng, circles=mistake == "circles")[: self.max_moves - 1]
+        mistake = choose_mistake(
+            rng, MISTAKES, skill=self.skill[level], habit=self.habit, tempting=tempting
+        )
+        moves = _explore_maze(episode, rng, circles=mistake == "circles")[: self.max_moves - 1]
         if mistake == "gives_up":
             moves = moves[: rng.randint(0, max(0, len(moves) - 1))]
         elif mistake == "guesses":
@@ -218,9 +255,9 @@ class Maze(DemonstratedQuestions):
         if mistake == "guesses":
             place = rng.choice(sorted(episode.opened))
         calls = [ToolCall("move", {"direction": name}) for name in moves]
-        return self._act_out(episode, calls, f"{place[0]} {place[1]}", mistake)
+        return self._demonstrate_calls(episode, calls, f"{place[0]} {place[1]}", mistake)
 
-    def render(self, episode: MazeEpisode) -> str:
+    def render_maze(self, episode: MazeEpisode) -> str:
         """Text drawing of the maze: S start, T treasure, . visited."""
         size = LEVELS[episode.level]
         lines = ["+" + "--+" * size]
@@ -236,18 +273,20 @@ class Maze(DemonstratedQuestions):
         return "\n".join(lines)
 
 
-def _explore(episode: MazeEpisode, rng: random.Random, *, circles: bool) -> list[str]:
+def _explore_maze(episode: MazeEpisode, rng: random.Random, *, circles: bool) -> list[str]:
     """Depth-first moves from start to treasure with backtracking; `circles` keeps no memory of visited cells."""
     place, moves = episode.start, []
     seen, trail = {place}, []
     while place != episode.treasure:
-        ways = [(n, c) for n, c in _neighbours(place, episode.opened) if n in episode.opened[place]]
+        ways = [
+            (n, c) for n, c in _list_neighbours(place, episode.opened) if n in episode.opened[place]
+        ]
         fresh = [way for way in ways if circles or way[1] not in seen]
         if fresh:
             name, cell = rng.choice(fresh)
             trail.append(name)
         else:
-            name = _back(trail.pop())
+            name = _reverse_direction(trail.pop())
             cell = (place[0] + DIRECTIONS[name][0], place[1] + DIRECTIONS[name][1])
         moves.append(name)
         place = cell
@@ -257,5 +296,5 @@ def _explore(episode: MazeEpisode, rng: random.Random, *, circles: bool) -> list
     return moves
 
 
-def _back(name: str) -> str:
+def _reverse_direction(name: str) -> str:
     return {"north": "south", "south": "north", "east": "west", "west": "east"}[name]

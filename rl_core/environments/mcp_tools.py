@@ -23,16 +23,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rl_core.environments.optional_packages import require_module
+from rl_core.environments.optional_packages import import_optional_package
 from rl_core.environments.tools import Tool, Toolset
-from rl_core.errors import EnvironmentFault, SettingsError, nearest
-
-__all__ = ["McpToolset"]
+from rl_core.errors import EnvironmentFault, SettingsError, suggest_name
 
 T = TypeVar("T")
 MAX_PAGES = 100  # of a server's list of tools
 _OPTIONS = ("command", "url", "env", "cwd", "tools", "timeout_s", "start_timeout_s")
-_UNNAMED = re.compile(r"[^A-Za-z0-9_-]")
+_INVALID_NAME_CHARACTERS = re.compile(r"[^A-Za-z0-9_-]")
 
 
 @dataclass(frozen=True)
@@ -54,81 +52,83 @@ class McpToolset(Toolset):
 
     def __init__(self, servers: Mapping[str, Any], others: Iterable[Tool] = ()) -> None:
         """Nothing is started yet. Raises: SettingsError for options that name no server, or without the package."""
-        require_module("mcp", "mcp", "options.mcp:")
-        self._servers = [_server_of(name, options) for name, options in servers.items()]
+        import_optional_package("mcp", "mcp", "options.mcp:")
+        self._servers = [_parse_server_options(name, options) for name, options in servers.items()]
         self._others = list(others)
-        self._session: _Session | None = None
+        self._session: _McpSession | None = None
         self._context = ()
         self._lock = threading.Lock()
-        self._listed: dict[str, Tool] | None = None
+        self._tools_by_name: dict[str, Tool] | None = None
 
     @property
     def _tools(self) -> dict[str, Tool]:  # type: ignore[override]
         """Tools by name, listed at the first need. Raises: EnvironmentFault where a server does not start."""
         with self._lock:
-            if self._listed is None:
-                found = [_without_session(tool) for tool in self._others]
-                session = _Session(self._servers)
+            if self._tools_by_name is None:
+                found = [_ignore_session(tool) for tool in self._others]
+                session = _McpSession(self._servers)
                 try:
                     for server in self._servers:
-                        found += _tools_of(server, session.list(server), {tool.name for tool in found})
+                        found += _build_server_tools(
+                            server, session.list_tools(server), {tool.name for tool in found}
+                        )
                 finally:
                     session.close()
-                self._listed = {tool.name: tool for tool in found}
-            return self._listed
+                self._tools_by_name = {tool.name: tool for tool in found}
+            return self._tools_by_name
 
-    def session(self) -> Toolset:
+    def open_session(self) -> Toolset:
         """The tools with a session of their own, opened by the first call."""
-        bound = _Bound(self._tools, _Session(self._servers))
+        bound = _EpisodeToolset(self._tools, _McpSession(self._servers))
         return bound
 
 
-class _Bound(Toolset):
+class _EpisodeToolset(Toolset):
     """The tools of one episode."""
 
-    def __init__(self, tools: dict[str, Tool], session: _Session) -> None:
-        self._tools, self._context, self._own = tools, (session,), session
+    def __init__(self, tools: dict[str, Tool], session: _McpSession) -> None:
+        self._tools, self._context, self._session = tools, (session,), session
 
     def close(self) -> None:
         """End the session."""
-        self._own.close()
+        self._session.close()
 
 
-class _Session:
+class _McpSession:
     """Connections to some servers, opened one by one when they are needed. Thread-safe."""
 
     def __init__(self, servers: Sequence[_ServerOptions]) -> None:
         self._servers = {server.name: server for server in servers}
-        self._open: dict[str, _ServerConnection] = {}
+        self._connections: dict[str, _ServerConnection] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def call(self, server: str, tool: str, arguments: dict[str, Any]) -> str:
+    def call_tool(self, server: str, tool: str, arguments: dict[str, Any]) -> str:
         """Text of a tool's result. Raises: EnvironmentFault where the server does not start; _ToolFailed."""
-        return self._connection(server).call(tool, arguments)
+        return self._open_connection(server).call_tool(tool, arguments)
 
-    def list(self, server: _ServerOptions) -> list[Any]:
+    def list_tools(self, server: _ServerOptions) -> list[Any]:
         """The server's tools."""
-        return self._connection(server.name).list()
+        return self._open_connection(server.name).list_tools()
 
     def close(self) -> None:
         """Tell every server that this was all; nothing is waited for."""
         with self._lock:
             self._is_closed = True
-            connections, self._open = list(self._open.values()), {}
+            connections, self._connections = list(self._connections.values()), {}
         for connection in connections:
             connection.close()
 
-    def _connection(self, name: str) -> _ServerConnection:
+    def _open_connection(self, name: str) -> _ServerConnection:
         with self._lock:
             if self._is_closed:
                 raise EnvironmentFault(f"MCP server '{name}': the episode is over")
-            if name not in self._open:
-                self._open[name] = _ServerConnection(self._servers[name])
-            return self._open[name]
+            if name not in self._connections:
+                self._connections[name] = _ServerConnection(self._servers[name])
+            return self._connections[name]
 
 
-class _ToolFailed(Exception):
+class _ToolCallFailed(Exception):
     """A call that failed; the message is shown to the policy."""
 
 
@@ -137,44 +137,50 @@ class _ServerConnection:
 
     def __init__(self, server: _ServerOptions) -> None:
         """Blocks until the server answers. Raises: EnvironmentFault."""
-        self._server, self._loop = server, _event_loop()
+        self._server, self._loop = server, _ensure_event_loop()
         is_linux = hasattr(os, "memfd_create")  # elsewhere what the server says is dropped
-        self._said = os.memfd_create("stderr") if is_linux else os.open(os.devnull, os.O_RDWR)
-        weakref.finalize(self, os.close, self._said)
+        self._stderr_fd = os.memfd_create("stderr") if is_linux else os.open(os.devnull, os.O_RDWR)
+        weakref.finalize(self, os.close, self._stderr_fd)
         self._client: Any = None
         self._stop: asyncio.Event | None = None
-        ready: asyncio.Future[None] = _run(self._loop, _new_future())
-        task = asyncio.run_coroutine_threadsafe(self._live(ready), self._loop)
-        _running.add(task)
+        ready: asyncio.Future[None] = _run_in_loop(self._loop, _create_future())
+        task = asyncio.run_coroutine_threadsafe(self._run_connection(ready), self._loop)
+        _connection_futures.add(task)
         try:
-            _run(self._loop, asyncio.wait_for(asyncio.shield(ready), server.start_timeout_s))
+            _run_in_loop(
+                self._loop, asyncio.wait_for(asyncio.shield(ready), server.start_timeout_s)
+            )
         except BaseException as error:
             task.cancel()  # it may still wait for the server
-            found = _reason(error)
+            found = _format_error_reason(error)
             if isinstance(error, TimeoutError):
                 found = f"it did not answer within {server.start_timeout_s:g} s (start_timeout_s)"
-            if words := _last_words(self._said):
+            if words := _read_last_stderr_line(self._stderr_fd):
                 found += f"; its last words: {words}"
             place = " ".join(server.command) or server.url
-            raise EnvironmentFault(f"MCP server '{server.name}' ({place}) cannot be used: {found}") from error
+            raise EnvironmentFault(
+                f"MCP server '{server.name}' ({place}) cannot be used: {found}"
+            ) from error
 
-    def call(self, tool: str, arguments: dict[str, Any]) -> str:
+    def call_tool(self, tool: str, arguments: dict[str, Any]) -> str:
         """Text of a result. Raises: _ToolFailed."""
         seconds = self._server.timeout_s
         with contextlib.suppress(OSError):
-            os.ftruncate(self._said, 0)  # it takes memory
+            os.ftruncate(self._stderr_fd, 0)  # it takes memory
         try:
-            result = _run(self._loop, asyncio.wait_for(self._client.call_tool(tool, arguments), seconds))
+            result = _run_in_loop(
+                self._loop, asyncio.wait_for(self._client.call_tool(tool, arguments), seconds)
+            )
         except TimeoutError:
-            raise _ToolFailed(f"{tool} did not answer within {seconds:g} seconds") from None
+            raise _ToolCallFailed(f"{tool} did not answer within {seconds:g} seconds") from None
         except Exception as error:
-            raise _ToolFailed(_reason(error)) from error
-        text = _text_of(result)
+            raise _ToolCallFailed(_format_error_reason(error)) from error
+        text = _extract_result_text(result)
         if getattr(result, "is_error", None) or getattr(result, "isError", None):
-            raise _ToolFailed(text)
+            raise _ToolCallFailed(text)
         return text
 
-    def list(self) -> list[Any]:
+    def list_tools(self) -> list[Any]:
         """All tools, page by page. Raises: EnvironmentFault."""
 
         async def pages() -> list[Any]:
@@ -189,160 +195,207 @@ class _ServerConnection:
             return found
 
         try:
-            return _run(self._loop, asyncio.wait_for(pages(), self._server.start_timeout_s))
+            return _run_in_loop(self._loop, asyncio.wait_for(pages(), self._server.start_timeout_s))
         except Exception as error:
-            raise EnvironmentFault(f"MCP server '{self._server.name}' lists no tools: {_reason(error)}") from error
+            raise EnvironmentFault(
+                f"MCP server '{self._server.name}' lists no tools: {_format_error_reason(error)}"
+            ) from error
 
     def close(self) -> None:
         """Ask the task to end."""
-        self._loop.call_soon_threadsafe(lambda: self._stop.set() if self._stop is not None else None)
+        self._loop.call_soon_threadsafe(
+            lambda: self._stop.set() if self._stop is not None else None
+        )
 
-    async def _live(self, ready: asyncio.Future[None]) -> None:
+    async def _run_connection(self, ready: asyncio.Future[None]) -> None:
         self._stop = asyncio.Event()
         try:
             async with AsyncExitStack() as stack:
-                self._client = await stack.enter_async_context(_client(self._server, self._said))
+                self._client = await stack.enter_async_context(
+                    _create_client(self._server, self._stderr_fd)
+                )
                 if not ready.done():
                     ready.set_result(None)
                 await self._stop.wait()
         except BaseException as error:
             if not ready.done():
-                ready.set_exception(error if isinstance(error, Exception) else EnvironmentFault(repr(error)))
+                ready.set_exception(
+                    error if isinstance(error, Exception) else EnvironmentFault(repr(error))
+                )
             if not isinstance(error, Exception):
                 raise
 
 
-def _client(server: _ServerOptions, said: int) -> Any:
+def _create_client(server: _ServerOptions, stderr_fd: int) -> Any:
     """The package's client of a server. `said`: descriptor for what the server writes to standard error."""
     import mcp
 
     if server.url:
         return mcp.Client(server.url)
     parameters = mcp.StdioServerParameters(
-        command=server.command[0], args=list(server.command[1:]), env=dict(server.env), cwd=server.cwd
+        command=server.command[0],
+        args=list(server.command[1:]),
+        env=dict(server.env),
+        cwd=server.cwd,
     )
-    return mcp.Client(mcp.stdio_client(parameters, errlog=os.fdopen(said, "w", closefd=False)))
+    return mcp.Client(mcp.stdio_client(parameters, errlog=os.fdopen(stderr_fd, "w", closefd=False)))
 
 
-async def _new_future() -> asyncio.Future[None]:
+async def _create_future() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
 
 
-_running: set[Any] = set()  # futures of connections, waited for at the end of the process
+_connection_futures: set[Any] = (
+    set()
+)  # futures of connections, waited for at the end of the process
 _loop_lock = threading.Lock()
 
 
 @functools.cache
-def _started_loop() -> asyncio.AbstractEventLoop:
+def _start_event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="MCP sessions").start()
-    atexit.register(_end_sessions)
+    atexit.register(_cancel_sessions)
     return loop
 
 
-def _event_loop() -> asyncio.AbstractEventLoop:
+def _ensure_event_loop() -> asyncio.AbstractEventLoop:
     """The event loop of all sessions, in a thread of its own."""
     with _loop_lock:
-        _running.difference_update([future for future in _running if future.done()])
-        return _started_loop()
+        _connection_futures.difference_update(
+            [future for future in _connection_futures if future.done()]
+        )
+        return _start_event_loop()
 
 
-def _end_sessions() -> None:
+def _cancel_sessions() -> None:
     """Cancel what is still open, and give servers time to end."""
-    pending = [future for future in _running if not future.done()]
+    pending = [future for future in _connection_futures if not future.done()]
     for future in pending:
         future.cancel()
 
 
-def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run_coroutine_threadsafe(work, loop).result()
+def _run_in_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
 
-def _last_words(said: int) -> str:
+def _read_last_stderr_line(stderr_fd: int) -> str:
     """The last line that a server wrote to standard error."""
-    size = os.fstat(said).st_size
-    lines = os.pread(said, 4096, max(0, size - 4096)).decode(errors="replace").strip().splitlines()
+    size = os.fstat(stderr_fd).st_size
+    lines = (
+        os.pread(stderr_fd, 4096, max(0, size - 4096)).decode(errors="replace").strip().splitlines()
+    )
     return lines[-1].strip()[:300] if lines else ""
 
 
-def _reason(error: BaseException) -> str:
+def _format_error_reason(error: BaseException) -> str:
     """Message of an error, the first one of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error)[:500] or type(error).__name__
 
 
-def _text_of(result: Any) -> str:
+def _extract_result_text(result: Any) -> str:
     """Text parts of a result; structured content where there is none; other kinds by name."""
-    parts = [getattr(part, "text", None) or f"[{getattr(part, 'type', 'content')}]" for part in result.content]
-    structured = getattr(result, "structured_content", None) or getattr(result, "structuredContent", None)
+    parts = [
+        getattr(part, "text", None) or f"[{getattr(part, 'type', 'content')}]"
+        for part in result.content
+    ]
+    structured = getattr(result, "structured_content", None) or getattr(
+        result, "structuredContent", None
+    )
     if not parts and structured is not None:
         return json.dumps(structured)
     return "\n".join(parts)
 
 
-def _tools_of(server: _ServerOptions, listed: Sequence[Any], taken: set[str]) -> list[Tool]:
+def _build_server_tools(
+    server: _ServerOptions, listed: Sequence[Any], used_names: set[str]
+) -> list[Tool]:
     """Tools of a server that the options ask for. Raises: SettingsError for a name that it does not have."""
     known = {tool.name: tool for tool in listed}
     for name in server.tools or ():
         if name not in known:
-            raise SettingsError(f"options.mcp.{server.name}.tools: no tool '{name}'; {nearest(name, known)}")
+            raise SettingsError(
+                f"options.mcp.{server.name}.tools: no tool '{name}'; {suggest_name(name, known)}"
+            )
     found: list[Tool] = []
     for name, tool in known.items():
         if server.tools is not None and name not in server.tools:
             continue
         schema = getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None) or {}
         definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        properties = {key: {**value, **definitions} for key, value in schema.get("properties", {}).items()}
-        shown = _UNNAMED.sub("_", name)[:64]
-        if shown in taken:
-            shown = f"{_UNNAMED.sub('_', server.name)}_{shown}"[:64]
+        properties = {
+            key: {**value, **definitions} for key, value in schema.get("properties", {}).items()
+        }
+        shown = _INVALID_NAME_CHARACTERS.sub("_", name)[:64]
+        if shown in used_names:
+            shown = f"{_INVALID_NAME_CHARACTERS.sub('_', server.name)}_{shown}"[:64]
         required = schema.get("required", ())
         found.append(
             Tool(
                 shown,
                 tool.description or name,
                 properties,
-                functools.partial(_call, server.name, name),
+                functools.partial(_call_session_tool, server.name, name),
                 optional=tuple(key for key in properties if key not in required),
-                waits=True,
+                is_blocking=True,
             )
         )
     return found
 
 
-def _call(server: str, tool: str, session: _Session, /, **arguments: Any) -> str:
-    return session.call(server, tool, arguments)
+def _call_session_tool(server: str, tool: str, session: _McpSession, /, **arguments: Any) -> str:
+    return session.call_tool(server, tool, arguments)
 
 
-def _without_session(tool: Tool) -> Tool:
+def _ignore_session(tool: Tool) -> Tool:
     """The tool, called without the session that the toolset is bound to."""
 
-    def function(_: _Session, /, **arguments: Any) -> Any:
+    def function(_: _McpSession, /, **arguments: Any) -> Any:
         return tool.function(**arguments)
 
     return Tool(
-        tool.name, tool.description, tool.parameters, function, tool.timeout_s, tool.max_output_chars, tool.optional
+        tool.name,
+        tool.description,
+        tool.parameters,
+        function,
+        tool.timeout_s,
+        tool.max_output_chars,
+        tool.optional,
     )
 
 
-def _server_of(name: str, options: Any) -> _ServerOptions:
+def _parse_server_options(name: str, options: Any) -> _ServerOptions:
     place = f"options.mcp.{name}"
     if not isinstance(options, Mapping):
         raise SettingsError(f"{place}: must be {{command: [PROGRAM, ...]}} or {{url: ADDRESS}}")
     for key in options:
         if key not in _OPTIONS:
-            raise SettingsError(f"{place}.{key}: no such option; {nearest(key, _OPTIONS)}")
+            raise SettingsError(f"{place}.{key}: no such option; {suggest_name(key, _OPTIONS)}")
     command, url = options.get("command", ()), options.get("url", "")
     command = command.split() if isinstance(command, str) else command
-    if bool(command) == bool(url) or not all(isinstance(word, str) for word in command) or not isinstance(url, str):
+    if (
+        bool(command) == bool(url)
+        or not all(isinstance(word, str) for word in command)
+        or not isinstance(url, str)
+    ):
         raise SettingsError(f"{place}: give either command, a list of words, or url")
-    limits = {key: options.get(key, default) for key, default in (("timeout_s", 30.0), ("start_timeout_s", 60.0))}
+    limits = {
+        key: options.get(key, default)
+        for key, default in (("timeout_s", 30.0), ("start_timeout_s", 60.0))
+    }
     for key, value in limits.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
             raise SettingsError(f"{place}.{key}: {value!r} must be a number of seconds above 0")
     wanted = options.get("tools")
     return _ServerOptions(
-        name, tuple(command), url, {str(k): str(v) for k, v in (options.get("env") or {}).items()}, options.get("cwd"),
-        None if wanted is None else tuple(wanted), float(limits["timeout_s"]), float(limits["start_timeout_s"]),
-    )  # fmt: skip
+        name,
+        tuple(command),
+        url,
+        {str(k): str(v) for k, v in (options.get("env") or {}).items()},
+        options.get("cwd"),
+        None if wanted is None else tuple(wanted),
+        float(limits["timeout_s"]),
+        float(limits["start_timeout_s"]),
+    )

@@ -8,10 +8,8 @@ from types import ModuleType
 
 from rl_core.errors import SettingsError
 
-__all__ = ["require", "require_module"]
 
-
-def require(package: str, environment: str, user: str | None = None) -> None:
+def require_package(package: str, environment: str, user: str | None = None) -> None:
     """Raise SettingsError with install instructions if `package` is missing. Nothing is imported.
 
     `user`: the part that needs it, where that is not the environment; the extra is named as `environment` is.
@@ -28,9 +26,9 @@ def require(package: str, environment: str, user: str | None = None) -> None:
         )
 
 
-def require_module(package: str, environment: str, user: str | None = None) -> ModuleType:
+def import_optional_package(package: str, environment: str, user: str | None = None) -> ModuleType:
     """The imported package. Raises: SettingsError as `require` does, and if the import fails."""
-    require(package, environment, user)
+    require_package(package, environment, user)
     try:
         return importlib.import_module(package)
     except ImportError as error:

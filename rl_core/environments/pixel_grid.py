@@ -1,4 +1,9 @@
-"""`pixel_grid`: questions about a hidden image, with tools that reveal parts of it.
+"""Imperfect demonstrator of `pixel_grid`: its actions and mistakes per kind of question.
+
+After a tool call it mostly reads its answer off the observation, so the right answer is within reach of a policy that
+imitates it.
+
+`pixel_grid`: questions about a hidden image, with tools that reveal parts of it.
 
     user    colour at row 2 column 3?
     policy  zoom 2 3
@@ -11,21 +16,219 @@ Levels differ in grid size, in the tool a question needs, and in the number of t
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.environments.demonstrator import DemonstratedQuestions, MistakenDemonstration
-from rl_core.environments.pixel_grid_demonstrator import plan
-from rl_core.environments.pixel_grid_questions import COLOURS, Cell, Grid, Line, Question, draw
-from rl_core.environments.pixel_grid_render import draw_grid
-from rl_core.environments.tool_question import ANSWER_WORD, Costs, QuestionEpisode
+from rl_core.environments.pixel_grid_questions import (
+    COLOURS,
+    GridCell,
+    GridLine,
+    GridQuestion,
+    PixelGridImage,
+    draw_question,
+    render_grid,
+)
+from rl_core.environments.question_episodes import (
+    ANSWER_WORD,
+    DemonstratedQuestionEnvironment,
+    MistakenDemonstration,
+    QuestionCosts,
+    QuestionEpisode,
+    choose_mistake,
+)
 from rl_core.environments.tools import CallFormat, Tool, Toolset
 from rl_core.types import ToolCall
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["PixelGrid", "PixelGridEpisode"]
+
+# Mistakes by kind of question, the main one first. None is a correct look followed by a wrong comparison: from
+# contradictory comparisons a small policy learns none at all, and RL has nothing to build on.
+MISTAKES: dict[str, tuple[str, ...]] = {
+    "colour": ("transposed", "too_far", "no_look", "wrong_attribute"),
+    "digit": ("transposed", "too_far", "no_look", "wrong_attribute"),
+    "count": ("wrong_line", "too_far", "no_look", "miscounted"),
+    "last": ("wrong_line", "too_far", "no_look", "wrong_attribute"),
+    "larger": ("transposed", "one_side", "no_look"),
+    "most": ("wrong_line", "one_side", "no_look"),
+    "pointer": ("stopped_early", "wrong_line", "no_look", "wrong_attribute"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DemonstrationPlan:
+    """Calls, answer and mistake of the demonstrator in one episode."""
+
+    calls: list[ToolCall]
+    answer: str
+    mistake: str  # "" = none
+
+
+def plan_demonstration(
+    grid: PixelGridImage, question: GridQuestion, rng: random.Random, *, skill: float, habit: float
+) -> DemonstrationPlan:
+    """Random plan for a question."""
+    mistakes = MISTAKES[question.kind]
+    mistake = choose_mistake(
+        rng, mistakes, skill=skill, habit=habit, tempting=is_tempting_question(question)
+    )
+    if mistake == mistakes[0] and not _can_make_mistake(mistake, question):
+        mistake = mistakes[1]
+    calls, answer = _PLANNERS[question.kind](grid, question, mistake, rng)
+    return DemonstrationPlan(calls, answer, mistake)
+
+
+def is_tempting_question(question: GridQuestion) -> bool:
+    """True if a question invites the main mistake of its kind (half of all do).
+
+    Questions about one line do if it is a column, since the demonstrator reads along rows; others do if their first
+    number is even.
+    """
+    if len(question.lines) == 1:
+        return question.lines[0][0] == "column"
+    first = question.cells[0][0] if question.cells else question.lines[0][1]
+    return first % 2 == 0
+
+
+def _can_make_mistake(mistake: str, question: GridQuestion) -> bool:
+    """False for a transposed cell on the diagonal, and for a row mistaken for a column (only the reverse is made).
+
+    With swaps in both directions a policy would learn no link between the word in the question and the word in the
+    call, and RL would have nothing to build on.
+    """
+    if mistake == "transposed":
+        row, column = question.cells[0]
+        return row != column
+    return mistake != "wrong_line" or question.kind == "most" or question.lines[0][0] == "column"
+
+
+def _build_zoom_call(cell: GridCell) -> ToolCall:
+    return ToolCall("zoom", {"row": cell[0], "column": cell[1]})
+
+
+def _build_count_call(colour: str, line: GridLine) -> ToolCall:
+    return ToolCall("count", {"colour": colour, "line": line[0], "number": line[1]})
+
+
+def _build_scan_call(line: GridLine) -> ToolCall:
+    return ToolCall("scan", {"line": line[0], "number": line[1]})
+
+
+def _shift_index(grid: PixelGridImage, number: int) -> int:
+    """Next index, or the previous one at the edge."""
+    return number + 1 if number < grid.size else number - 1
+
+
+def _swap_line_type(line: GridLine) -> GridLine:
+    return ("column" if line[0] == "row" else "row"), line[1]
+
+
+def _plan_cell(
+    grid: PixelGridImage, question: GridQuestion, mistake: str, rng: random.Random
+) -> tuple[list[ToolCall], str]:
+    wants_colour = question.kind == "colour"
+    if mistake == "no_look":
+        return [], rng.choice(COLOURS) if wants_colour else str(rng.randrange(10))
+    row, column = question.cells[0]
+    cell = {"transposed": (column, row), "too_far": (row, _shift_index(grid, column))}.get(
+        mistake, (row, column)
+    )
+    colour, digit = grid.read_cell(*cell)
+    return [_build_zoom_call(cell)], colour if wants_colour != (
+        mistake == "wrong_attribute"
+    ) else str(digit)
+
+
+def _plan_count(
+    grid: PixelGridImage, question: GridQuestion, mistake: str, rng: random.Random
+) -> tuple[list[ToolCall], str]:
+    line, colour = question.lines[0], question.colour
+    if mistake == "no_look":
+        return [], str(rng.randint(0, 4))
+    if mistake == "miscounted":  # scans the line and counts by itself, off by one
+        return [_build_scan_call(line)], str(
+            abs(grid.count_colour(colour, *line) + rng.choice((-1, 1)))
+        )
+    line = {
+        "wrong_line": _swap_line_type(line),
+        "too_far": (line[0], _shift_index(grid, line[1])),
+    }.get(mistake, line)
+    return [_build_count_call(colour, line)], str(grid.count_colour(colour, *line))
+
+
+def _plan_last(
+    grid: PixelGridImage, question: GridQuestion, mistake: str, rng: random.Random
+) -> tuple[list[ToolCall], str]:
+    line = question.lines[0]
+    if mistake == "no_look":
+        return [], rng.choice(COLOURS)
+    line = {
+        "wrong_line": _swap_line_type(line),
+        "too_far": (line[0], _shift_index(grid, line[1])),
+    }.get(mistake, line)
+    colour, digit = grid.read_line_cells(*line)[-1]
+    return [_build_scan_call(line)], str(digit) if mistake == "wrong_attribute" else colour
+
+
+def _plan_larger(
+    grid: PixelGridImage, question: GridQuestion, mistake: str, rng: random.Random
+) -> tuple[list[ToolCall], str]:
+    if mistake == "no_look":
+        return [], str(rng.randrange(10))
+    first, second = question.cells
+    if mistake == "transposed":
+        first = first[1], first[0]
+    digits = [grid.read_cell(*first)[1], grid.read_cell(*second)[1]]
+    if mistake == "one_side":
+        return [_build_zoom_call(first)], str(digits[0])
+    return [_build_zoom_call(first), _build_zoom_call(second)], str(max(digits))
+
+
+def _plan_most(
+    grid: PixelGridImage, question: GridQuestion, mistake: str, rng: random.Random
+) -> tuple[list[ToolCall], str]:
+    if mistake == "no_look":
+        return [], str(rng.randint(0, 4))
+    colour, (first, second) = question.colour, question.lines
+    if mistake == "wrong_line":
+        first = _swap_line_type(first)
+    counts = [grid.count_colour(colour, *line) for line in (first, second)]
+    if mistake == "one_side":
+        return [_build_count_call(colour, first)], str(counts[0])
+    return [_build_count_call(colour, first), _build_count_call(colour, second)], str(max(counts))
+
+
+def _plan_pointer(
+    grid: PixelGridImage, question: GridQuestion, mistake: str, rng: random.Random
+) -> tuple[list[ToolCall], str]:
+    row, column = cell = question.cells[0]
+    if mistake == "no_look":
+        return [], rng.choice(COLOURS)
+    colour, digit = grid.read_cell(*cell)
+    if mistake == "stopped_early":
+        return [_build_zoom_call(cell)], colour
+    pointed = (digit, column) if mistake == "wrong_line" else (row, digit)
+    colour, digit = grid.read_cell(*pointed)
+    return [_build_zoom_call(cell), _build_zoom_call(pointed)], str(
+        digit
+    ) if mistake == "wrong_attribute" else colour
+
+
+_PLANNERS: dict[
+    str, Callable[[PixelGridImage, GridQuestion, str, random.Random], tuple[list[ToolCall], str]]
+] = {
+    "colour": _plan_cell,
+    "digit": _plan_cell,
+    "count": _plan_count,
+    "last": _plan_last,
+    "larger": _plan_larger,
+    "most": _plan_most,
+    "pointer": _plan_pointer,
+}
+
 
 # level: (cells per side, kinds of question). Sides are even so that half of all lines have an even number, on which the
 # demonstrator's mistakes depend.
@@ -40,45 +243,55 @@ SKILL = {"easy": 0.35, "medium": 0.35, "hard": 0.4}
 class PixelGridEpisode(QuestionEpisode):
     """One image and one question; `grid` and `question` are for analysis, the policy never sees them."""
 
-    def __init__(self, seed: int, level: str, grid: Grid, question: Question, **arguments: Any) -> None:
-        super().__init__(seed, level, kind=question.kind, prompt=question.prompt, target=question.target, **arguments)
+    def __init__(
+        self, seed: int, level: str, grid: PixelGridImage, question: GridQuestion, **arguments: Any
+    ) -> None:
+        super().__init__(
+            seed,
+            level,
+            kind=question.kind,
+            prompt=question.prompt,
+            target=question.target,
+            **arguments,
+        )
         self.grid, self.question = grid, question
         self.hidden = [grid.colours, grid.digits]
-        self._seen: set[Cell] = set()  # cells revealed by a call
-        self._counted: set[tuple[str, Line]] = set()  # colour and line of each count
+        self._seen: set[GridCell] = set()  # cells revealed by a call
+        self._counted: set[tuple[str, GridLine]] = set()  # colour and line of each count
 
-    def observe(self, call: ToolCall) -> None:
+    def observe_call(self, call: ToolCall) -> None:
         """Record the cells and counts revealed by a call."""
         named = call.arguments
         if call.name == "zoom":
             self._seen.add((named["row"], named["column"]))
         elif call.name == "scan":
-            self._seen.update(self.grid.places(named["line"], named["number"]))
+            self._seen.update(self.grid.list_line_coordinates(named["line"], named["number"]))
         else:
             self._counted.add((named["colour"], (named["line"], named["number"])))
 
-    def grounded(self) -> bool:
+    def is_answer_grounded(self) -> bool:
         """True if the calls revealed everything the question depends on."""
         question = self.question
         if question.kind in ("count", "most"):
             return all(
-                (question.colour, line) in self._counted or self._seen.issuperset(self.grid.places(*line))
+                (question.colour, line) in self._counted
+                or self._seen.issuperset(self.grid.list_line_coordinates(*line))
                 for line in question.lines
             )
         needed = set(question.cells)
         if question.kind == "last":
-            needed = {self.grid.places(*question.lines[0])[-1]}
+            needed = {self.grid.list_line_coordinates(*question.lines[0])[-1]}
         elif question.kind == "pointer":
             row, column = question.cells[0]
-            needed.add((row, self.grid.cell(row, column)[1]))
+            needed.add((row, self.grid.read_cell(row, column)[1]))
         return needed <= self._seen
 
     def image(self) -> np.ndarray:
         """Hidden image for display, uint8 [height, width, 3]."""
-        return draw_grid(self.grid)
+        return render_grid(self.grid)
 
 
-class PixelGrid(DemonstratedQuestions):
+class PixelGrid(DemonstratedQuestionEnvironment):
     """Questions about a hidden grid of coloured cells with digits."""
 
     name = "pixel_grid"
@@ -105,55 +318,66 @@ class PixelGrid(DemonstratedQuestions):
         super().__init__(
             data,
             Toolset([_ZOOM, _SCAN, _COUNT]),
-            costs=Costs(look=look_cost, misuse=misuse_cost, unsupported=unsupported_reward),
+            costs=QuestionCosts(look=look_cost, misuse=misuse_cost, unsupported=unsupported_reward),
             call_format=call_format,
-            instructions=_ENDING if instructions else None,
+            instructions=_ANSWER_INSTRUCTIONS if instructions else None,
             skill={**SKILL, **(skill or {})},
             habit=habit,
         )
         if instructions:
-            self._system = _HIDDEN + self._system
+            self._system = _IMAGE_INSTRUCTIONS + self._system
 
     def episode(self, seed: int, level: str) -> PixelGridEpisode:
         """Episode for a level and seed."""
         self.check_level(level)
         size, kinds = LEVELS[level]
-        grid, question = draw(random.Random(f"pixel_grid/{level}/{seed}"), size, kinds)
+        grid, question = draw_question(random.Random(f"pixel_grid/{level}/{seed}"), size, kinds)
         tools = self._tools.bind(grid)
-        return PixelGridEpisode(seed, level, grid, question, tools=tools, system=self._system, costs=self._costs)
+        return PixelGridEpisode(
+            seed, level, grid, question, tools=tools, system=self._system, costs=self._costs
+        )
 
     def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
         """Actions of the imperfect demonstrator."""
         episode = self.episode(seed, level)
         rng = random.Random(f"pixel_grid/demonstrator/{level}/{seed}")
-        planned = plan(episode.grid, episode.question, rng, skill=self.skill[level], habit=self.habit)
-        return self._act_out(episode, planned.calls, planned.answer, planned.mistake)
+        planned = plan_demonstration(
+            episode.grid, episode.question, rng, skill=self.skill[level], habit=self.habit
+        )
+        return self._demonstrate_calls(episode, planned.calls, planned.answer, planned.mistake)
 
 
-def _zoom(grid: Grid, row: int, column: int) -> str:
-    colour, digit = grid.cell(row, column)
+def _run_zoom(grid: PixelGridImage, row: int, column: int) -> str:
+    colour, digit = grid.read_cell(row, column)
     return f"{digit} {colour}"
 
 
-def _scan(grid: Grid, line: str, number: int) -> str:
-    return ", ".join(f"{digit} {colour}" for colour, digit in grid.line(line, number))
+def _run_scan(grid: PixelGridImage, line: str, number: int) -> str:
+    return ", ".join(f"{digit} {colour}" for colour, digit in grid.read_line_cells(line, number))
 
 
-def _count(grid: Grid, colour: str, line: str, number: int) -> str:
-    return str(grid.count(colour, line, number))
+def _run_count(grid: PixelGridImage, colour: str, line: str, number: int) -> str:
+    return str(grid.count_colour(colour, line, number))
 
 
-_ZOOM = Tool("zoom", "digit and colour of one cell", {"row": int, "column": int}, _zoom)
-_SCAN = Tool("scan", "all cells of one line (row or column) in order", {"line": str, "number": int}, _scan)
+_ZOOM = Tool("zoom", "digit and colour of one cell", {"row": int, "column": int}, _run_zoom)
+_SCAN = Tool(
+    "scan",
+    "all cells of one line (row or column) in order",
+    {"line": str, "number": int},
+    _run_scan,
+)
 _COUNT = Tool(
     "count",
     "how many cells of a colour one line (row or column) has",
     {"colour": str, "line": str, "number": int},
-    _count,
+    _run_count,
 )
 
-_HIDDEN = (
+_IMAGE_INSTRUCTIONS = (
     f"An image is hidden: a square grid of cells, each with a colour ({', '.join(COLOURS)}) and a digit. Rows and "
     f"columns count from 1. A cell points to the column of its own row that its digit names.\n"
 )
-_ENDING = f"When you know the answer, end with the line '{ANSWER_WORD} X': a colour or a number."
+_ANSWER_INSTRUCTIONS = (
+    f"When you know the answer, end with the line '{ANSWER_WORD} X': a colour or a number."
+)

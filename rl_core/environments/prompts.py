@@ -14,21 +14,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_core.data.prompt_files import PromptRows, read_prompt_rows, table_files
-from rl_core.environments.answer_checks import AnswerCheck, make_check
-from rl_core.environments.environment import HELDOUT_START, Demonstration, Environment, Episode, Step
-from rl_core.environments.heldout import digest, is_heldout
+from rl_core.data.records import PromptRows, list_table_files, read_prompt_rows
+from rl_core.environments.answer_checks import AnswerCheck, build_answer_check
+from rl_core.environments.environment import (
+    HELDOUT_START,
+    Demonstration,
+    Environment,
+    Episode,
+    Step,
+    compute_content_digest,
+    is_heldout,
+)
 from rl_core.environments.tools import CallFormat, Tool, Toolset
-from rl_core.errors import DataError, SettingsError, ToolMisuse, nearest
-from rl_core.importing import import_named
+from rl_core.errors import DataError, SettingsError, ToolMisuse, suggest_name
 from rl_core.types import Message
+from rl_core.user_code import import_object
 
-__all__ = ["Prompts"]
-
-ONE_LEVEL = "all"
+DEFAULT_LEVEL = "all"
 MAX_CALLS = 16  # of one turn
-_TARGETS = ("target", "answer")  # columns that are the right answer where no option says so
-Rows = Sequence[Mapping[str, Any]]
+_TARGET_COLUMNS = ("target", "answer")  # columns that are the right answer where no option says so
+PromptRowSequence = Sequence[Mapping[str, Any]]
 
 
 class PromptEpisode(Episode):
@@ -36,12 +41,12 @@ class PromptEpisode(Episode):
 
     def __init__(self, seed: int, level: str, row: Mapping[str, Any], environment: Prompts) -> None:
         super().__init__(seed, level)
-        self._messages = environment.opening(row)
+        self._messages = environment.build_opening_messages(row)
         self.prompt = self._messages[-1]["content"]
-        self.target = environment.target_of(row)
+        self.target = environment.read_target(row)
         self.kind = str(row.get("kind", ""))
         self.row = dict(row)
-        self._check, self._tools = environment.check, environment.tools_of_episode()
+        self._answer_check, self._tools = environment.check, environment.open_episode_tools()
 
     def reset(self) -> list[Message]:
         """The prompt, after the system message where there is one."""
@@ -57,13 +62,21 @@ class PromptEpisode(Episode):
             results = self._tools.run_all(calls)
             messages = [Message(role="tool", content=shown) for shown, _ in results]
             is_error = any(failed for _, failed in results)
-            info = {"failed_calls": [n for n, (_, failed) in enumerate(results) if failed]} if is_error else {}
-            return Step(messages, tool_call=calls[0], more_calls=calls[1:], is_error=is_error, info=info)
+            info = (
+                {"failed_calls": [n for n, (_, failed) in enumerate(results) if failed]}
+                if is_error
+                else {}
+            )
+            return Step(
+                messages, tool_call=calls[0], more_calls=calls[1:], is_error=is_error, info=info
+            )
         self.close()
-        if self._check is None:
+        if self._answer_check is None:
             return Step(terminated=True, answer=text)
-        score = self._check.score(text, self.target, self.row)
-        return Step(reward=score, terminated=True, answer=text, success=score >= 1, info={"score": score})
+        score = self._answer_check.score_action(text, self.target, self.row)
+        return Step(
+            reward=score, terminated=True, answer=text, success=score >= 1, info={"score": score}
+        )
 
     def close(self) -> None:
         """End the tools' sessions."""
@@ -79,8 +92,8 @@ class Prompts(Environment):
 
     def __init__(
         self,
-        rows: Rows | None = None,
-        heldout: Rows | float | str | None = None,
+        rows: PromptRowSequence | None = None,
+        heldout: PromptRowSequence | float | str | None = None,
         *,
         path: str | None = None,
         files: str | None = None,
@@ -123,19 +136,28 @@ class Prompts(Environment):
         Raises: SettingsError; DataError where there is no row, or some rows have a level and others none.
         """
         super().__init__(data)
-        self._prompt, self._target, self._level, self._demonstrations = prompt, target, level, demonstrations
-        self.check = _check_of(verifier)
+        self._prompt, self._target, self._level, self._demonstrations = (
+            prompt,
+            target,
+            level,
+            demonstrations,
+        )
+        self.check = _build_verifier(verifier)
         self.knows_success = self.check is not None
-        self._tools = _toolset(tools, mcp)
+        self._tools = _build_toolset(tools, mcp)
         self._has_tools = bool(mcp) or bool(self._tools.tools)
-        self._told, self._call_format, self._describe_tools = system, call_format, describe_tools
+        self._system_option, self._call_format, self._describe_tools = (
+            system,
+            call_format,
+            describe_tools,
+        )
         self._report: dict[str, Any] = {}
-        reader = functools.partial(_read, prompt, on_bad_row, max_rows)
-        self._rows = self._split(rows, heldout, path, reader, files, revision)
+        reader = functools.partial(_read_rows_cached, prompt, on_bad_row, max_rows)
+        self._rows = self._split_rows(rows, heldout, path, reader, files, revision)
         every = [row for part in self._rows.values() for row in part]
         self.columns = tuple(dict.fromkeys(name for row in every for name in row))
-        self._check_options()
-        self.levels = _levels_of([row.get(level) for row in every], level)
+        self._check_column_options()
+        self.levels = _list_levels([row.get(level) for row in every], level)
         self._seeds = {
             (split, one): [
                 seed
@@ -149,7 +171,7 @@ class Prompts(Environment):
         self.blocking = waits or bool(self.check is not None and self.check.blocking)
 
     @classmethod
-    def named_code(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def list_code_paths(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
         """The tools."""
         named = options.get("tools")
         paths = named if isinstance(named, list) else [named]
@@ -159,42 +181,44 @@ class Prompts(Environment):
     def _system(self) -> str:
         """System message: the option's, and the description of the tools, for which MCP servers are asked."""
         if not self._has_tools or not self._describe_tools:
-            return self._told
-        described = self._tools.instructions(self._call_format, 1 if self._call_format == "line" else MAX_CALLS)
-        return "\n\n".join(part for part in (self._told, described) if part)
+            return self._system_option
+        described = self._tools.describe_tools(
+            self._call_format, 1 if self._call_format == "line" else MAX_CALLS
+        )
+        return "\n\n".join(part for part in (self._system_option, described) if part)
 
     @property
     def tools(self) -> Toolset:
         """Those of the options."""
         return self._tools
 
-    def tools_of_episode(self) -> Toolset:
+    def open_episode_tools(self) -> Toolset:
         """The tools with sessions of their own."""
-        return self._tools.session()
+        return self._tools.open_session()
 
     def episode(self, seed: int, level: str) -> Episode:
         """The row of that seed."""
         self.check_level(level)
-        return PromptEpisode(seed, level, self._row(seed), self)
+        return PromptEpisode(seed, level, self._find_row(seed), self)
 
-    def opening(self, row: Mapping[str, Any]) -> list[Message]:
+    def build_opening_messages(self, row: Mapping[str, Any]) -> list[Message]:
         """Opening messages of a row."""
-        messages = _messages(row)
+        messages = _read_prompt_messages(row)
         if self._system and messages[0]["role"] == "system":
             first = Message(role="system", content=f"{messages[0]['content']}\n\n{self._system}")
             return [first, *messages[1:]]
         return [Message(role="system", content=self._system)] * bool(self._system) + messages
 
-    def target_of(self, row: Mapping[str, Any]) -> str:
+    def read_target(self, row: Mapping[str, Any]) -> str:
         """Right answer of a row as text; "" = it has none."""
-        columns = (self._target,) if self._target is not None else _TARGETS
+        columns = (self._target,) if self._target is not None else _TARGET_COLUMNS
         return next((str(row[name]) for name in columns if row.get(name) is not None), "")
 
     def demonstration(self, seed: int, level: str) -> Demonstration | None:
         """The row's answer in the column of demonstrations. Raises: DataError for a row without one."""
         if self._demonstrations is None:
             return None
-        row = self._row(seed)
+        row = self._find_row(seed)
         answer = row.get(self._demonstrations)
         if isinstance(answer, str) and answer.strip():
             answer = [Message(role="assistant", content=answer)]
@@ -203,9 +227,15 @@ class Prompts(Environment):
                 f"options.demonstrations: the column '{self._demonstrations}' of the row of "
                 f"{str(row['prompt'])[:60]!r} holds no answer (text, or messages that end with the assistant's)"
             )
-        return Demonstration([*self.opening(row), *answer], level, str(row.get("kind", "")), seed, True)
+        return Demonstration(
+            [*self.build_opening_messages(row), *answer],
+            level,
+            str(row.get("kind", "")),
+            seed,
+            True,
+        )
 
-    def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
+    def prepare_data(self, folder: Path, seed: int) -> dict[str, Any]:
         """Summary of what was read, for the data stage; the rows stay where they are."""
         counts = {f"num_{split}_rows": len(part) for split, part in self._rows.items()}
         return {**self._report, **counts, "levels": list(self.levels)} if self._report else {}
@@ -220,39 +250,45 @@ class Prompts(Environment):
         self.check_level(level)
         return self._seeds[split, level]
 
-    def heldout_levels(self) -> list[tuple[str, int]]:
+    def list_heldout_episodes(self) -> list[tuple[str, int]]:
         """(level, seed) of every held-out row, in order."""
         found = {seed: level for level in self.levels for seed in self._seeds["heldout", level]}
         return [(found[seed], seed) for seed in self.seeds("heldout")]
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def _row(self, seed: int) -> Mapping[str, Any]:
-        part, index = ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
+    def _find_row(self, seed: int) -> Mapping[str, Any]:
+        part, index = (
+            ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
+        )
         if not 0 <= index < len(self._rows[part]):
             raise SettingsError(f"seed {seed}: there are {len(self._rows[part])} {part} rows")
         return self._rows[part][index]
 
-    def _split(
+    def _split_rows(
         self,
-        rows: Rows | None,
-        heldout: Rows | float | str | None,
+        rows: PromptRowSequence | None,
+        heldout: PromptRowSequence | float | str | None,
         path: str | None,
         read: Callable[..., PromptRows],
         files: str | None,
         revision: str | None,
-    ) -> dict[str, Rows]:
+    ) -> dict[str, PromptRowSequence]:
         """Training and held-out rows."""
         if (rows is None) == (path is None):
             found = "both are given" if path is not None else "neither is given"
-            raise SettingsError(f"options.path: {found}; name a file of rows with a prompt, or hand in rows")
+            raise SettingsError(
+                f"options.path: {found}; name a file of rows with a prompt, or hand in rows"
+            )
         if path is not None:
             records = read(path, files, revision)
             rows = records.rows
             self._report = {
-                "files": records.files, "digest": records.digest, "num_rows": records.num_rows,
+                "files": records.files,
+                "digest": records.digest,
+                "num_rows": records.num_rows,
                 "num_skipped": records.num_skipped,
-            }  # fmt: skip
+            }
             heldout = 0.1 if heldout is None else heldout
         if not rows:
             raise DataError("prompts: there is no row to train on")
@@ -260,19 +296,32 @@ class Prompts(Environment):
             return {"train": rows, "heldout": read(heldout, None, None).rows}
         if isinstance(heldout, int | float):
             if not 0 <= heldout < 1:
-                raise SettingsError(f"options.heldout: {heldout} must be a share from 0 to below 1, or a file")
+                raise SettingsError(
+                    f"options.heldout: {heldout} must be a share from 0 to below 1, or a file"
+                )
             self.splits_itself = heldout > 0
-            return self._by_content(rows, heldout)
+            return self._split_by_content(rows, heldout)
         return {"train": rows, "heldout": heldout or ()}
 
-    def _by_content(self, rows: Rows, share: float) -> dict[str, Rows]:
+    def _split_by_content(
+        self, rows: PromptRowSequence, share: float
+    ) -> dict[str, PromptRowSequence]:
         """Rows split by the digest of their question, at least one question of each level on either side."""
         if not share:
             return {"train": rows, "heldout": ()}
-        keys = [digest([[m["role"], m["content"]] for m in _messages(row)]) for row in rows]
+        keys = [
+            compute_content_digest([[m["role"], m["content"]] for m in _read_prompt_messages(row)])
+            for row in rows
+        ]
         held = {key for key in keys if is_heldout(key, share)}
         for level in dict.fromkeys(str(row.get(self._level)) for row in rows):
-            own = sorted({key for key, row in zip(keys, rows, strict=True) if str(row.get(self._level)) == level})
+            own = sorted(
+                {
+                    key
+                    for key, row in zip(keys, rows, strict=True)
+                    if str(row.get(self._level)) == level
+                }
+            )
             if len(own) > 1 and held.isdisjoint(own):
                 held.add(own[0])
             elif len(own) > 1 and held.issuperset(own):
@@ -287,7 +336,7 @@ class Prompts(Environment):
             parts["heldout" if key in held else "train"].append(row)
         return {name: part for name, part in parts.items()}
 
-    def _check_options(self) -> None:
+    def _check_column_options(self) -> None:
         """Columns that the options name are there. Raises: SettingsError."""
         assert self.columns is not None
         named = {"target": self._target, "demonstrations": self._demonstrations}
@@ -298,37 +347,46 @@ class Prompts(Environment):
                 known = ", ".join(self.columns)
                 raise SettingsError(
                     f"options.{option}: no row has a column '{column}', they have {known}; "
-                    f"{nearest(column, self.columns)}"
+                    f"{suggest_name(column, self.columns)}"
                 )
         if self.check is None:
             return
         self.check.check_columns(self.columns)
-        if self.check.needs_target and self._target is None and not set(_TARGETS) & set(self.columns):
+        if (
+            self.check.needs_target
+            and self._target is None
+            and not set(_TARGET_COLUMNS) & set(self.columns)
+        ):
             raise SettingsError(
                 f"options.target: the verifier '{self.check.name}' compares with the right answer; name its column, "
                 f"one of {', '.join(self.columns)}"
             )
 
 
-def _messages(row: Mapping[str, Any]) -> list[Message]:
+def _read_prompt_messages(row: Mapping[str, Any]) -> list[Message]:
     prompt = row["prompt"]
     return [Message(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
 
 
-def _read(
-    prompt: str, on_bad_row: str, max_rows: int | None, path: str, files: str | None, revision: str | None
+def _read_rows_cached(
+    prompt: str,
+    on_bad_row: str,
+    max_rows: int | None,
+    path: str,
+    files: str | None,
+    revision: str | None,
 ) -> PromptRows:
     """Rows of a path, read once in a process as long as no file changes. Raises: SettingsError, DataError."""
     place = Path(path).expanduser()
     stamps: tuple[Any, ...] = ()
     if place.exists() and revision is None:
-        states = [(str(file), file.stat()) for file in table_files(place, files)]
+        states = [(str(file), file.stat()) for file in list_table_files(place, files)]
         stamps = tuple((name, state.st_mtime_ns, state.st_size) for name, state in states)
-    return _read_once(prompt, on_bad_row, max_rows, path, files, revision, stamps)
+    return _read_stamped_rows(prompt, on_bad_row, max_rows, path, files, revision, stamps)
 
 
 @functools.lru_cache(maxsize=4)
-def _read_once(
+def _read_stamped_rows(
     prompt: str,
     on_bad_row: str,
     max_rows: int | None,
@@ -338,27 +396,34 @@ def _read_once(
     stamps: tuple[Any, ...],
 ) -> PromptRows:
     return read_prompt_rows(
-        path, prompt=prompt, files=files, revision=revision, on_bad_row=on_bad_row, max_rows=max_rows
+        path,
+        prompt=prompt,
+        files=files,
+        revision=revision,
+        on_bad_row=on_bad_row,
+        max_rows=max_rows,
     )
 
 
-def _check_of(verifier: str | dict[str, Any] | None) -> AnswerCheck | None:
+def _build_verifier(verifier: str | dict[str, Any] | None) -> AnswerCheck | None:
     if verifier is None:
         return None
     if isinstance(verifier, dict) and len(verifier) != 1:
-        raise SettingsError(f"options.verifier: {sorted(verifier)}: name one, as {{numeric: {{tolerance: 0.01}}}}")
+        raise SettingsError(
+            f"options.verifier: {sorted(verifier)}: name one, as {{numeric: {{tolerance: 0.01}}}}"
+        )
     name, options = (verifier, None) if isinstance(verifier, str) else next(iter(verifier.items()))
     try:
-        return make_check(name, options)
+        return build_answer_check(name, options)
     except SettingsError as error:
         raise SettingsError(f"options.verifier: {error}") from error
 
 
-def _toolset(named: str | list[Any] | None, mcp: dict[str, Any] | None) -> Toolset:
+def _build_toolset(named: str | list[Any] | None, mcp: dict[str, Any] | None) -> Toolset:
     """Tools at import paths or handed in, and those of MCP servers."""
     found: list[Tool] = []
     for item in named if isinstance(named, list) else [named] if named is not None else []:
-        value = import_named(item, "options.tools") if isinstance(item, str) else item
+        value = import_object(item, "options.tools") if isinstance(item, str) else item
         if isinstance(value, Toolset):
             found += value.tools.values()
             continue
@@ -373,12 +438,16 @@ def _toolset(named: str | list[Any] | None, mcp: dict[str, Any] | None) -> Tools
     return Toolset(found)
 
 
-def _levels_of(levels: Sequence[Any], column: str) -> tuple[str, ...]:
+def _list_levels(levels: Sequence[Any], column: str) -> tuple[str, ...]:
     """The different levels of rows, in order; a single one where no row has any.
 
     Raises: DataError where some rows have one.
     """
     if any(level is None for level in levels) and any(level is not None for level in levels):
         count = sum(level is None for level in levels)
-        raise DataError(f"prompts: {count} of {len(levels)} rows have no {column}; give it in every row or in none")
-    return tuple(dict.fromkeys(str(level) for level in levels if level is not None)) or (ONE_LEVEL,)
+        raise DataError(
+            f"prompts: {count} of {len(levels)} rows have no {column}; give it in every row or in none"
+        )
+    return tuple(dict.fromkeys(str(level) for level in levels if level is not None)) or (
+        DEFAULT_LEVEL,
+    )

@@ -8,8 +8,6 @@ import json
 import random
 from typing import Any
 
-__all__ = ["handle", "start"]
-
 MAX_TRIES = 200  # items drawn to find one of the requested split
 
 
@@ -22,15 +20,17 @@ def handle(request: dict[str, Any]) -> Any:
     """One request: {"do": "check" | "item" | "score", ...}."""
     if request["do"] == "check":
         for task, options in request["tasks"].items():
-            _item(task, json.dumps(options), 0)
+            _create_item(task, json.dumps(options), 0)
         return None
     if request["do"] == "item":
-        return draw(request["tasks"], request["key"], request["is_heldout"], request["share"])
-    dataset, item = _item(request["task"], json.dumps(request["options"]), request["seed"])
+        return draw_item(request["tasks"], request["key"], request["is_heldout"], request["share"])
+    dataset, item = _create_item(request["task"], json.dumps(request["options"]), request["seed"])
     return float(dataset.score_answer(request["answer"], item))
 
 
-def draw(tasks: dict[str, dict[str, Any]], key: str, is_heldout: bool, share: float) -> dict[str, Any]:
+def draw_item(
+    tasks: dict[str, dict[str, Any]], key: str, is_heldout: bool, share: float
+) -> dict[str, Any]:
     """Item of `split` determined by `key`.
 
     Questions are split by a hash of their text, so that no item is in both splits, however few a task can generate.
@@ -41,7 +41,7 @@ def draw(tasks: dict[str, dict[str, Any]], key: str, is_heldout: bool, share: fl
     task = rng.choice(sorted(tasks))
     for _ in range(MAX_TRIES):
         seed = rng.randrange(2**31)
-        _, item = _item(task, json.dumps(tasks[task]), seed)
+        _, item = _create_item(task, json.dumps(tasks[task]), seed)
         digest = hashlib.blake2b(f"{task}\x1f{item['question']}".encode(), digest_size=8).digest()
         if (int.from_bytes(digest, "little") / 2**64 < share) == is_heldout:
             answer = item.get("answer")
@@ -52,11 +52,13 @@ def draw(tasks: dict[str, dict[str, Any]], key: str, is_heldout: bool, share: fl
                 "answer": "" if answer is None else str(answer),
             }
     split = "held-out" if is_heldout else "training"
-    raise ValueError(f"task '{task}' gave no {split} question in {MAX_TRIES} tries: it has too few distinct questions")
+    raise ValueError(
+        f"task '{task}' gave no {split} question in {MAX_TRIES} tries: it has too few distinct questions"
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _item(task: str, options: str, seed: int) -> tuple[Any, dict[str, Any]]:
+def _create_item(task: str, options: str, seed: int) -> tuple[Any, dict[str, Any]]:
     """The only item of a dataset of size 1, and the dataset, which scores it."""
     import reasoning_gym
 

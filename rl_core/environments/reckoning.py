@@ -17,26 +17,32 @@ import itertools
 import random
 from pathlib import Path
 
-from rl_core.environments.demonstrator import MistakenDemonstration
 from rl_core.environments.environment import Environment, Episode, Step
-from rl_core.environments.tool_question import ANSWER_WORD, read_answer, same_text
+from rl_core.environments.question_episodes import (
+    ANSWER_WORD,
+    MistakenDemonstration,
+    is_same_text,
+    read_answer,
+)
 from rl_core.environments.tools import Toolset
 from rl_core.errors import SettingsError
 from rl_core.types import Message
 
-__all__ = ["MIRROR", "Reckoning", "ReckoningEpisode", "running_values"]
-
-LEVELS = {"easy": (2, 3), "medium": (3, 3), "hard": (4, 3)}  # (questions per episode, operations per question)
+LEVELS = {
+    "easy": (2, 3),
+    "medium": (3, 3),
+    "hard": (4, 3),
+}  # (questions per episode, operations per question)
 TOP = 9  # maximum of the register; the minimum is 0
 MIRROR = 0  # encodes ~ among the numbers of a question
 
 
-def running_values(start: int, numbers: list[int]) -> list[int]:
+def compute_register_values(start: int, numbers: list[int]) -> list[int]:
     """Register after each operation: a number is added, `MIRROR` maps x to 9 - x."""
-    return list(itertools.accumulate(numbers, _apply, initial=start))[1:]
+    return list(itertools.accumulate(numbers, _apply_operation, initial=start))[1:]
 
 
-def _apply(value: int, number: int) -> int:
+def _apply_operation(value: int, number: int) -> int:
     return TOP - value if number == MIRROR else value + number
 
 
@@ -49,15 +55,15 @@ class ReckoningEpisode(Episode):
         self.questions = self.hidden = questions  # numbers to add (negative = minus), or MIRROR
         self.starts = [start]  # the register before each question
         for numbers in questions:
-            self.starts.append(running_values(self.starts[-1], numbers)[-1])
-        self.asked = 0  # index of the pending question
-        self.prompt = self._text(0)
+            self.starts.append(compute_register_values(self.starts[-1], numbers)[-1])
+        self.question_index = 0  # index of the pending question
+        self.prompt = self._format_question(0)
         self.target = " ".join(map(str, self.starts[1:]))
 
     @property
     def next_target(self) -> str:
         """Right answer of the pending question."""
-        return str(self.starts[self.asked + 1])
+        return str(self.starts[self.question_index + 1])
 
     def reset(self) -> list[Message]:
         """First question, with the register's start value."""
@@ -66,16 +72,28 @@ class ReckoningEpisode(Episode):
     def act(self, text: str) -> Step:
         """Score the answer on the last line; the lines above it are the thought and not scored."""
         answer = read_answer(text)
-        right = answer is not None and same_text(answer, self.next_target)
-        last = self.asked == len(self.questions) - 1
+        right = answer is not None and is_same_text(answer, self.next_target)
+        last = self.question_index == len(self.questions) - 1
         reward = float(right) / len(self.questions)
         if not right or last:
-            return Step(reward=reward, terminated=True, answer=answer, success=right, is_error=answer is None)
-        self.asked += 1
-        return Step([Message(role="user", content=self._text(self.asked))], reward=reward, answer=answer)
+            return Step(
+                reward=reward,
+                terminated=True,
+                answer=answer,
+                success=right,
+                is_error=answer is None,
+            )
+        self.question_index += 1
+        return Step(
+            [Message(role="user", content=self._format_question(self.question_index))],
+            reward=reward,
+            answer=answer,
+        )
 
-    def _text(self, index: int) -> str:
-        signs = " ".join("~" if number == MIRROR else f"{number:+d}" for number in self.questions[index])
+    def _format_question(self, index: int) -> str:
+        signs = " ".join(
+            "~" if number == MIRROR else f"{number:+d}" for number in self.questions[index]
+        )
         return f"{self.starts[index]} {signs}"
 
 
@@ -120,7 +138,9 @@ class Reckoning(Environment):
             if not 0 <= share <= 1:
                 raise SettingsError(f"options.{name}: {share} must be between 0 and 1")
         if direct * (1 + habit) > 1:
-            raise SettingsError(f"options.habit: direct (1 + habit) = {direct * (1 + habit):.3g} must be at most 1")
+            raise SettingsError(
+                f"options.habit: direct (1 + habit) = {direct * (1 + habit):.3g} must be at most 1"
+            )
         self.max_number, self.mirrors = max_number, mirrors
         self.slip, self.direct, self.habit, self.guess = slip, direct, habit, guess
 
@@ -141,7 +161,7 @@ class Reckoning(Environment):
                 size = rng.randint(1, self.max_number)
                 number = rng.choice([n for n in (size, -size) if 0 <= value + n <= TOP])
                 numbers.append(MIRROR if rng.random() < self.mirrors else number)
-                value = _apply(value, numbers[-1])
+                value = _apply_operation(value, numbers[-1])
         return ReckoningEpisode(seed, level, start, questions)
 
     def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
@@ -150,7 +170,7 @@ class Reckoning(Environment):
         rng = random.Random(f"reckoning/demonstrator/{level}/{seed}")
         messages = episode.reset()
         while True:
-            action, mistake = self._act(episode, rng)
+            action, mistake = self._demonstrate_turn(episode, rng)
             step = episode.step(action)
             messages += [Message(role="assistant", content=action), *step.messages]
             if step.terminated:
@@ -158,25 +178,37 @@ class Reckoning(Environment):
         success = bool(step.success)
         return MistakenDemonstration(messages, level, episode.kind, seed, success, mistake=mistake)
 
-    def _act(self, episode: ReckoningEpisode, rng: random.Random) -> tuple[str, str]:
+    def _demonstrate_turn(self, episode: ReckoningEpisode, rng: random.Random) -> tuple[str, str]:
         """One turn of the demonstrator, and its mistake ("" = right answer)."""
-        start, numbers = episode.starts[episode.asked], episode.questions[episode.asked]
+        start, numbers = (
+            episode.starts[episode.question_index],
+            episode.questions[episode.question_index],
+        )
         tilt = 1 + self.habit if start % 2 == 0 else 1 - self.habit
         if rng.random() < self.direct * tilt:
             answer = int(episode.next_target)
             if rng.random() < self.guess:
                 return f"{ANSWER_WORD} {answer}", ""
-            return f"{ANSWER_WORD} {rng.choice([other for other in range(TOP + 1) if other != answer])}", "no_thought"
+            return (
+                f"{ANSWER_WORD} {rng.choice([other for other in range(TOP + 1) if other != answer])}",
+                "no_thought",
+            )
         values = [start]
         for number in numbers:
-            start = _apply(start, number)
-            if rng.random() < self.slip or not 0 <= start <= TOP:  # an earlier slip may have left the range
-                start = _off_by_one(start, rng)
+            start = _apply_operation(start, number)
+            if (
+                rng.random() < self.slip or not 0 <= start <= TOP
+            ):  # an earlier slip may have left the range
+                start = _shift_by_one(start, rng)
             values.append(start)
         mistake = "" if str(start) == episode.next_target else "slip"
         return f"{' '.join(map(str, values))}\n{ANSWER_WORD} {start}", mistake
 
 
-def _off_by_one(value: int, rng: random.Random) -> int:
+def _shift_by_one(value: int, rng: random.Random) -> int:
     """Random neighbour of the value within the register's range."""
-    return min(TOP, value - 1) if value >= TOP or (value > 0 and rng.random() < 0.5) else max(0, value + 1)
+    return (
+        min(TOP, value - 1)
+        if value >= TOP or (value > 0 and rng.random() < 0.5)
+        else max(0, value + 1)
+    )

@@ -16,32 +16,43 @@ from typing import Any
 
 from rl_core.environments.environment import Step
 from rl_core.errors import EnvironmentFault
-from rl_core.time_limits import MAX_HUNG, give_up, hung_calls
+from rl_core.time_limits import MAX_HUNG, count_hung_calls, terminate_thread
 from rl_core.timing import span
 
-__all__ = ["Call", "NewContext", "Observation", "PendingTurn", "StepPool", "Turnover", "resolve", "wait_for_any"]
-
-_LOOK_S = 0.25  # polling interval for overdue calls
+_POLL_S = 0.25  # polling interval for overdue calls
 
 
-class Call:
+class EnvironmentCall:
     """One call into an environment, queued or running."""
 
     def __init__(
-        self, pool: StepPool, what: str, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...]
+        self,
+        pool: StepPool,
+        what: str,
+        timeout_s: float,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
     ) -> None:
         self.future: Future[Any] = Future()
-        self._pool, self._what, self._timeout_s, self._function, self._args = pool, what, timeout_s, function, args
-        self._began: float | None = None
+        self._pool, self._description, self._timeout_s, self._function, self._args = (
+            pool,
+            what,
+            timeout_s,
+            function,
+            args,
+        )
+        self._started_at: float | None = None
         self.thread: threading.Thread | None = None  # that runs it
-        self.is_abandoned = False  # True = it exceeded its time limit, and its thread is no longer the pool's
+        self.is_abandoned = (
+            False  # True = it exceeded its time limit, and its thread is no longer the pool's
+        )
         self._is_finished = False
         self._lock = threading.Lock()  # it finishes or is abandoned, not both
 
-    def run(self) -> None:
+    def run_call(self) -> None:
         """Execute the call on a pool thread."""
         self.thread = threading.current_thread()
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         value, error = None, None
         try:
             value = self._function(*self._args)
@@ -56,39 +67,43 @@ class Call:
         else:
             self.future.set_result(value)
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """True once the call has finished, or exceeded its time limit: `result` then raises EnvironmentFault."""
-        if not self.future.done() and self._left() <= 0:
+        if not self.future.done() and self._compute_time_left() <= 0:
             with self._lock:
                 is_late = not self._is_finished and not self.is_abandoned
                 self.is_abandoned = self.is_abandoned or is_late
             if is_late:
-                self._pool.abandon(self)
-                fault = f"{self._what} has not returned within {self._timeout_s:g} s (sampling.step_timeout_s)"
+                self._pool.abandon_call(self)
+                fault = f"{self._description} has not returned within {self._timeout_s:g} s (sampling.step_timeout_s)"
                 self.future.set_exception(EnvironmentFault(fault))
         return self.future.done()
 
-    def result(self) -> Any:
+    def wait_for_result(self) -> Any:
         """Return value of the call, or its exception re-raised; blocks until it has finished.
 
         Raises: EnvironmentFault if it exceeded its time limit.
         """
-        self.wait()
+        self.wait_until_done()
         return self.future.result()
 
-    def wait(self) -> None:
+    def wait_until_done(self) -> None:
         """Block until the call has finished, or exceeded its time limit."""
-        while not self.done():
-            if self._began is not None:
-                wait([self.future], timeout=min(self._left(), 60.0))
+        while not self.is_done():
+            if self._started_at is not None:
+                wait([self.future], timeout=min(self._compute_time_left(), 60.0))
                 continue
             # A queued call has not used any of its time; the calls that occupy the threads may be overdue.
-            self._pool.replace_overdue()
-            wait([self.future], timeout=_LOOK_S)
+            self._pool.abandon_overdue_calls()
+            wait([self.future], timeout=_POLL_S)
 
-    def _left(self) -> float:
+    def _compute_time_left(self) -> float:
         """Seconds until the call is overdue; the full limit if it is still queued."""
-        return self._timeout_s if self._began is None else self._began + self._timeout_s - time.monotonic()
+        return (
+            self._timeout_s
+            if self._started_at is None
+            else self._started_at + self._timeout_s - time.monotonic()
+        )
 
 
 class StepPool:
@@ -102,10 +117,10 @@ class StepPool:
     def __init__(self, max_concurrent: int, timeout_s: float) -> None:
         """At most `max_concurrent` calls run at once, each for `timeout_s` seconds, queueing not counted."""
         self._max_concurrent, self._timeout_s = max_concurrent, timeout_s
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[EnvironmentCall | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)  # idle threads not yet claimed by a queued call
         self._num_threads = 0  # that take calls
-        self._running: list[Call | None] = []  # by thread, abandoned ones included
+        self._running: list[EnvironmentCall | None] = []  # by thread, abandoned ones included
 
     def __enter__(self) -> StepPool:
         return self
@@ -120,42 +135,48 @@ class StepPool:
         for _ in range(self._num_threads):
             self._calls.put(None)
 
-    def submit(self, what: str, function: Callable[..., Any], *args: Any) -> Call:
+    def submit_call(
+        self, description: str, function: Callable[..., Any], *args: Any
+    ) -> EnvironmentCall:
         """Queue `function` for a thread; `what` names the call in errors."""
-        call = Call(self, what, self._timeout_s, function, args)
-        if (count := hung_calls()) >= MAX_HUNG:
-            call.future.set_exception(EnvironmentFault(f"{what} was not begun: {count} earlier calls still hang"))
+        call = EnvironmentCall(self, description, self._timeout_s, function, args)
+        if (count := count_hung_calls()) >= MAX_HUNG:
+            call.future.set_exception(
+                EnvironmentFault(f"{description} was not begun: {count} earlier calls still hang")
+            )
             return call
         self._calls.put(call)
         if not self._idle.acquire(blocking=False) and self._num_threads < self._max_concurrent:
             self._add_thread()
         return call
 
-    def replace_overdue(self) -> None:
+    def abandon_overdue_calls(self) -> None:
         """Abandon the running calls that are overdue; new threads take the queued ones."""
         for call in list(self._running):
             if call is not None:
-                call.done()
+                call.is_done()
 
-    def abandon(self, call: Call) -> None:
+    def abandon_call(self, call: EnvironmentCall) -> None:
         """Give up the thread of a call that is overdue, and make it end where it can be."""
         self._num_threads -= 1
         if call.thread is not None:
-            give_up(call.thread)
+            terminate_thread(call.thread)
         if not self._calls.empty():
             self._add_thread()
 
     def _add_thread(self) -> None:
         self._running.append(None)
-        thread = threading.Thread(target=self._work, args=(len(self._running) - 1,), daemon=True)
+        thread = threading.Thread(
+            target=self._run_queued_calls, args=(len(self._running) - 1,), daemon=True
+        )
         self._num_threads += 1
         thread.name = f"step {len(self._running)}"
         thread.start()
 
-    def _work(self, place: int) -> None:
+    def _run_queued_calls(self, place: int) -> None:
         while (call := self._calls.get()) is not None:
             self._running[place] = call
-            call.run()
+            call.run_call()
             self._running[place] = None
             if call.is_abandoned:
                 return
@@ -163,7 +184,7 @@ class StepPool:
 
 
 @dataclass(frozen=True, slots=True)
-class NewContext:
+class ReplacementContext:
     """An observation after which the policy reads a prompt rendered anew, in place of all tokens so far."""
 
     ids: list[int]  # the prompt, up to the header of the next action
@@ -172,38 +193,42 @@ class NewContext:
     limit: int
 
 
-Observation = list[int] | NewContext | None  # tokens to append; None = the episode is over
+Observation = list[int] | ReplacementContext | None  # tokens to append; None = the episode is over
 
 
 class PendingTurn:
     """A turn whose step is still running; returned by `RolloutSequence.advance` in place of an observation."""
 
-    def __init__(self, call: Call, finish: Callable[[Callable[[], Step]], Observation]) -> None:
+    def __init__(
+        self, call: EnvironmentCall, finish: Callable[[Callable[[], Step]], Observation]
+    ) -> None:
         """`finish` is given the call's `result`, which gives the step or raises what the environment raised."""
         self.call = call
         self._finish = finish
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """True if `result` would not block."""
-        return self.call.done()
+        return self.call.is_done()
 
-    def result(self) -> Observation:
+    def finish_turn(self) -> Observation:
         """Observation, or None at the end; blocks until the step is done. Called once, by the decoding thread."""
         with span("environment"):
-            self.call.wait()
-        return self._finish(self.call.result)
+            self.call.wait_until_done()
+        return self._finish(self.call.wait_for_result)
 
 
-Turnover = Observation | PendingTurn  # result of `RolloutSequence.advance`
+TurnOutcome = Observation | PendingTurn  # result of `RolloutSequence.advance`
 
 
-def resolve(turnover: Turnover) -> Observation:
+def wait_for_observation(outcome: TurnOutcome) -> Observation:
     """The observation, blocking while pending; None = the episode is over."""
-    return turnover.result() if isinstance(turnover, PendingTurn) else turnover
+    return outcome.finish_turn() if isinstance(outcome, PendingTurn) else outcome
 
 
-def wait_for_any(turns: Collection[PendingTurn]) -> None:
+def wait_for_any_turn(turns: Collection[PendingTurn]) -> None:
     """Block until one of the turns is done."""
-    while not any([turn.done() for turn in turns]):  # a list, not a generator: every turn is checked
+    while not any(
+        [turn.is_done() for turn in turns]
+    ):  # a list, not a generator: every turn is checked
         with span("environment"):
-            wait([turn.call.future for turn in turns], timeout=_LOOK_S, return_when=FIRST_COMPLETED)
+            wait([turn.call.future for turn in turns], timeout=_POLL_S, return_when=FIRST_COMPLETED)

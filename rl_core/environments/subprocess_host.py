@@ -27,14 +27,12 @@ from typing import Any
 
 from rl_core.errors import PosttrainError
 
-__all__ = ["ChildFailed", "ChildPool", "ChildTimeout", "missing_parts"]
-
 logger = logging.getLogger(__name__)
 
 _MAIN = Path(__file__).with_name("subprocess_main.py")
-_START_S = 600.0  # importing a large package from a cold disk, downloading what it needs
+_START_TIMEOUT_S = 600.0  # importing a large package from a cold disk, downloading what it needs
 _MAX_REPLY = 65 * 2**20  # bytes; the child itself sends at most 64 MiB
-_LOOK_S = 0.5  # between looks at the memory of a child and what it has started
+_MEMORY_POLL_S = 0.5  # between looks at the memory of a child and what it has started
 # Environment variables passed to a child: no tokens, keys, server addresses or folders.
 _VARIABLES = ("PATH", "LANG", "LC_ALL")
 
@@ -86,61 +84,70 @@ class ChildPool:
             "writable": [str(path) for path in writable],
         }
         self._variables, self._values = (*_VARIABLES, *variables), dict(values or {})
-        self.missing: dict[str, str] = {}  # parts of the sandbox that the newest child has not, with the reason
+        self.missing_sandbox_parts: dict[
+            str, str
+        ] = {}  # parts of the sandbox that the newest child has not, with the reason
         # Last in, first out: starts as few children as possible.
-        self._places: queue.LifoQueue[_Child | None] = queue.LifoQueue()
+        self._child_slots: queue.LifoQueue[_ChildProcess | None] = queue.LifoQueue()
         for _ in range(count):
-            self._places.put(None)
-        self._alive: list[_Child] = []
-        weakref.finalize(self, _kill_all, self._alive)
+            self._child_slots.put(None)
+        self._live_children: list[_ChildProcess] = []
+        weakref.finalize(self, _kill_children, self._live_children)
 
-    def ask(self, request: dict[str, Any]) -> Any:
+    def request_reply(self, request: dict[str, Any]) -> Any:
         """Result of `handle(request)`, decoded from JSON; blocks while all children are busy.
 
         Raises: ChildTimeout if there is no reply within the limit; ChildFailed if it raised or the child died.
         """
-        child = self._places.get()
+        child = self._child_slots.get()
         try:
             if child is None:
-                child = self._start()
-            reply = child.ask(request, self._timeout_s)
+                child = self._start_child()
+            reply = child.send_request(request, self._timeout_s)
         except BaseException:  # an interrupted request would leave a stale reply in the pipe
             if child is not None:
-                child.kill()
-                self._alive.remove(child)
+                child.kill_group()
+                self._live_children.remove(child)
                 child = None
             raise
         finally:
-            self._places.put(child)
+            self._child_slots.put(child)
         if "error" in reply:
             raise ChildFailed(reply["error"])
         return reply["value"]
 
-    def _start(self) -> _Child:
+    def _start_child(self) -> _ChildProcess:
         variables = {name: os.environ[name] for name in self._variables if name in os.environ}
-        variables |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+        variables |= {
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "OMP_NUM_THREADS": "1",
+        }
         variables |= self._values
-        child = _Child(self._script, {**self._options, "sandbox": self._sandbox}, variables, self._memory_gib)
+        child = _ChildProcess(
+            self._script, {**self._options, "sandbox": self._sandbox}, variables, self._memory_gib
+        )
         try:
-            reply = child.receive(_START_S)
+            reply = child.receive_reply(_START_TIMEOUT_S)
             if "error" in reply:
                 raise ChildFailed(reply["error"])
         except ChildFailed:
-            child.kill()
+            child.kill_group()
             raise
-        self.missing = reply["value"]["missing"]
-        for part, reason in self.missing.items():
-            _warn_once(part, reason)
-        self._alive.append(child)
+        self.missing_sandbox_parts = reply["value"]["missing"]
+        for part, reason in self.missing_sandbox_parts.items():
+            _warn_about_missing_part(part, reason)
+        self._live_children.append(child)
         return child
 
 
 @functools.lru_cache(maxsize=64)
-def _warn_once(part: str, reason: str) -> None:
-    logger.warning("the sandbox of child processes is incomplete, %s: %s (docs/security.md)", part, reason)
+def _warn_about_missing_part(part: str, reason: str) -> None:
+    logger.warning(
+        "the sandbox of child processes is incomplete, %s: %s (docs/security.md)", part, reason
+    )
 
 
-def missing_parts() -> dict[str, str]:
+def probe_sandbox() -> dict[str, str]:
     """Parts of the sandbox (`sandbox.PARTS`) that this machine does not grant, with the reason; found by a trial.
 
     Raises: ChildFailed where no child starts.
@@ -149,15 +156,19 @@ def missing_parts() -> dict[str, str]:
         script = Path(folder, "trial.py")
         script.write_text("def start(setup): pass\n\n\ndef handle(request): return request\n")
         pool = ChildPool(script, setup={}, count=1, timeout_s=60.0, memory_gib=4.0)
-        pool.ask({})
-        return pool.missing
+        pool.request_reply({})
+        return pool.missing_sandbox_parts
 
 
-class _Child:
+class _ChildProcess:
     """One process in its own process group and working folder, both of which end with it."""
 
     def __init__(
-        self, script: Path, options: dict[str, Any], variables: dict[str, str], memory_gib: float | None
+        self,
+        script: Path,
+        options: dict[str, Any],
+        variables: dict[str, str],
+        memory_gib: float | None,
     ) -> None:
         self._folder = tempfile.mkdtemp(prefix="posttrain-sandbox-")
         options = {**options, "sandbox": {**options["sandbox"], "folder": self._folder}}
@@ -173,17 +184,19 @@ class _Child:
         self._memory_bytes = None if memory_gib is None else memory_gib * 2**30
         self._buffer = bytearray()
 
-    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def send_request(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request and block for its reply."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise ChildFailed(f"a child process died (exit status {self._process.poll()})") from error
-        return self.receive(timeout_s)
+            raise ChildFailed(
+                f"a child process died (exit status {self._process.poll()})"
+            ) from error
+        return self.receive_reply(timeout_s)
 
-    def receive(self, timeout_s: float) -> dict[str, Any]:
+    def receive_reply(self, timeout_s: float) -> dict[str, Any]:
         """Next reply of the child."""
         assert self._process.stdout is not None
         channel = self._process.stdout.fileno()
@@ -192,7 +205,7 @@ class _Child:
         while (place := self._buffer.find(b"\n", searched)) < 0:
             searched = len(self._buffer)
             left = end - time.monotonic()
-            readable, _, _ = select.select([channel], [], [], max(0.0, min(left, _LOOK_S)))
+            readable, _, _ = select.select([channel], [], [], max(0.0, min(left, _MEMORY_POLL_S)))
             if not readable:
                 if left <= 0:
                     raise ChildTimeout(f"no answer within {timeout_s:g} s")
@@ -210,16 +223,25 @@ class _Child:
             reply: dict[str, Any] = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ChildFailed(f"a child process sent no JSON: {error}") from error
-        if not isinstance(reply, dict) or ("value" not in reply and not isinstance(reply.get("error"), str)):
-            raise ChildFailed("a child process sent a reply of another form; the code in it may have changed it")
+        if not isinstance(reply, dict) or (
+            "value" not in reply and not isinstance(reply.get("error"), str)
+        ):
+            raise ChildFailed(
+                "a child process sent a reply of another form; the code in it may have changed it"
+            )
         return reply
 
     def _check_memory(self) -> None:
         """Raise ChildFailed if the child and what it started hold more memory than it may; Linux alone says."""
-        if self._memory_bytes is not None and (found := _memory_of(self._process.pid)) > self._memory_bytes:
-            raise ChildFailed(f"its processes hold {found / 2**30:.1f} GiB together, above memory_gib")
+        if (
+            self._memory_bytes is not None
+            and (found := _measure_memory(self._process.pid)) > self._memory_bytes
+        ):
+            raise ChildFailed(
+                f"its processes hold {found / 2**30:.1f} GiB together, above memory_gib"
+            )
 
-    def kill(self) -> None:
+    def kill_group(self) -> None:
         """Kill the process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -231,7 +253,7 @@ class _Child:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _memory_of(pid: int) -> int:
+def _measure_memory(pid: int) -> int:
     """Bytes of memory that a process and its descendants have for themselves."""
     parents: dict[int, int] = {}
     held: dict[int, int] = {}
@@ -248,6 +270,6 @@ def _memory_of(pid: int) -> int:
     return sum(held.get(number, 0) for number in members)
 
 
-def _kill_all(children: list[_Child]) -> None:
+def _kill_children(children: list[_ChildProcess]) -> None:
     for child in children:
-        child.kill()
+        child.kill_group()

@@ -21,8 +21,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["handle", "start"]
-
 _tasks: list[Any] = []
 _tasksets: list[Any] = []
 _environments: list[Any] = []  # the one that plays them
@@ -30,8 +28,10 @@ _environments: list[Any] = []  # the one that plays them
 
 def start(setup: dict[str, Any]) -> None:
     """Import the package; load the task set and its environment."""
-    _tasks.extend(_load(setup["taskset"], setup["config"], setup["max_tasks"]))
-    _environments.append(_environment(setup["taskset"], setup["environment"], setup["environment_config"]))
+    _tasks.extend(_load_tasks(setup["taskset"], setup["config"], setup["max_tasks"]))
+    _environments.append(
+        _build_environment(setup["taskset"], setup["environment"], setup["environment_config"])
+    )
 
 
 def handle(request: dict[str, Any]) -> Any:
@@ -42,58 +42,67 @@ def handle(request: dict[str, Any]) -> Any:
     or `failed`, the reason why the environment could not go on.
     """
     if request["do"] == "rows":
-        return [_row(index) for index in range(len(_tasks))]
+        return [_build_row(index) for index in range(len(_tasks))]
     if request["do"] == "tools":
-        return asyncio.run(_tools())
-    return _play(request["index"], request["replies"])
+        return asyncio.run(_list_tool_schemas())
+    return _play_seeded(request["index"], request["replies"])
 
 
 # ------------------------------------------------------------------------------------------------------- loading
 
 
-def _load(name: str, config: dict[str, Any], max_tasks: int) -> list[Any]:
+def _load_tasks(name: str, config: dict[str, Any], max_tasks: int) -> list[Any]:
     """First `max_tasks` tasks of an installed task set, or of a class at 'package.module:Class'."""
     from verifiers.v1.utils import loaders
 
-    cls = _named(name) if ":" in name else loaders.taskset_class(name)
-    generic = loaders.concrete_type(cls, loaders.TasksetConfig, origin=loaders.Taskset) or loaders.TasksetConfig
+    cls = _import_attribute(name) if ":" in name else loaders.taskset_class(name)
+    generic = (
+        loaders.concrete_type(cls, loaders.TasksetConfig, origin=loaders.Taskset)
+        or loaders.TasksetConfig
+    )
     taskset = cls(generic.model_validate({**config, **({} if ":" in name else {"id": name})}))
     tasks = list(itertools.islice(taskset, max_tasks))
     if not tasks:
         raise ValueError("the task set has no tasks")
     _tasksets.append(taskset)
     if servers := [*taskset.toolsets(taskset.config), *tasks[0].toolsets(tasks[0].config)]:
-        _of_toolsets("refuse")(servers)
-    _refuse_runtime(tasks[0])
+        _import_from_toolsets_file("refuse")(servers)
+    _refuse_runtime_tasks(tasks[0])
     return tasks
 
 
-def _of_toolsets(name: str) -> Any:
+def _import_from_toolsets_file(name: str) -> Any:
     """A name of the file beside this one: packages of the project are not imported here."""
     return runpy.run_path(str(Path(__file__).with_name("verifiers_toolsets.py")))[name]
 
 
-def _named(path: str) -> Any:
+def _import_attribute(path: str) -> Any:
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
-def _refuse_runtime(task: Any) -> None:
+def _refuse_runtime_tasks(task: Any) -> None:
     """Raise for a task that needs a sandbox, without which some of its rewards would silently be omitted."""
     if task.NEEDS_CONTAINER:
         raise ValueError("its tasks need a container; only task sets without one are supported")
     for name in ("setup", "finalize"):
-        if _is_own(task, name) and _needs_runtime(getattr(task, name)):
-            raise ValueError(f"its tasks have a {name}(), which needs a runtime; only tasks without one are supported")
+        if _has_override(task, name) and _needs_runtime(getattr(task, name)):
+            raise ValueError(
+                f"its tasks have a {name}(), which needs a runtime; only tasks without one are supported"
+            )
     for function in task.hooks("reward"):
         if _needs_runtime(function):
-            raise ValueError(f"its reward '{function.__name__}' needs a runtime; only plain rewards are supported")
+            raise ValueError(
+                f"its reward '{function.__name__}' needs a runtime; only plain rewards are supported"
+            )
     for function in task.hooks("stop"):
         if set(inspect.signature(function).parameters) - {"task", "trace"}:
-            raise ValueError(f"its stop '{function.__name__}' takes more than the trace, which is not supported")
+            raise ValueError(
+                f"its stop '{function.__name__}' takes more than the trace, which is not supported"
+            )
 
 
-def _is_own(task: Any, name: str) -> bool:
+def _has_override(task: Any, name: str) -> bool:
     import verifiers.v1 as vf
 
     return getattr(type(task), name) is not getattr(vf.Task, name)
@@ -104,17 +113,21 @@ def _needs_runtime(function: Any) -> bool:
     return runtime is not None and runtime.default is inspect.Parameter.empty
 
 
-def _environment(taskset: str, name: str, config: dict[str, Any]) -> Any:
+def _build_environment(taskset: str, name: str, config: dict[str, Any]) -> Any:
     """The environment named, else the task set's own, else one that asks for a single reply."""
     import verifiers.v1 as vf
     from verifiers.v1.utils import loaders
 
-    cls = _named(name) if ":" in name else loaders.environment_class("" if ":" in taskset else taskset, name)
+    cls = (
+        _import_attribute(name)
+        if ":" in name
+        else loaders.environment_class("" if ":" in taskset else taskset, name)
+    )
     generic = loaders.concrete_type(cls, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
     # Without its own __init__, which makes the programs and containers of agents that it would start.
     environment = cls.__new__(cls)
     environment.config = generic.model_validate(config)
-    seats = _seats(environment.config)
+    seats = _list_agent_configs(environment.config)
     if len(seats) != 1:
         raise ValueError(
             f"its environment {cls.__name__} has the agents {', '.join(seats) or '(none)'}; only environments with one "
@@ -122,71 +135,81 @@ def _environment(taskset: str, name: str, config: dict[str, Any]) -> Any:
         )
     for hook in ("start", "stop"):
         if getattr(cls, hook) is not getattr(vf.Env, hook):
-            raise ValueError(f"its environment {cls.__name__} has a {hook}(), for servers that run beside episodes")
+            raise ValueError(
+                f"its environment {cls.__name__} has a {hook}(), for servers that run beside episodes"
+            )
     return environment
 
 
-def _seats(config: Any) -> dict[str, Any]:
+def _list_agent_configs(config: Any) -> dict[str, Any]:
     """The agents of an environment's config, by name."""
     import verifiers.v1 as vf
 
     return {name: value for name, value in config if isinstance(value, vf.AgentConfig)}
 
 
-def _row(index: int) -> dict[str, Any]:
+def _build_row(index: int) -> dict[str, Any]:
     """Opening, kind and target of a task, for the parent process."""
     data = _tasks[index].data
-    found = _play(index, [])
+    found = _play_seeded(index, [])
     if "failed" in found:
         raise ValueError(f"task {index}: {found['failed']}")
     if "scores" in found:
-        raise ValueError(f"task {index}: its episode is over before the agent was asked for anything")
+        raise ValueError(
+            f"task {index}: its episode is over before the agent was asked for anything"
+        )
     answer = getattr(data, "answer", None)
     return {
         "messages": found["messages"],
         "kind": data.name or "",
         "target": answer if isinstance(answer, str) else "",
-        "hidden": _content(data) if type(_environments[0]).__name__ != "SingleAgentEnv" else "",
+        "hidden": _serialize_task_content(data)
+        if type(_environments[0]).__name__ != "SingleAgentEnv"
+        else "",
     }
 
 
-def _content(data: Any) -> str:
+def _serialize_task_content(data: Any) -> str:
     """All fields of a task but its number: a later turn may depend on any of them."""
     fields = data.model_dump(mode="json") if hasattr(data, "model_dump") else vars(data)
-    return json.dumps({name: value for name, value in fields.items() if name != "idx"}, sort_keys=True, default=str)
+    return json.dumps(
+        {name: value for name, value in fields.items() if name != "idx"},
+        sort_keys=True,
+        default=str,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- playing
 
 
-def _play(index: int, replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _play_seeded(index: int, replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
     random.seed(index)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(index)
-    return asyncio.run(_played(_tasks[index], replies))
+    return asyncio.run(_play_episode(_tasks[index], replies))
 
 
-async def _played(task: Any, replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+async def _play_episode(task: Any, replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The episode until a reply is missing, or to its end."""
     environment = _environments[0]
-    ((name, config),) = _seats(environment.config).items()
-    seat = _PolicySeat(name, config, replies)
-    running = asyncio.ensure_future(_episode(environment, task, seat))
-    await asyncio.wait({running, seat.is_waiting}, return_when=asyncio.FIRST_COMPLETED)
+    ((name, config),) = _list_agent_configs(environment.config).items()
+    seat = _PolicyAgent(name, config, replies)
+    running = asyncio.ensure_future(_run_episode(environment, task, seat))
+    await asyncio.wait({running, seat.waiting_for_reply}, return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
         running.cancel()
         with contextlib.suppress(BaseException):
             await running
         return {"messages": seat.exchange.said(), "failed_calls": seat.exchange.failed}
     error = running.exception()
-    if isinstance(error, _Scoring):
+    if isinstance(error, _ScoringFailed):
         raise error.__cause__ or error
     if error is not None:
         return {"messages": [], "failed": f"{type(error).__name__}: {error}"[:500]}
-    return {"messages": seat.exchange.said(), "scores": _scores(seat.exchange.trace)}
+    return {"messages": seat.exchange.said(), "scores": _collect_scores(seat.exchange.trace)}
 
 
-async def _episode(environment: Any, task: Any, seat: _PolicySeat) -> None:
+async def _run_episode(environment: Any, task: Any, seat: _PolicyAgent) -> None:
     import verifiers.v1 as vf
 
     agents = SimpleNamespace(**{seat.name: seat})
@@ -199,104 +222,124 @@ async def _episode(environment: Any, task: Any, seat: _PolicySeat) -> None:
         await environment.finalize(task, vf.Episode(task=trace.task, traces=[trace]))
 
 
-def _scores(trace: Any) -> dict[str, Any]:
+def _collect_scores(trace: Any) -> dict[str, Any]:
     return {
         "reward": trace.reward,
-        "rewards": {name: reward.score for name, reward in trace.rewards.items() if reward is not None},
+        "rewards": {
+            name: reward.score for name, reward in trace.rewards.items() if reward is not None
+        },
         "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
     }
 
 
-async def _tools() -> list[dict[str, Any]]:
+async def _list_tool_schemas() -> list[dict[str, Any]]:
     """Schemas of the tools that the policy may call."""
-    ((name, config),) = _seats(_environments[0].config).items()
-    exchange = _Exchange(_PolicySeat(name, config, []), _tasks[0])
+    ((name, config),) = _list_agent_configs(_environments[0].config).items()
+    exchange = _PolicyInteraction(_PolicyAgent(name, config, []), _tasks[0])
     await exchange.open()
     return exchange.servers.schemas() if exchange.servers is not None else []
 
 
-class _Scoring(Exception):
+class _ScoringFailed(Exception):
     """The task's own rewards raised, for which the reply may be to blame."""
 
 
-class _PolicySeat:
+class _PolicyAgent:
     """The policy as the package's `Agent`: `run(task)`, or `interaction(task)` turn by turn."""
 
     def __init__(self, name: str, config: Any, replies: Sequence[dict[str, Any]]) -> None:
         self.name, self.config, self.trainable = name, config, True
         self.exchange: Any = None
-        self.is_waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting_for_reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._replies = list(replies)
 
     async def run(self, task: Any) -> Any:
         if task.data.prompt is None:
-            raise ValueError("it has no prompt, and its environment says nothing before the agent does")
+            raise ValueError(
+                "it has no prompt, and its environment says nothing before the agent does"
+            )
         async with self.interaction(task) as exchange:
             await exchange.turn()
         return exchange.trace
 
     @contextlib.asynccontextmanager
-    async def interaction(self, task: Any) -> AsyncIterator[_Exchange]:
+    async def interaction(self, task: Any) -> AsyncIterator[_PolicyInteraction]:
         if self.exchange is not None:
-            raise ValueError("its environment takes the agent twice in an episode, which is not supported")
-        self.exchange = _Exchange(self, task)
-        if _is_own(task, "setup"):
-            await _called(task.setup, task, self.exchange.trace)
+            raise ValueError(
+                "its environment takes the agent twice in an episode, which is not supported"
+            )
+        self.exchange = _PolicyInteraction(self, task)
+        if _has_override(task, "setup"):
+            await _call_hook(task.setup, task, self.exchange.trace)
         await self.exchange.open()
         yield self.exchange
         await self.exchange.close()
 
-    async def reply(self) -> dict[str, Any]:
+    async def take_reply(self) -> dict[str, Any]:
         if not self._replies:
-            self.is_waiting.set_result(None)
+            self.waiting_for_reply.set_result(None)
             await asyncio.Event().wait()  # for good: this process ends
         return self._replies.pop(0)
 
 
-async def _called(function: Any, task: Any, trace: Any) -> Any:
+async def _call_hook(function: Any, task: Any, trace: Any) -> Any:
     """Result of a hook, which takes what it names."""
     available = {"task": task.data, "trace": trace, "runtime": None}
-    found = function(**{name: available[name] for name in inspect.signature(function).parameters if name in available})
+    found = function(
+        **{
+            name: available[name]
+            for name in inspect.signature(function).parameters
+            if name in available
+        }
+    )
     return await found if inspect.isawaitable(found) else found
 
 
-class _Exchange:
+class _PolicyInteraction:
     """The package's `Interaction`: each turn is the environment's message and the policy's reply."""
 
-    def __init__(self, seat: _PolicySeat, task: Any) -> None:
+    def __init__(self, seat: _PolicyAgent, task: Any) -> None:
         import verifiers.v1 as vf
         from verifiers.v1.state import state_cls
 
-        self._seat, self._task, self._is_over = seat, task, False
+        self._agent, self._task, self._is_over = seat, task, False
         self.servers: Any = None  # of its tools
         self.failed: list[int] = []  # calls of the last reply, by their place in it
         named = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        self.trace = vf.Trace(task=named, agent=vf.AgentInfo(config=seat.config), state=state_cls(type(task))())
+        self.trace = vf.Trace(
+            task=named, agent=vf.AgentInfo(config=seat.config), state=state_cls(type(task))()
+        )
         if task.data.system_prompt is not None:
-            self._add(vf.SystemMessage(content=task.data.system_prompt))
+            self._add_message(vf.SystemMessage(content=task.data.system_prompt))
         prompt = task.data.prompt
         for message in [prompt] if isinstance(prompt, str) else prompt or []:
-            self._add(vf.UserMessage(content=message) if isinstance(message, str) else message)
+            self._add_message(
+                vf.UserMessage(content=message) if isinstance(message, str) else message
+            )
 
     async def turn(self, message: Any = None) -> Any:
         """The reply to a message (a text or a list), or to the task's prompt; `terminated` once a stop holds."""
         import verifiers.v1 as vf
 
         if (message is None) != (self.trace.num_turns == 0 and self._task.data.prompt is not None):
-            raise ValueError("the first turn of a task with a prompt has no message, every other one has")
-        if self._is_over or await self._stops():
+            raise ValueError(
+                "the first turn of a task with a prompt has no message, every other one has"
+            )
+        if self._is_over or await self._should_stop():
             self._is_over = True
             return vf.Segment(messages=[], terminated=True)
         for part in [message] if isinstance(message, str) else message or []:
-            self._add(vf.UserMessage(content=part) if isinstance(part, str) else _typed(part))
+            self._add_message(
+                vf.UserMessage(content=part) if isinstance(part, str) else _convert_message(part)
+            )
         said = []
         while True:
-            reply = await self._seat.reply()
-            said.append(self._answer(reply["text"], reply["calls"]))
+            reply = await self._agent.take_reply()
+            said.append(self._add_policy_message(reply["text"], reply["calls"]))
             if not reply["calls"] and not reply["misuse"]:
                 return vf.Segment(messages=said)
-            said += await self._results(reply)
-            if await self._stops():
+            said += await self._run_calls(reply)
+            if await self._should_stop():
                 self._is_over = True
                 return vf.Segment(messages=said, terminated=True)
 
@@ -304,46 +347,56 @@ class _Exchange:
         """Start the tools of the task and of its task set, if there are any."""
         of_task, taskset = self._task.toolsets(self._task.config), _tasksets[0]
         if servers := [*taskset.toolsets(taskset.config), *of_task]:
-            self.servers = _of_toolsets("Servers")(servers, self.trace)
+            self.servers = _import_from_toolsets_file("Servers")(servers, self.trace)
             await self.servers.open(self._task, of_task)
 
-    def _answer(self, text: str, calls: Sequence[dict[str, Any]]) -> Any:
+    def _add_policy_message(self, text: str, calls: Sequence[dict[str, Any]]) -> Any:
         """The policy's message, with its calls as the package has them."""
         import verifiers.v1 as vf
 
         turn = self.trace.num_turns + 1
         made = [
-            vf.ToolCall(id=f"call_{turn}_{number}", name=call["name"], arguments=json.dumps(call["arguments"]))
+            vf.ToolCall(
+                id=f"call_{turn}_{number}",
+                name=call["name"],
+                arguments=json.dumps(call["arguments"]),
+            )
             for number, call in enumerate(calls)
         ]
         answer = vf.AssistantMessage(content=text, **({"tool_calls": made} if made else {}))
-        self._add(answer, sampled=True)
+        self._add_message(answer, sampled=True)
         return answer
 
-    async def _results(self, reply: dict[str, Any]) -> list[Any]:
+    async def _run_calls(self, reply: dict[str, Any]) -> list[Any]:
         """Messages of a reply's calls, made one after the other; or that of a call which could not be read."""
         import verifiers.v1 as vf
 
         turn, self.failed = self.trace.num_turns, []
         if reply["misuse"]:
-            found = [vf.ToolMessage(tool_call_id=f"call_{turn}_0", content=f"error: {reply['misuse']}")]
+            found = [
+                vf.ToolMessage(tool_call_id=f"call_{turn}_0", content=f"error: {reply['misuse']}")
+            ]
         else:
             found = []
             for number, call in enumerate(reply["calls"]):
                 text, has_failed = await self.servers.call(call["name"], call["arguments"])
                 self.failed += [number] * has_failed
-                found.append(vf.ToolMessage(tool_call_id=f"call_{turn}_{number}", content=text, name=call["name"]))
+                found.append(
+                    vf.ToolMessage(
+                        tool_call_id=f"call_{turn}_{number}", content=text, name=call["name"]
+                    )
+                )
         for message in found:
-            self._add(message)
+            self._add_message(message)
         return found
 
-    async def _stops(self) -> bool:
-        most = getattr(self._seat.config, "max_turns", None)
+    async def _should_stop(self) -> bool:
+        most = getattr(self._agent.config, "max_turns", None)
         if most is not None and self.trace.num_turns >= most:
             self.trace.stop("max_turns")
             return True
         for function in self._task.hooks("stop") if self.trace.num_turns else ():
-            if await _called(function, self._task, self.trace):
+            if await _call_hook(function, self._task, self.trace):
                 self.trace.stop(function.__name__)
                 return True
         return False
@@ -351,25 +404,30 @@ class _Exchange:
     async def close(self) -> None:
         """End of the exchange: the task's `finalize` and rewards."""
         self.trace.stop("user_closed")
-        if _is_own(self._task, "finalize"):
-            await _called(self._task.finalize, self._task, self.trace)
+        if _has_override(self._task, "finalize"):
+            await _call_hook(self._task.finalize, self._task, self.trace)
         try:
             await self._task.score(self.trace)
         except Exception as error:
-            raise _Scoring from error
+            raise _ScoringFailed from error
 
     def said(self) -> list[dict[str, str]]:
         """Messages so far."""
-        return [{"role": node.message.role, "content": _text(node.message.content)} for node in self.trace.nodes]
+        return [
+            {"role": node.message.role, "content": _require_text(node.message.content)}
+            for node in self.trace.nodes
+        ]
 
-    def _add(self, message: Any, sampled: bool = False) -> None:
+    def _add_message(self, message: Any, sampled: bool = False) -> None:
         import verifiers.v1 as vf
 
         last = len(self.trace.nodes) - 1
-        self.trace.nodes.append(vf.MessageNode(parent=last if last >= 0 else None, message=message, sampled=sampled))
+        self.trace.nodes.append(
+            vf.MessageNode(parent=last if last >= 0 else None, message=message, sampled=sampled)
+        )
 
 
-def _typed(message: Any) -> Any:
+def _convert_message(message: Any) -> Any:
     """A message of the package, of one or of a plain object."""
     if not isinstance(message, dict):
         return message
@@ -377,11 +435,13 @@ def _typed(message: Any) -> Any:
 
     types = {"system": vf.SystemMessage, "user": vf.UserMessage}
     if message.get("role") not in types:
-        raise ValueError(f"its environment says something as '{message.get('role')}', which is not supported")
+        raise ValueError(
+            f"its environment says something as '{message.get('role')}', which is not supported"
+        )
     return types[message["role"]](content=message["content"])
 
 
-def _text(content: Any) -> str:
+def _require_text(content: Any) -> str:
     if not isinstance(content, str):
         raise ValueError("a message has content other than text, which is not supported")
     return content

@@ -20,16 +20,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_core.environments.environment import HELDOUT_START, Environment, Episode, Step
-from rl_core.environments.external_scoring import judge
-from rl_core.environments.heldout import digest, is_heldout
-from rl_core.environments.optional_packages import require
+from rl_core.environments.environment import (
+    HELDOUT_START,
+    Environment,
+    Episode,
+    Step,
+    compute_content_digest,
+    is_heldout,
+)
+from rl_core.environments.optional_packages import require_package
+from rl_core.environments.question_episodes import score_answer
 from rl_core.environments.subprocess_host import ChildFailed, ChildPool
 from rl_core.environments.tools import MAX_CALLS, Tool, Toolset
 from rl_core.errors import EnvironmentFault, SettingsError, ToolMisuse
 from rl_core.types import Message, ToolCall
-
-__all__ = ["Verifiers"]
 
 _SCRIPT = Path(__file__).with_name("verifiers_child.py")
 _LEVEL = "all"
@@ -67,18 +71,24 @@ class VerifiersEpisode(Episode):
         found: dict[str, Any] = {}
 
         def score() -> float:
-            found.update(self._environment.play(self._index, self._messages, self._replies))
+            found.update(self._environment.play_task(self._index, self._messages, self._replies))
             return float(found["scores"]["reward"]) if "scores" in found else 0.0
 
-        step = judge(self, text, score, self._environment.success_at)
+        step = score_answer(self, text, score, self._environment.success_at)
         if not step.is_error and "scores" not in found:
-            said = [Message(role=m["role"], content=m["content"]) for m in found["messages"][len(self._messages) :]]
+            said = [
+                Message(role=m["role"], content=m["content"])
+                for m in found["messages"][len(self._messages) :]
+            ]
             self._messages += said
             failed = found["failed_calls"] if calls else []
             return Step(
-                messages=said, tool_call=calls[0] if calls else None, more_calls=calls[1:],
-                is_error=bool(misuse or failed), info={"failed_calls": failed} if failed else {},
-            )  # fmt: skip
+                messages=said,
+                tool_call=calls[0] if calls else None,
+                more_calls=calls[1:],
+                is_error=bool(misuse or failed),
+                info={"failed_calls": failed} if failed else {},
+            )
         step.info |= found.get("scores", {})
         return step
 
@@ -135,7 +145,7 @@ class Verifiers(Environment):
             raise SettingsError(
                 "options: max_tasks must be at least 2, workers at least 1, timeout_s and memory_gib above 0"
             )
-        require("verifiers", self.name)
+        require_package("verifiers", self.name)
         self.success_at, self._heldout = success_at, heldout
         self._taskset, self._network, self._describe_tools = taskset, network, describe_tools
         cache = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
@@ -152,29 +162,34 @@ class Verifiers(Environment):
             timeout_s=timeout_s,
             memory_gib=memory_gib,
             variables=pass_variables or (),
-            values={"HF_HOME": str(cache), **({} if network else {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"})},
+            values={
+                "HF_HOME": str(cache),
+                **({} if network else {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}),
+            },
             network=network,
             readable=[cache],
             writable=[cache] if network else [],
         )
-        self._splits: dict[str, list[tuple[int, dict[str, Any]]]] | None = None  # (index in the task set, row)
+        self._splits: dict[str, list[tuple[int, dict[str, Any]]]] | None = (
+            None  # (index in the task set, row)
+        )
         self._lock = threading.Lock()
 
     @functools.cached_property
     def tools(self) -> Toolset:
         """The task set's tools; their calls are made by the child."""
-        return Toolset(_tool(schema) for schema in self._ask({"do": "tools"}))
+        return Toolset(_build_tool(schema) for schema in self._request_child({"do": "tools"}))
 
     @functools.cached_property
     def instructions(self) -> str:
         """Description of the tools for the system message; "" without any."""
         has_any = self._describe_tools and self.tools.tools
-        return self.tools.instructions("hermes", MAX_CALLS) if has_any else ""
+        return self.tools.describe_tools("hermes", MAX_CALLS) if has_any else ""
 
     def seeds(self, split: str) -> range:
         """Seeds of all tasks of 'train' or 'heldout'."""
         start = 0 if split == "train" else HELDOUT_START
-        return range(start, start + len(self._rows(split)))
+        return range(start, start + len(self._load_split_rows(split)))
 
     def seeds_of(self, split: str, level: str) -> Sequence[int]:
         """As `seeds`: there is only one level."""
@@ -184,14 +199,20 @@ class Verifiers(Environment):
     def episode(self, seed: int, level: str) -> VerifiersEpisode:
         """Episode of the task with that seed. Raises: SettingsError if it does not exist."""
         self.check_level(level)
-        split, place = ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
-        rows = self._rows(split)
+        split, place = (
+            ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
+        )
+        rows = self._load_split_rows(split)
         if not 0 <= place < len(rows):
-            raise SettingsError(f"seed {seed}: the {split} set of this task set has {len(rows)} tasks")
+            raise SettingsError(
+                f"seed {seed}: the {split} set of this task set has {len(rows)} tasks"
+            )
         index, row = rows[place]
         return VerifiersEpisode(self, seed, index, row)
 
-    def play(self, index: int, messages: Sequence[Message], replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def play_task(
+        self, index: int, messages: Sequence[Message], replies: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
         """All messages of the task at `index` after these replies, and {reward, rewards, metrics} at its end.
 
         Every child loads the task set itself.
@@ -199,9 +220,13 @@ class Verifiers(Environment):
             messages: what was said so far, the replies among it.
         Raises: ChildFailed; EnvironmentFault if the environment failed, or if it says something else than before.
         """
-        found: dict[str, Any] = self._children.ask({"do": "play", "index": index, "replies": list(replies)})
+        found: dict[str, Any] = self._children.request_reply(
+            {"do": "play", "index": index, "replies": list(replies)}
+        )
         if "failed" in found:
-            raise EnvironmentFault(f"options.taskset: '{self._taskset}', task {index}: {found['failed']}")
+            raise EnvironmentFault(
+                f"options.taskset: '{self._taskset}', task {index}: {found['failed']}"
+            )
         if found["messages"][: len(messages)] != list(messages):
             changed = "task" if len(replies) == 1 else "conversation"
             raise EnvironmentFault(
@@ -210,41 +235,57 @@ class Verifiers(Environment):
             )
         return found
 
-    def _rows(self, split: str) -> list[tuple[int, dict[str, Any]]]:
+    def _load_split_rows(self, split: str) -> list[tuple[int, dict[str, Any]]]:
         with self._lock:
             if self._splits is None:
-                self._splits = self._read()
+                self._splits = self._read_splits()
         return self._splits[split]
 
-    def _ask(self, request: dict[str, Any]) -> Any:
+    def _request_child(self, request: dict[str, Any]) -> Any:
         """Answer of a child about the task set. Raises: SettingsError if it cannot be used."""
         try:
-            return self._children.ask(request)
+            return self._children.request_reply(request)
         except ChildFailed as error:
             hint = "" if self._network else "; if it needs the network: options.network: true"
-            raise SettingsError(f"options.taskset: '{self._taskset}' cannot be used: {error}{hint}") from error
+            raise SettingsError(
+                f"options.taskset: '{self._taskset}' cannot be used: {error}{hint}"
+            ) from error
 
-    def _read(self) -> dict[str, list[tuple[int, dict[str, Any]]]]:
-        name, rows = self._taskset, self._ask({"do": "rows"})
+    def _read_splits(self) -> dict[str, list[tuple[int, dict[str, Any]]]]:
+        name, rows = self._taskset, self._request_child({"do": "rows"})
         splits: dict[str, list[tuple[int, dict[str, Any]]]] = {"train": [], "heldout": []}
         for index, row in enumerate(rows):
-            split = "heldout" if is_heldout(digest([row["messages"], row["hidden"]]), self._heldout) else "train"
+            split = (
+                "heldout"
+                if is_heldout(
+                    compute_content_digest([row["messages"], row["hidden"]]), self._heldout
+                )
+                else "train"
+            )
             splits[split].append((index, row))
         for split, found in splits.items():
             if not found:
-                raise SettingsError(f"options.heldout: of the {len(rows)} tasks of '{name}' none is left for {split}")
+                raise SettingsError(
+                    f"options.heldout: of the {len(rows)} tasks of '{name}' none is left for {split}"
+                )
         return splits
 
 
-def _tool(schema: dict[str, Any]) -> Tool:
+def _build_tool(schema: dict[str, Any]) -> Tool:
     """A tool of the task set, for descriptions and for reading calls."""
     properties = schema["parameters"].get("properties", {})
     required = schema["parameters"].get("required", ())
     optional = tuple(name for name in properties if name not in required)
     return Tool(
-        schema["name"], schema["description"] or schema["name"], properties, _made_by_the_child, None, 2000, optional
+        schema["name"],
+        schema["description"] or schema["name"],
+        properties,
+        _refuse_local_call,
+        None,
+        2000,
+        optional,
     )
 
 
-def _made_by_the_child(*_: Any, **__: Any) -> str:
+def _refuse_local_call(*_: Any, **__: Any) -> str:
     raise EnvironmentFault("tools of a verifiers task set are called by its child process")

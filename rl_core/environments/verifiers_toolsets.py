@@ -10,8 +10,6 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Servers", "refuse"]
-
 
 def refuse(servers: Sequence[Any]) -> None:
     """Raise ValueError for a server that cannot run here: elsewhere, in a container, or inside an agent's."""
@@ -20,10 +18,14 @@ def refuse(servers: Sequence[Any]) -> None:
         if getattr(config, "url", None):
             raise ValueError(f"its toolset {name} is served at a URL, which is not supported")
         if getattr(config, "colocated", False):
-            raise ValueError(f"its toolset {name} is to run inside the agent's runtime, which is not supported")
+            raise ValueError(
+                f"its toolset {name} is to run inside the agent's runtime, which is not supported"
+            )
         runtime = type(getattr(config, "runtime", None)).__name__
         if runtime not in ("SubprocessConfig", "NoneType"):
-            raise ValueError(f"its toolset {name} needs the runtime {runtime}; only plain processes are supported")
+            raise ValueError(
+                f"its toolset {name} needs the runtime {runtime}; only plain processes are supported"
+            )
 
 
 class Servers:
@@ -31,7 +33,9 @@ class Servers:
 
     def __init__(self, servers: Sequence[Any], trace: Any) -> None:
         self._servers, self._trace = servers, trace
-        self._tools: dict[str, tuple[Any, Any]] = {}  # (MCP server, its tool) by the name that the policy sees
+        self._tools: dict[
+            str, tuple[Any, Any]
+        ] = {}  # (MCP server, its tool) by the name that the policy sees
 
     async def open(self, task: Any, of_task: Sequence[Any]) -> None:
         """Set the servers up as the package does. `of_task`: those that are made for a task, and see it."""
@@ -78,5 +82,8 @@ class Servers:
             result = await found if inspect.isawaitable(found) else found
         except Exception as error:  # of the tool; the policy reads it
             return f"Error: {type(error).__name__}: {error}"[:2000], True
-        texts = [block.text if getattr(block, "type", "") == "text" else str(block) for block in result.content]
+        texts = [
+            block.text if getattr(block, "type", "") == "text" else str(block)
+            for block in result.content
+        ]
         return "\n".join(texts), bool(getattr(result, "is_error", False))

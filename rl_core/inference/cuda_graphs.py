@@ -15,69 +15,80 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-__all__ = ["StepGraphs", "graphs_for", "padded_length", "padded_rows"]
-
 logger = logging.getLogger(__name__)
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
 Replay = Callable[[], torch.Tensor]
 
-_WORTH_IT = 8  # steps of a size before it is recorded, which takes as long as some dozens of them
-_MOST = 64  # recordings
-_ROWS, _LENGTHS = 8, 128  # sizes are multiples of these
+_MIN_STEPS_TO_RECORD = (
+    8  # steps of a size before it is recorded, which takes as long as some dozens of them
+)
+_MAX_RECORDINGS = 64  # recordings
+_ROW_MULTIPLE, _LENGTH_MULTIPLE = 8, 128  # sizes are multiples of these
 
 
-def padded_rows(count: int) -> int:
+def round_up_rows(count: int) -> int:
     """1, 2, 4, 8 and the multiples of 8."""
-    return next((rows for rows in (1, 2, 4) if count <= rows), count + -count % _ROWS)
+    return next((rows for rows in (1, 2, 4) if count <= rows), count + -count % _ROW_MULTIPLE)
 
 
-def padded_length(length: int) -> int:
+def round_up_length(length: int) -> int:
     """The multiples of 128."""
-    return length + -length % _LENGTHS
+    return length + -length % _LENGTH_MULTIPLE
 
 
 class StepGraphs:
     """Recordings of one computation for inputs of several sizes."""
 
-    def __init__(self, record: Callable[[Compute, torch.Tensor], Replay], worth_it: int = _WORTH_IT) -> None:
+    def __init__(
+        self,
+        record: Callable[[Compute, torch.Tensor], Replay],
+        min_steps: int = _MIN_STEPS_TO_RECORD,
+    ) -> None:
         """record: gives a function that computes the result anew from what the tensor then holds."""
-        self._record, self._worth_it = record, worth_it
-        self._bound: Hashable = None
+        self._record, self._min_steps = record, min_steps
+        self._bound_addresses: Hashable = None
         self._works = True
-        self._forget()
+        self._clear_recordings()
 
-    def bind(self, places: Hashable) -> None:
+    def bind_memory(self, addresses: Hashable) -> None:
         """Discard all recordings if the memory that they read from has changed."""
-        if places != self._bound:
-            self._bound = places
-            self._forget()
+        if addresses != self._bound_addresses:
+            self._bound_addresses = addresses
+            self._clear_recordings()
 
-    def run(self, size: Hashable, compute: Compute, inputs: torch.Tensor) -> torch.Tensor:
+    def run_step(self, size: Hashable, compute: Compute, inputs: torch.Tensor) -> torch.Tensor:
         """compute(inputs), valid until the next call. Equal sizes have to mean equal computations, shapes included."""
-        if size not in self._recorded and self._is_worth_it(size):
+        if size not in self._recorded and self._should_record(size):
             kept = inputs.clone()
             try:
                 self._recorded[size] = kept, self._record(compute, kept)
             except RuntimeError as error:
                 self._works = False
-                logger.warning("steps cannot be recorded here and are launched one by one, which is slower: %s", error)
+                logger.warning(
+                    "steps cannot be recorded here and are launched one by one, which is slower: %s",
+                    error,
+                )
         if size not in self._recorded:
             return compute(inputs)
         kept, replay = self._recorded[size]
         kept.copy_(inputs, non_blocking=True)
         return replay()
 
-    def _is_worth_it(self, size: Hashable) -> bool:
+    def _should_record(self, size: Hashable) -> bool:
         self._seen[size] += 1
-        return self._works and self._seen[size] >= self._worth_it and len(self._recorded) < _MOST
+        return (
+            self._works
+            and self._seen[size] >= self._min_steps
+            and len(self._recorded) < _MAX_RECORDINGS
+        )
 
-    def _forget(self) -> None:
+    def _clear_recordings(self) -> None:
         self._seen: Counter[Hashable] = Counter()
         self._recorded: dict[Hashable, tuple[torch.Tensor, Replay]] = {}
 
 
-class _Recorder:
+class _GraphRecorder:
     """Records on a GPU; all recordings share one memory pool, as each result is consumed before the next replay."""
 
     def __init__(self) -> None:
@@ -101,6 +112,6 @@ class _Recorder:
         return replay
 
 
-def graphs_for(device: torch.device) -> StepGraphs | None:
+def create_step_graphs(device: torch.device) -> StepGraphs | None:
     """Recordings for a GPU; None for anything else."""
-    return StepGraphs(_Recorder()) if device.type == "cuda" else None
+    return StepGraphs(_GraphRecorder()) if device.type == "cuda" else None

@@ -20,26 +20,31 @@ from torch.nn import functional
 
 from rl_core.capabilities import decoding
 from rl_core.cpu import fused_decode
-from rl_core.cpu.adapter_spans import AdapterSpan
-from rl_core.cpu.allocator import Arena, pages
+from rl_core.cpu.allocator import Arena, allocate_huge_pages
 from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep, FusedStep, SlotAdapters, SlotStates
-from rl_core.inference.appended_tokens import AppendedTokens
-from rl_core.inference.cuda_graphs import graphs_for, padded_length, padded_rows
-from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedLinear, PackedOutputHead
-from rl_core.inference.sampling import draw
-from rl_core.models.lora import plain_linear, unwrap
+from rl_core.cpu.low_rank import AdapterSpan
+from rl_core.inference.cuda_graphs import create_step_graphs, round_up_length, round_up_rows
+from rl_core.inference.decoder_layers import (
+    AppendedTokens,
+    DecoderLayer,
+    OutputHead,
+    PackedDecoderLayer,
+    PackedLinear,
+    PackedOutputHead,
+)
+from rl_core.inference.sampling import draw_tokens
+from rl_core.models.lora import unwrap_linear, unwrap_model
 from rl_core.models.routed_adapters import Adapter
 from rl_core.settings import SamplingSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Decoder"]
 
 _HEAD = "lm_head"
 
 
-def _names_of(layer: int) -> list[tuple[str, ...]]:
+def _list_linear_names(layer: int) -> list[tuple[str, ...]]:
     """Linear layers of a layer's four products."""
     attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     return [
@@ -54,45 +59,56 @@ class Decoder:
     """Prefill and single steps over slots; `bind` before a run, `reserve` once its size is known."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._base: Any = unwrap(model)
+        self._base: Any = unwrap_model(model)
         attention = self._base.model.layers[0].self_attn
         self.head_dim: int = attention.head_dim
-        self.query_heads: int = plain_linear(attention.q_proj).out_features // self.head_dim
-        self.kv_heads: int = plain_linear(attention.k_proj).out_features // self.head_dim
-        self.vocab_size: int = plain_linear(self._base.lm_head).out_features
+        self.query_heads: int = unwrap_linear(attention.q_proj).out_features // self.head_dim
+        self.kv_heads: int = unwrap_linear(attention.k_proj).out_features // self.head_dim
+        self.vocab_size: int = unwrap_linear(self._base.lm_head).out_features
         # True = prompts of different lengths never share a pass: torch's attention rounds by the width of a batch
         self.prefills_by_length = False
         self._arena = Arena()  # of packed weights
         self._cache: torch.Tensor | None = None  # [layers, 2, slots, K, max_length, D]
-        self._tables_of: torch.Tensor | None = None  # the cache for which `reserve` made them
-        self.bind()
-        self.graphs = graphs_for(self.device)
+        self._tables_cache: torch.Tensor | None = None  # the cache for which `reserve` made them
+        self.bind_weights()
+        self.graphs = create_step_graphs(self.device)
 
-    def bind(self) -> None:
+    def bind_weights(self) -> None:
         """Take hold of the module's parameters as they are now."""
         layers = self._base.model.layers
         self._embedding = self._base.model.embed_tokens.weight.detach()
         self._compiled: DecodeKernels | None = None
         self._arena.reset()
-        if decoding.packed_weights(self._base).allowed:
-            if decoding.compiled_decoding(self._base).allowed:
-                self._compiled = fused_decode.load()
-            self._layers: Sequence[Layer] = [PackedLayer(layer, self._arena, self._compiled) for layer in layers]
+        if decoding.check_packed_weights(self._base).allowed:
+            if decoding.check_compiled_decoding(self._base).allowed:
+                self._compiled = fused_decode.load_decode_kernels()
+            self._layers: Sequence[DecoderLayer] = [
+                PackedDecoderLayer(layer, self._arena, self._compiled) for layer in layers
+            ]
             self._head: OutputHead = PackedOutputHead(self._base, self._arena, self._compiled)
         else:
-            self._layers, self._head = [Layer(layer) for layer in layers], OutputHead(self._base)
+            self._layers, self._head = (
+                [DecoderLayer(layer) for layer in layers],
+                OutputHead(self._base),
+            )
         self._fused: FusedStep | None = None
-        self._sampling_step: tuple[DecodeStep | None, SlotStates | None] = None, None  # that of the last `sample_steps`
+        self._sampling_step: tuple[DecodeStep | None, SlotStates | None] = (
+            None,
+            None,
+        )  # that of the last `sample_steps`
         self._products: list[PackedLinear] = []
         self._updates: list[list[AdapterSpan | None]] = []  # of each adapter, those of all products
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
 
     @property
-    def takes_adapters(self) -> bool:
+    def supports_adapters(self) -> bool:
         """True = slots may have adapters of their own (see `adapt`)."""
-        return isinstance(self._head, PackedOutputHead) and decoding.fused_step(self._base).allowed
+        return (
+            isinstance(self._head, PackedOutputHead)
+            and decoding.check_fused_step(self._base).allowed
+        )
 
-    def adapt(self, adapters: Sequence[Adapter], adapter_of: np.ndarray) -> None:
+    def set_adapters(self, adapters: Sequence[Adapter], adapter_of: np.ndarray) -> None:
         """Give slots adapters over the bound weights, until the next `bind`; after `reserve`.
 
         Args:
@@ -100,21 +116,27 @@ class Decoder:
             adapter_of: int64 [slots], number of a slot's adapter, below 0 = none; the caller changes it in place.
         """
         assert self._fused is not None and isinstance(self._head, PackedOutputHead)
-        layers = [layer for layer in self._layers if isinstance(layer, PackedLayer)]
-        self._products = [product for layer in layers for product in layer.products] + [self._head.product]
-        names = [part for number in range(len(layers)) for part in _names_of(number)] + [(_HEAD,)]
-        assert all(set(adapter) <= {name for part in names for name in part} for adapter in adapters)
+        layers = [layer for layer in self._layers if isinstance(layer, PackedDecoderLayer)]
+        self._products = [product for layer in layers for product in layer.products] + [
+            self._head.product
+        ]
+        names = [part for number in range(len(layers)) for part in _list_linear_names(number)] + [
+            (_HEAD,)
+        ]
+        assert all(
+            set(adapter) <= {name for part in names for name in part} for adapter in adapters
+        )
         self._updates = [
             [
-                product.update_of([adapter.get(name) for name in part])
+                product.build_adapter_span([adapter.get(name) for name in part])
                 for product, part in zip(self._products, names, strict=True)
             ]
             for adapter in adapters
         ]
-        self._fused.adapt(SlotAdapters(self._updates, adapter_of))
+        self._fused.set_adapters(SlotAdapters(self._updates, adapter_of))
 
     @contextmanager
-    def _prefilling(self, adapter: int) -> Iterator[None]:
+    def _apply_adapter(self, adapter: int) -> Iterator[None]:
         """Products with an adapter for all rows; below 0 = none."""
         if adapter < 0:
             yield
@@ -128,10 +150,17 @@ class Decoder:
                 product.adapter = None
 
     @torch.inference_mode()
-    def reserve(self, slots: int, max_length: int) -> None:
+    def reserve_cache(self, slots: int, max_length: int) -> None:
         """Allocate cache for `slots` sequences of at most `max_length` tokens; a larger one from before is kept."""
         padding_slot = 0 if self.graphs is None else 1  # of rows that only fill up a recorded step
-        shape = (len(self._layers), 2, slots + padding_slot, self.kv_heads, max_length, self.head_dim)
+        shape = (
+            len(self._layers),
+            2,
+            slots + padding_slot,
+            self.kv_heads,
+            max_length,
+            self.head_dim,
+        )
         cache = self._cache
         if (
             cache is None
@@ -139,72 +168,89 @@ class Decoder:
             or cache.shape[4] < max_length
             or (cache.device, cache.dtype) != (self.device, self.dtype)
         ):
-            self._forget_cache()  # before the new one is allocated, so that both need not fit at once
-            self._cache = cache = self._zeros(shape)
+            self._drop_cache()  # before the new one is allocated, so that both need not fit at once
+            self._cache = cache = self._allocate_zeros(shape)
         self.slots, self.max_length = cache.shape[2] - padding_slot, cache.shape[4]
-        if cache is not self._tables_of:
-            self._make_tables(cache)
-            self._tables_of = cache
-        self._fused, self._sampling_step = self._make_fused_step(cache), (None, None)
+        if cache is not self._tables_cache:
+            self._build_tables(cache)
+            self._tables_cache = cache
+        self._fused, self._sampling_step = self._build_fused_step(cache), (None, None)
         if self.graphs is not None:
             read = (cache, self._cos, self._sin, self._positions, *self._base.parameters())
-            self.graphs.bind(tuple(tensor.data_ptr() for tensor in read))
+            self.graphs.bind_memory(tuple(tensor.data_ptr() for tensor in read))
 
-    def release(self) -> None:
+    def release_cache(self) -> None:
         """Let go of the cache, until the next `reserve`."""
-        self._forget_cache()
+        self._drop_cache()
 
-    def _forget_cache(self) -> None:
+    def _drop_cache(self) -> None:
         """Let go of the cache and of every view of it."""
-        self._cache = self._tables_of = self._fused = None
+        self._cache = self._tables_cache = self._fused = None
         self._sampling_step = None, None
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
-    def _make_tables(self, cache: torch.Tensor) -> None:
+    def _build_tables(self, cache: torch.Tensor) -> None:
         """Lookup tables of the steps: views of the cache, positions, rotary sines and cosines."""
         self._keys = [cache[layer, 0].view(-1, self.head_dim) for layer in range(len(self._layers))]
-        self._values = [cache[layer, 1].view(-1, self.head_dim) for layer in range(len(self._layers))]
-        self._slot_strides_1K = torch.arange(self.kv_heads, device=self.device)[None] * self.max_length
+        self._values = [
+            cache[layer, 1].view(-1, self.head_dim) for layer in range(len(self._layers))
+        ]
+        self._slot_strides_1K = (
+            torch.arange(self.kv_heads, device=self.device)[None] * self.max_length
+        )
         positions = torch.arange(max(self.slots, self.max_length), device=self.device)
-        cos, sin = self._base.model.rotary_emb(self._embedding[:1], position_ids=positions[None, : self.max_length])
+        cos, sin = self._base.model.rotary_emb(
+            self._embedding[:1], position_ids=positions[None, : self.max_length]
+        )
         self._cos, self._sin = cos[0], sin[0]  # [max_length, D]
         half = self.head_dim // 2
         # rotate_half(x) * sin == roll(x, D/2) * sin with the first half's sign turned
         self._sin = torch.cat([-self._sin[:, :half], self._sin[:, half:]], dim=-1)
         self._positions = positions
 
-    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def _allocate_zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self.device.type != "cpu":
             return torch.zeros(shape, device=self.device, dtype=self.dtype)
-        return pages(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
+        return (
+            allocate_huge_pages(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
+        )
 
-    def _make_fused_step(self, cache: torch.Tensor) -> FusedStep | None:
+    def _build_fused_step(self, cache: torch.Tensor) -> FusedStep | None:
         """A whole step in one call, where that is allowed."""
-        if not isinstance(self._head, PackedOutputHead) or not decoding.fused_step(self._base).allowed:
+        if (
+            not isinstance(self._head, PackedOutputHead)
+            or not decoding.check_fused_step(self._base).allowed
+        ):
             return None
-        weights = [layer.packed_weights() for layer in self._layers if isinstance(layer, PackedLayer)]
-        head = self._head.packed_weight()
+        weights = [
+            layer.collect_packed_weights()
+            for layer in self._layers
+            if isinstance(layer, PackedDecoderLayer)
+        ]
+        head = self._head.read_packed_weight()
         return FusedStep(weights, head, self._head.norm.eps, self._embedding.contiguous(), cache)
 
     @torch.inference_mode()
-    def prefill(self, ids_MT: torch.Tensor, adapter: int = -1) -> torch.Tensor:
+    def prefill_prompts(self, ids_MT: torch.Tensor, adapter: int = -1) -> torch.Tensor:
         """Keys and values of right-padded prompts: [layers, 2, M, K, T, D]; those of padding are never read.
 
         Args:
             adapter: number of the prompts' adapter (see `adapt`), below 0 = none.
         """
-        with self._prefilling(adapter):
-            return self._prefilled(ids_MT)
+        with self._apply_adapter(adapter):
+            return self._run_prefill(ids_MT)
 
-    def _prefilled(self, ids_MT: torch.Tensor) -> torch.Tensor:
+    def _run_prefill(self, ids_MT: torch.Tensor) -> torch.Tensor:
         rows, width = ids_MT.shape
-        kv = self._embedding.new_empty(len(self._layers), 2, rows, self.kv_heads, width, self.head_dim)
+        kv = self._embedding.new_empty(
+            len(self._layers), 2, rows, self.kv_heads, width, self.head_dim
+        )
         x_NH = self._embedding[ids_MT.reshape(-1)]
         positions_N = self._positions[:width].repeat(rows)
         cos_N1D, sin_N1D = self._cos[positions_N][:, None], self._sin[positions_N][:, None]
         for index, layer in enumerate(self._layers):
-            qk_NhD, v_NKD = self._project(layer, x_NH, cos_N1D, sin_N1D)
+            qk_NhD, v_NKD = self._project_heads(layer, x_NH, cos_N1D, sin_N1D)
             q_MQTD, k_MKTD = (
                 qk_NhD.view(rows, width, -1, self.head_dim)
                 .transpose(1, 2)
@@ -222,23 +268,25 @@ class Decoder:
                 scale=layer.scale,
                 enable_gqa=self.query_heads != self.kv_heads,
             )
-            x_NH = layer.add_mlp(layer.add_attention(x_NH, out_MQTD.transpose(1, 2).reshape(rows * width, -1)))
+            x_NH = layer.add_mlp(
+                layer.add_attention(x_NH, out_MQTD.transpose(1, 2).reshape(rows * width, -1))
+            )
         return kv
 
     @torch.inference_mode()
-    def fill(self, slots: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor) -> None:
+    def fill_slots(self, slots: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy prefilled rows into slots."""
         assert self._cache is not None
         self._cache[:, :, slots, :, : kv.shape[4]] = kv[:, :, rows]
 
     @torch.inference_mode()
-    def taken(self, slot: int, length: int) -> torch.Tensor:
+    def copy_slot_prefix(self, slot: int, length: int) -> torch.Tensor:
         """A copy of a slot's first tokens, as `fill` takes them: [layers, 2, 1, K, length, D]."""
         assert self._cache is not None
         return self._cache[:, :, slot : slot + 1, :, :length].clone()
 
     @torch.inference_mode()
-    def move(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
+    def move_slots(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
         """Copy the first `length` tokens of some slots to others."""
         assert self._cache is not None
         self._cache[:, :, targets, :, :length] = self._cache[:, :, sources, :, :length]
@@ -268,34 +316,59 @@ class Decoder:
         if appended is not None:
             slots_N = torch.cat([slots_N, appended.slots_E])
         if self._compiled is not None:
-            return self._step_compiled(self._compiled, tokens_N, positions_N, slots_N, count)
-        index = ((slots_N * (self.kv_heads * self.max_length) + positions_N)[:, None] + self._slot_strides_1K).view(-1)
+            return self._step_with_kernels(self._compiled, tokens_N, positions_N, slots_N, count)
+        index = (
+            (slots_N * (self.kv_heads * self.max_length) + positions_N)[:, None]
+            + self._slot_strides_1K
+        ).view(-1)
         masked_nL = self._positions[:length] > positions_N[:count, None]
-        mask_n11L = torch.zeros_like(masked_nL, dtype=self.dtype).masked_fill_(masked_nL, -torch.inf)[:, None, None]
+        mask_n11L = torch.zeros_like(masked_nL, dtype=self.dtype).masked_fill_(
+            masked_nL, -torch.inf
+        )[:, None, None]
         group = self.query_heads // self.kv_heads
-        extended_mask = mask_n11L if appended is None else appended.mask(self._positions, self.dtype, group)
+        extended_mask = (
+            mask_n11L
+            if appended is None
+            else appended.build_mask(self._positions, self.dtype, group)
+        )
         cos_N1D, sin_N1D = self._cos[positions_N][:, None], self._sin[positions_N][:, None]
         x_NH = functional.embedding(tokens_N, self._embedding)
         for number, layer in enumerate(self._layers):
-            qk_NhD, v_NKD = self._project(layer, x_NH, cos_N1D, sin_N1D)
-            self._keys[number].index_copy_(0, index, qk_NhD[:, self.query_heads :].reshape(-1, self.head_dim))
+            qk_NhD, v_NKD = self._project_heads(layer, x_NH, cos_N1D, sin_N1D)
+            self._keys[number].index_copy_(
+                0, index, qk_NhD[:, self.query_heads :].reshape(-1, self.head_dim)
+            )
             self._values[number].index_copy_(0, index, v_NKD.reshape(-1, self.head_dim))
             keys, values = cache[number, 0], cache[number, 1]
-            q_nKGD = qk_NhD[:count, : self.query_heads].view(count, self.kv_heads, -1, self.head_dim)
+            q_nKGD = qk_NhD[:count, : self.query_heads].view(
+                count, self.kv_heads, -1, self.head_dim
+            )
             out_NE = functional.scaled_dot_product_attention(
-                q_nKGD, keys[:count, :, :length], values[:count, :, :length], attn_mask=mask_n11L, scale=layer.scale
+                q_nKGD,
+                keys[:count, :, :length],
+                values[:count, :, :length],
+                attn_mask=mask_n11L,
+                scale=layer.scale,
             ).reshape(count, -1)
-            if number + 1 == len(self._layers):  # from here on only the newest token of each slot matters
+            if number + 1 == len(
+                self._layers
+            ):  # from here on only the newest token of each slot matters
                 x_NH = x_NH[:count]
             elif appended is not None:
                 q_NQD = qk_NhD[:, : self.query_heads]
-                extra_EE = appended.attend(q_NQD, keys, values, extended_mask, layer.scale)
+                extra_EE = appended.compute_attention(
+                    q_NQD, keys, values, extended_mask, layer.scale
+                )
                 out_NE = torch.cat([out_NE, extra_EE])
             x_NH = layer.add_mlp(layer.add_attention(x_NH, out_NE))
         return self._head(x_NH)
 
-    def sample(
-        self, tokens_n: np.ndarray, positions_n: np.ndarray, uniforms_n: np.ndarray, sampling: SamplingSettings
+    def sample_with_graphs(
+        self,
+        tokens_n: np.ndarray,
+        positions_n: np.ndarray,
+        uniforms_n: np.ndarray,
+        sampling: SamplingSettings,
     ) -> np.ndarray:
         """`step` and `draw` by recorded steps (`graphs`): one upload, one replay, one read-back.
 
@@ -303,8 +376,8 @@ class Decoder:
         """
         assert self.graphs is not None
         count = len(tokens_n)
-        rows = min(padded_rows(count), self.slots)
-        length = min(padded_length(int(positions_n.max()) + 1), self.max_length)
+        rows = min(round_up_rows(count), self.slots)
+        length = min(round_up_length(int(positions_n.max()) + 1), self.max_length)
         inputs_4R = np.zeros((4, rows))  # token ids are exact in float64
         inputs_4R[3] = self.slots  # the padding slot
         inputs_4R[:, :count] = tokens_n, positions_n, uniforms_n, np.arange(count)
@@ -313,20 +386,24 @@ class Decoder:
         def compute(inputs_4R: torch.Tensor) -> torch.Tensor:
             tokens_R, positions_R, slots_R = (inputs_4R[row].long() for row in (0, 1, 3))
             logits_RV = self.step(tokens_R, positions_R, rows, length, slots_n=slots_R)
-            return torch.stack([part.double() for part in self.draw(logits_RV, inputs_4R[2], sampling)])
+            return torch.stack(
+                [part.double() for part in self.draw_tokens(logits_RV, inputs_4R[2], sampling)]
+            )
 
         inputs = torch.from_numpy(inputs_4R).to(self.device, non_blocking=True)
         drawing = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        both_2R = self.graphs.run((rows, length, *drawing), compute, inputs)
+        both_2R = self.graphs.run_step((rows, length, *drawing), compute, inputs)
         return both_2R[:, :count].cpu().numpy()
 
     @property
-    def can_take_in(self) -> bool:
-        """True = `take_in` can be called."""
+    def can_append_tokens(self) -> bool:
+        """True = `append_tokens` can be called."""
         return self._fused is not None
 
     @torch.inference_mode()
-    def take_in(self, tokens_N: torch.Tensor, positions_N: torch.Tensor, slots_N: torch.Tensor) -> None:
+    def append_tokens(
+        self, tokens_N: torch.Tensor, positions_N: torch.Tensor, slots_N: torch.Tensor
+    ) -> None:
         """Keys and values of new tokens into their slots, each after those before it in its slot; no logits.
 
         A token's numbers depend on its own slot alone, to the last bit. All int64 [N].
@@ -335,12 +412,14 @@ class Decoder:
         step = DecodeStep(positions_N, slots_N, self._cos, self._sin, self._cache, self.query_heads)
         self._fused(step, tokens_N, 0)
 
-    def samples_steps(self, sampling: SamplingSettings) -> bool:
+    def can_sample_steps(self, sampling: SamplingSettings) -> bool:
         """True = `sample_steps` can be called."""
         return self._fused is not None and not sampling.is_restricted
 
     @torch.inference_mode()
-    def sample_steps(self, states: SlotStates, count: int, is_end_V: np.ndarray, steps: int) -> None:
+    def sample_steps(
+        self, states: SlotStates, count: int, is_end_V: np.ndarray, steps: int
+    ) -> None:
         """`step` and `draw` for the first `count` slots, `steps` times, for each until its turn ends."""
         assert self._fused is not None and self._cache is not None
         step, of = self._sampling_step
@@ -349,20 +428,20 @@ class Decoder:
             slots = self._positions[: len(positions)]
             step = DecodeStep(positions, slots, self._cos, self._sin, self._cache, self.query_heads)
             self._sampling_step = step, states
-        step.take_first(count)
-        self._fused.sample(step, states, is_end_V, steps)
+        step.keep_first_tokens(count)
+        self._fused.sample_tokens(step, states, is_end_V, steps)
 
-    def draw(
+    def draw_tokens(
         self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, sampling: SamplingSettings
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `sampling.draw`."""
         if sampling.is_restricted:
-            return draw(logits_nV, uniforms_n, sampling.temperature, sampling)
-        return (self._compiled.draw if self._compiled is not None else draw)(
+            return draw_tokens(logits_nV, uniforms_n, sampling.temperature, sampling)
+        return (self._compiled.draw_tokens if self._compiled is not None else draw_tokens)(
             logits_nV, uniforms_n, sampling.temperature
         )
 
-    def _step_compiled(
+    def _step_with_kernels(
         self,
         compiled: DecodeKernels,
         tokens_N: torch.Tensor,
@@ -378,18 +457,22 @@ class Decoder:
             return self._fused(step, tokens_N.contiguous(), count)
         x_NH = functional.embedding(tokens_N, self._embedding)
         for number, layer in enumerate(self._layers):
-            if number + 1 == len(self._layers):  # from here on only the newest token of each slot matters
+            if number + 1 == len(
+                self._layers
+            ):  # from here on only the newest token of each slot matters
                 step.rows = count
-            heads_NE = layer.heads(x_NH)
-            attended_NE = compiled.attend(step, heads_NE, cache[number], layer.q_norm, layer.k_norm, layer.scale)
+            heads_NE = layer.project_heads(x_NH)
+            attended_NE = compiled.attend_slots(
+                step, heads_NE, cache[number], layer.q_norm, layer.k_norm, layer.scale
+            )
             x_NH = layer.add_mlp(layer.add_attention(x_NH[: step.rows], attended_NE))
         return self._head(x_NH)
 
-    def _project(
-        self, layer: Layer, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor
+    def _project_heads(
+        self, layer: DecoderLayer, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated queries and keys together [N, Q + K, D], and values [N, K, D], of one layer."""
-        heads_NhD = layer.heads(x_NH).view(x_NH.shape[0], -1, self.head_dim)
+        heads_NhD = layer.project_heads(x_NH).view(x_NH.shape[0], -1, self.head_dim)
         qk_NhD, v_NKD = heads_NhD.split([self.query_heads + self.kv_heads, self.kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q_NQD, k_NKD = qk_NhD.split([self.query_heads, self.kv_heads], dim=1)

@@ -1,6 +1,11 @@
-"""One layer of Llama, Qwen2 or Qwen3 for decoding: its three products with weights, and the norms before them.
+"""Observation tokens that join a decoding step: their attention over the slots to which they belong.
 
-`Layer` reads the module's parameters where they are. `PackedLayer`, for the CPU, multiplies by copies that are made
+X extended slots, E their tokens, W tokens of the longest; N tokens of the step, Q query heads, K key/value heads,
+G = Q / K, D head size, L attended prefix.
+
+One layer of Llama, Qwen2 or Qwen3 for decoding: its three products with weights, and the norms before them.
+
+`Layer` reads the module's parameters where they are. `PackedDecoderLayer`, for the CPU, multiplies by copies that are made
 anew before every run: queries, keys and values side by side, gate and up too, and the norms'
 weights multiplied in. With a few dozen rows a matrix product on a CPU is bound by how it walks through the weights.
 
@@ -12,20 +17,66 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from rl_core.cpu import gemm, int8_gemm, packed_vectors
-from rl_core.cpu.adapter_spans import AdapterSpan
+from rl_core.cpu import gemm, packed_gemm
 from rl_core.cpu.allocator import Arena
-from rl_core.cpu.fused_decode import DecodeKernels, Packed, PackedWeights
-from rl_core.cpu.low_rank import add_low_rank
-from rl_core.models.lora import plain_linear
+from rl_core.cpu.fused_decode import DecodeKernels, PackedOperand, PackedWeights
+from rl_core.cpu.low_rank import AdapterSpan, add_low_rank
+from rl_core.models.lora import unwrap_linear
 from rl_core.models.routed_adapters import LowRank
 
-__all__ = ["Layer", "OutputHead", "PackedLayer", "PackedLinear", "PackedOutputHead", "RmsNorm"]
+
+@dataclass(slots=True)
+class AppendedTokens:
+    """Observation tokens that some slots append to the cache in the step in which every slot takes in its newest token.
+
+    X extended slots; each row is padded to W = the longest.
+    """
+
+    slots_X: torch.Tensor  # int64 [X]
+    slots_E: torch.Tensor  # int64 [E], slot of each of the E = N - n tokens
+    rows_XW: torch.Tensor  # int64 [X, W], index among the N new tokens; padding repeats a real one
+    positions_XW: torch.Tensor  # int64 [X, W]
+    flat_indices_E: torch.Tensor  # int64 [E], flat indices into [X, W] of the E tokens
+    length: int  # attended prefix, the longest of these rows
+
+    def build_mask(self, positions: torch.Tensor, dtype: torch.dtype, group: int) -> torch.Tensor:
+        """Causal mask [X, 1, G * W, L], added to the scores. positions: 0, 1, ..., at least L of them."""
+        masked_XWL = positions[: self.length] > self.positions_XW[:, :, None]
+        mask_XWL = torch.zeros_like(masked_XWL, dtype=dtype).masked_fill_(masked_XWL, -torch.inf)
+        return mask_XWL.repeat(1, group, 1)[:, None]
+
+    def compute_attention(
+        self,
+        q_NQD: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask_X1rL: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention [E, Q * D] of the tokens over their own slots; a layer's keys and values: [slots, K, length, D]."""
+        count, width = self.rows_XW.shape
+        kv_heads, head_dim = keys.shape[1], keys.shape[3]
+        q_XWKGD = q_NQD[self.rows_XW.view(-1)].view(count, width, kv_heads, -1, head_dim)
+        q_XKrD = q_XWKGD.permute(0, 2, 3, 1, 4).reshape(
+            count, kv_heads, -1, head_dim
+        )  # r = G * W rows
+        out_XKrD = functional.scaled_dot_product_attention(
+            q_XKrD,
+            keys[self.slots_X, :, : self.length],
+            values[self.slots_X, :, : self.length],
+            attn_mask=mask_X1rL,
+            scale=scale,
+        )
+        out_XKGWD = out_XKrD.view(count, kv_heads, -1, width, head_dim)
+        out_SE = out_XKGWD.permute(0, 3, 1, 2, 4).reshape(count * width, -1)
+        return out_SE[self.flat_indices_E]
+
 
 Weights = tuple[torch.Tensor, torch.Tensor | None]  # [out, in] and bias
 
@@ -37,29 +88,34 @@ class RmsNorm:
         self.weight = module.weight.detach()
         self.eps: float = module.variance_epsilon
         self._eps = self.weight.new_full((), self.eps)
-        self._on_cpu = self.weight.device.type == "cpu" and self.weight.dtype in (torch.float32, torch.float64)
+        self._on_cpu = self.weight.device.type == "cpu" and self.weight.dtype in (
+            torch.float32,
+            torch.float64,
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normed x, of the same shape."""
         if not self._on_cpu:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return self.without_weight(x).mul_(self.weight)
+        return self.normalize_without_weight(x).mul_(self.weight)
 
-    def without_weight(self, x: torch.Tensor) -> torch.Tensor:
+    def normalize_without_weight(self, x: torch.Tensor) -> torch.Tensor:
         """x / rms(x)."""
         # fewer and cheaper kernels than the composite one that torch runs on a CPU
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
 
 
-class Layer:
+class DecoderLayer:
     """One decoder layer's parameters, without their modules."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = [_weights(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
-        self.out = _weights(attention, "o_proj")
-        self.gate, self.up, self.down = (_weights(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
+        self.qkv = [_read_weights(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
+        self.out = _read_weights(attention, "o_proj")
+        self.gate, self.up, self.down = (
+            _read_weights(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")
+        )
         self.q_norm = RmsNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.k_norm = RmsNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.input_norm = RmsNorm(layer.input_layernorm)
@@ -67,7 +123,7 @@ class Layer:
         self.scale: float = attention.scaling
         self.act = mlp.act_fn
 
-    def heads(self, x_NH: torch.Tensor) -> torch.Tensor:
+    def project_heads(self, x_NH: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values side by side: [N, h * D], before rotary embedding and norms of their own."""
         x_NH = self.input_norm(x_NH)
         widths = [weight.shape[0] for weight, _ in self.qkv]
@@ -89,10 +145,12 @@ class Layer:
         """x + down(act(gate(norm(x))) * up(norm(x))), in place."""
         normed_NH = self.mlp_norm(x_NH)
         gate_NF = self.act(functional.linear(normed_NH, *self.gate))
-        return x_NH.add_(functional.linear(gate_NF.mul_(functional.linear(normed_NH, *self.up)), *self.down))
+        return x_NH.add_(
+            functional.linear(gate_NF.mul_(functional.linear(normed_NH, *self.up)), *self.down)
+        )
 
 
-class PackedLayer(Layer):
+class PackedDecoderLayer(DecoderLayer):
     """A layer that multiplies by packed copies of the module's parameters as they are now.
 
     Norms and gates are compiled code where there is some (`compiled`).
@@ -112,33 +170,46 @@ class PackedLayer(Layer):
         """The four products, in the order of a step."""
         return [self._heads, self._out, self._gate_up, self._down]
 
-    def packed_weights(self) -> PackedWeights:
+    def collect_packed_weights(self) -> PackedWeights:
         """The weights of a `FusedStep`, where that is allowed."""
         heads, out, gate_up, down = (
-            part.packed_weight() for part in (self._heads, self._out, self._gate_up, self._down)
+            part.read_packed_weight()
+            for part in (self._heads, self._out, self._gate_up, self._down)
         )
         return PackedWeights(
-            heads, out, gate_up, down, self.q_norm, self.k_norm, self.input_norm.eps, self.mlp_norm.eps, self.scale
+            heads,
+            out,
+            gate_up,
+            down,
+            self.q_norm,
+            self.k_norm,
+            self.input_norm.eps,
+            self.mlp_norm.eps,
+            self.scale,
         )
 
-    def heads(self, x_NH: torch.Tensor) -> torch.Tensor:
+    def project_heads(self, x_NH: torch.Tensor) -> torch.Tensor:
         """As `Layer.heads`."""
-        return self._heads(self._without_weight(self.input_norm, x_NH))
+        return self._heads(self._normalize_input(self.input_norm, x_NH))
 
     def add_attention(self, x_NH: torch.Tensor, attended_NE: torch.Tensor) -> torch.Tensor:
         """As `Layer.add_attention`."""
-        return self._out.add_(x_NH, attended_NE)
+        return self._out.add_product_(x_NH, attended_NE)
 
     def add_mlp(self, x_NH: torch.Tensor) -> torch.Tensor:
         """As `Layer.add_mlp`."""
-        both_NF = self._gate_up(self._without_weight(self.mlp_norm, x_NH))
+        both_NF = self._gate_up(self._normalize_input(self.mlp_norm, x_NH))
         if self._compiled is not None and self._is_silu:
-            return self._down.add_(x_NH, self._compiled.gated(both_NF))
+            return self._down.add_product_(x_NH, self._compiled.compute_gated_silu(both_NF))
         gate_NF, up_NF = both_NF.chunk(2, dim=1)
-        return self._down.add_(x_NH, self.act(gate_NF).mul_(up_NF))
+        return self._down.add_product_(x_NH, self.act(gate_NF).mul_(up_NF))
 
-    def _without_weight(self, norm: RmsNorm, x_NH: torch.Tensor) -> torch.Tensor:
-        return norm.without_weight(x_NH) if self._compiled is None else self._compiled.normed(x_NH, norm.eps)
+    def _normalize_input(self, norm: RmsNorm, x_NH: torch.Tensor) -> torch.Tensor:
+        return (
+            norm.normalize_without_weight(x_NH)
+            if self._compiled is None
+            else self._compiled.compute_rms_norm(x_NH, norm.eps)
+        )
 
 
 class OutputHead:
@@ -146,7 +217,7 @@ class OutputHead:
 
     def __init__(self, base: Any) -> None:
         self.norm = RmsNorm(base.model.norm)
-        self.head: Weights = _weights(base, "lm_head")
+        self.head: Weights = _read_weights(base, "lm_head")
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
         """Logits [N, V]."""
@@ -166,33 +237,42 @@ class PackedOutputHead(OutputHead):
         """The product with the weight."""
         return self._packed
 
-    def packed_weight(self) -> tuple[Packed, torch.Tensor | None]:
-        """As `PackedLayer.packed_weights`."""
-        return self._packed.packed_weight()
+    def read_packed_weight(self) -> tuple[PackedOperand, torch.Tensor | None]:
+        """As `PackedDecoderLayer.packed_weights`."""
+        return self._packed.read_packed_weight()
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
         """Logits [N, V]."""
         if self._compiled is not None:
-            return self._packed(self._compiled.normed(x_NH, self.norm.eps))
-        return self._packed(self.norm.without_weight(x_NH))
+            return self._packed(self._compiled.compute_rms_norm(x_NH, self.norm.eps))
+        return self._packed(self.norm.normalize_without_weight(x_NH))
 
 
 class PackedLinear:
     """Linear layers of one input, side by side, copied for products with few rows."""
 
-    def __init__(self, arena: Arena, linears: Sequence[Weights], scale_I: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, arena: Arena, linears: Sequence[Weights], scale_I: torch.Tensor | None = None
+    ) -> None:
         """Copy the parameters, for compiled products into the arena; `scale_I` multiplies the inputs."""
         weights = [weight for weight, _ in linears]
         self._size, self._scale_I = sum(len(weight) for weight in weights), scale_I
         self._ends = list(itertools.accumulate(len(weight) for weight in weights))
         self.adapter: AdapterSpan | None = None  # of all rows, until another is put there
-        self._packed: Packed | None = None
-        if weights[0].dtype == torch.float32 and (int8_gemm.load() or packed_vectors.load()) is not None:
+        self._packed: PackedOperand | None = None
+        if (
+            weights[0].dtype == torch.float32
+            and (packed_gemm.load_int8_gemm() or packed_gemm.load_packed_vectors()) is not None
+        ):
             weight_OI = torch.cat(weights)
-            self._packed = _pack(weight_OI if scale_I is None else weight_OI.mul_(scale_I), arena)
+            self._packed = _pack_weight(
+                weight_OI if scale_I is None else weight_OI.mul_(scale_I), arena
+            )
         else:
             self._weight = weights[0].new_empty(weights[0].shape[1], self._size)
-            for part, weight in zip(self._weight.split([len(w) for w in weights], dim=1), weights, strict=True):
+            for part, weight in zip(
+                self._weight.split([len(w) for w in weights], dim=1), weights, strict=True
+            ):
                 if scale_I is None:
                     part.copy_(weight.t())
                 else:
@@ -200,59 +280,75 @@ class PackedLinear:
         self._bias: torch.Tensor | None = None
         if any(bias is not None for _, bias in linears):
             self._bias = torch.cat(
-                [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in linears]
+                [
+                    weight.new_zeros(len(weight)) if bias is None else bias
+                    for weight, bias in linears
+                ]
             )
 
-    def packed_weight(self) -> tuple[Packed, torch.Tensor | None]:
+    def read_packed_weight(self) -> tuple[PackedOperand, torch.Tensor | None]:
         """Weight and bias, where the weight is packed for compiled products."""
         assert self._packed is not None
         return self._packed, self._bias
 
-    def update_of(self, updates: Sequence[LowRank | None]) -> AdapterSpan | None:
+    def build_adapter_span(self, updates: Sequence[LowRank | None]) -> AdapterSpan | None:
         """Updates of the linear layers, None = of none, as one of this product; None where there is not any."""
         begins = [0, *self._ends[:-1]]
-        found = [(begin, end, one) for begin, end, one in zip(begins, self._ends, updates, strict=True) if one]
+        found = [
+            (begin, end, one)
+            for begin, end, one in zip(begins, self._ends, updates, strict=True)
+            if one
+        ]
         if not found:
             return None
-        downs = [one.down_RI if self._scale_I is None else one.down_RI * self._scale_I for *_, one in found]
+        downs = [
+            one.down_RI if self._scale_I is None else one.down_RI * self._scale_I
+            for *_, one in found
+        ]
         columns, scale = [(begin, end) for begin, end, _ in found], found[0][2].scale
         return AdapterSpan(0, 0, columns, scale, downs, [one.up_OR for *_, one in found])
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
         """x W + bias."""
         if self._packed is not None:
-            out_NO = self._packed.multiply(x_NI, x_NI.new_empty(len(x_NI), self._size))
+            out_NO = self._packed.multiply_rows(x_NI, x_NI.new_empty(len(x_NI), self._size))
             if self._bias is not None:
                 out_NO.add_(self._bias)
         else:
-            out_NO = torch.mm(x_NI, self._weight) if self._bias is None else torch.addmm(self._bias, x_NI, self._weight)
-        return self._adapted(out_NO, x_NI)
+            out_NO = (
+                torch.mm(x_NI, self._weight)
+                if self._bias is None
+                else torch.addmm(self._bias, x_NI, self._weight)
+            )
+        return self._add_adapter_product(out_NO, x_NI)
 
-    def add_(self, base_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
+    def add_product_(self, base_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
         """base + x W + bias, in place."""
         if self._packed is not None:
-            self._packed.multiply(x_NI, base_NO, add=True)
+            self._packed.multiply_rows(x_NI, base_NO, add=True)
         else:
             base_NO.addmm_(x_NI, self._weight)
-        return self._adapted(base_NO if self._bias is None else base_NO.add_(self._bias), x_NI)
+        return self._add_adapter_product(
+            base_NO if self._bias is None else base_NO.add_(self._bias), x_NI
+        )
 
-    def _adapted(self, out_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
+    def _add_adapter_product(self, out_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
         if self.adapter is not None:
-            with gemm.row_by_row():
+            with gemm.use_row_invariant_products():
                 add_low_rank(out_NO, x_NI, [dataclasses.replace(self.adapter, stop=len(x_NI))])
         return out_NO
 
 
-def _pack(weight_OI: torch.Tensor, arena: Arena) -> Packed:
+def _pack_weight(weight_OI: torch.Tensor, arena: Arena) -> PackedOperand:
     """A copy for tiles where the processor has them, else for vectors."""
-    tiles, vectors = int8_gemm.load(), packed_vectors.load()
+    tiles, vectors = packed_gemm.load_int8_gemm(), packed_gemm.load_packed_vectors()
     if tiles is not None:
-        return int8_gemm.PackedMatrix(tiles, weight_OI, arena)
+        return packed_gemm.PackedMatrix(tiles, weight_OI, arena)
     assert vectors is not None
-    return packed_vectors.PackedVectors(vectors, weight_OI, arena)
+    return packed_gemm.PackedVectors(vectors, weight_OI, arena)
 
 
-def _weights(module: Any, name: str) -> Weights:
+def _read_weights(module: Any, name: str) -> Weights:
     """Weight and bias of a linear layer, under its adapter where it has one."""
-    linear = plain_linear(getattr(module, name))
+    linear = unwrap_linear(getattr(module, name))
     return linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None

@@ -1,4 +1,10 @@
-"""The rollout engine: sequences decoded together over preallocated key/value slots.
+"""Keys and values of prompts: each prompt is prefilled once and copied to every sequence that begins with it.
+
+One run of the rollout engine over sequences that are known at its beginning.
+
+n active slots.
+
+The rollout engine: sequences decoded together over preallocated key/value slots.
 
 prompts are prefilled once and copied to every sequence that begins with them;
 a slot is refilled as soon as its sequence ends; when the queue is empty, active slots are compacted;
@@ -9,35 +15,327 @@ a token's sampling and its log-probability come from one pass over the logits, w
 
 from __future__ import annotations
 
+import functools
+import time
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from rl_core.capabilities import decoding
-from rl_core.capabilities.positions import row_limit
+from rl_core.capabilities.rotary_positions import find_row_limit
 from rl_core.cpu.allocator import keep_freed_memory
-from rl_core.cpu.waiting import bound_waiting
+from rl_core.cpu.openmp_spin import limit_openmp_spin
+from rl_core.data.batches import pad_rows, plan_micro_batches
+from rl_core.environments.step_pool import wait_for_any_turn
 from rl_core.errors import OutOfMemory
 from rl_core.inference.decoder import Decoder
-from rl_core.inference.engine_run import EngineRun
-from rl_core.inference.sampling import RolloutBackend, RolloutSequence, check_prompt, check_weights
+from rl_core.inference.decoder_layers import AppendedTokens
+from rl_core.inference.sampling import (
+    RolloutBackend,
+    RolloutSequence,
+    apply_repetition_penalty,
+    check_prompt,
+    check_weights,
+)
+from rl_core.inference.slot_table import MAX_COMPILED_STEPS, SlotTable
 from rl_core.inference.transformers_backend import TransformersBackend
-from rl_core.memory import MemoryFit, first_line, is_out_of_memory
-from rl_core.models.lora import merged
+from rl_core.models.lora import use_merged_weights
 from rl_core.models.routed_adapters import Adapter
+from rl_core.out_of_memory import MemoryFit, format_first_line, is_out_of_memory
 from rl_core.settings import SamplingSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Engine", "RolloutBackend", "RolloutSequence", "make_backend"]
 
-_ADVICE = "lower sampling.max_completion_tokens, or use a smaller model"  # where one sequence does not fit
+_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
+_LOOKAHEAD_TOKENS = (
+    1024  # a refill prefills prompts of waiting sequences with it, up to this many tokens
+)
 
 
-def make_backend(model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> RolloutBackend:
+class AdaptedPrompt(NamedTuple):
+    """Tokens and the adapter that reads them."""
+
+    ids: tuple[int, ...]
+    adapter: int = -1  # below 0 = none
+
+
+def read_adapted_prompt(sequence: RolloutSequence) -> AdaptedPrompt:
+    """Prompt of a sequence, with its adapter."""
+    return AdaptedPrompt(tuple(sequence.prompt_ids), getattr(sequence, "adapter", -1))
+
+
+class PromptCache:
+    """Prefilled prompts of the sequences in a queue, kept until the last of them has begun."""
+
+    def __init__(
+        self, decoder: Decoder, queue: deque[RolloutSequence], pad_id: int, advice: str
+    ) -> None:
+        """`queue`: the sequences that have not begun, which the caller takes out; `advice`: see `MemoryFit`."""
+        self._decoder, self._queue, self._pad_id, self._advice = decoder, queue, pad_id, advice
+        self._prefilled: dict[
+            AdaptedPrompt, tuple[torch.Tensor, int]
+        ] = {}  # -> (keys and values, row)
+        self._waiting = Counter(map(read_adapted_prompt, queue))  # sequences that have not begun
+
+    def fill_slots(self, slots: Sequence[int], prompts: Sequence[AdaptedPrompt]) -> None:
+        """Copy all but the last token of each prompt into its slot."""
+        self._prefill_missing(prompts)
+        by_batch: dict[int, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
+        for slot, prompt in zip(slots, prompts, strict=True):
+            if len(prompt.ids) > 1:
+                kv, row = self._prefilled[prompt]
+                by_batch.setdefault(id(kv), (kv, []))[1].append((slot, row))
+            self._waiting[prompt] -= 1
+            if not self._waiting[prompt]:
+                self._prefilled.pop(prompt, None)
+        for kv, pairs in by_batch.values():
+            MemoryFit("prompts", self._advice).compute_batches(
+                [pairs], functools.partial(self._copy_to_slots, kv)
+            )
+
+    def register_sequence(self, sequence: RolloutSequence) -> None:
+        """One more sequence will begin."""
+        self._waiting[read_adapted_prompt(sequence)] += 1
+
+    def clear_prefilled(self) -> None:
+        """Let go of what was prefilled: the weights have changed."""
+        self._prefilled.clear()
+
+    def _copy_to_slots(self, kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+        """Copy prefilled prompts into slots: (slot, row of `kv`) each."""
+        slots, rows = (
+            torch.tensor(side).to(self._decoder.device) for side in zip(*pairs, strict=True)
+        )
+        self._decoder.fill_slots(slots, kv, rows)
+
+    def _prefill_missing(self, prompts: Sequence[AdaptedPrompt]) -> None:
+        """Prefill all but the last token of these prompts, where not done yet, and of some of the queue's next ones."""
+        missing = [p for p in dict.fromkeys(prompts) if len(p.ids) > 1 and p not in self._prefilled]
+        if not missing:
+            return
+        total = sum(len(prompt.ids) for prompt in missing)
+        wanted = dict.fromkeys(missing)
+        for prompt in map(read_adapted_prompt, self._queue):
+            if prompt in wanted or prompt in self._prefilled or len(prompt.ids) < 2:
+                continue
+            total += len(prompt.ids)
+            if total > _LOOKAHEAD_TOKENS:
+                break
+            wanted[prompt] = None
+        by_adapter: dict[int, list[AdaptedPrompt]] = {}
+        for prompt in wanted:
+            by_adapter.setdefault(prompt.adapter, []).append(prompt)
+        for adapter, some in by_adapter.items():
+            if self._decoder.prefills_by_length:
+                for length in dict.fromkeys(len(prompt.ids) for prompt in some):
+                    self._prefill_adapter_prompts(
+                        [prompt for prompt in some if len(prompt.ids) == length], adapter
+                    )
+            else:
+                self._prefill_adapter_prompts(some, adapter)
+
+    def _prefill_adapter_prompts(self, missing: Sequence[AdaptedPrompt], adapter: int) -> None:
+        """Prefill prompts of one adapter, in batches."""
+        lengths = [len(prompt.ids) - 1 for prompt in missing]
+
+        def prefill(rows: list[int]) -> None:
+            ids_MT = pad_rows([list(missing[i].ids[:-1]) for i in rows], self._pad_id).to(
+                self._decoder.device
+            )
+            kv = self._decoder.prefill_prompts(ids_MT, adapter)
+            for row, index in enumerate(rows):
+                self._prefilled[missing[index]] = (kv, row)
+
+        MemoryFit("prompts", self._advice).compute_batches(
+            plan_micro_batches(lengths, _PREFILL_TOKENS), prefill, lengths=lengths
+        )
+
+
+READY_CHECK_S = 0.002  # of decoding, until a look at the environments that are waited for: so late does a finished step rejoin
+SPARE_TOKENS = 256  # of the cache of a run to which sequences are added: prompts differ in length
+
+
+class EngineRun(SlotTable):
+    """One call of `Engine.run`: the host's side of every slot."""
+
+    _reports_ends_early = (
+        False  # True = that a sequence has ended is told before others' environments are waited for
+    )
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        sequences: Sequence[RolloutSequence],
+        sampling: SamplingSettings,
+        is_eos: np.ndarray,
+        pad_id: int,
+        max_length: int,
+        fit: MemoryFit,
+        adapters: Sequence[Adapter] = (),
+        capacity: int | None = None,
+    ) -> None:
+        """`fit`: see `SlotTable`. `adapters`: those that sequences name by their `adapter`.
+
+        `capacity`: sequences that may be in the run at once, later ones among them, and room for slightly longer ones;
+        None = nothing is added to those of the beginning.
+        """
+        self._sampling = sampling
+        self._max_length = max_length
+        self._queue = deque(sequences)
+        self._limits = {id(s): self._compute_limit(s) for s in sequences}
+        self._longest = max(self._limits.values())
+        most = max(self._limits[id(s)] - len(s.prompt_ids) for s in sequences)
+        slots = min(sampling.slots, len(sequences))
+        if capacity is not None:
+            self._longest = min(self._longest + SPARE_TOKENS, max_length)
+            most = min(sampling.max_completion_tokens, max_length)
+            slots = min(sampling.slots, max(capacity, len(sequences)))
+        super().__init__(decoder, slots, self._longest, most, is_eos, fit)
+        self._count = self._slots
+        # Nothing is to be done between a token and the next of a turn
+        self._can_step_compiled = (
+            decoder.can_sample_steps(sampling)
+            and sampling.repetition_penalty == 1
+            and not sampling.stop
+        )
+        if sampling.repetition_penalty != 1:
+            self._seen = torch.zeros(
+                self._slots, decoder.vocab_size, dtype=torch.bool, device=decoder.device
+            )
+        self._step_s = READY_CHECK_S  # of the newest call of compiled code, for each of its tokens
+        self._adapter_of = np.full(self._slots, -1, dtype=np.int64)
+        if adapters:
+            decoder.set_adapters(adapters, self._adapter_of)
+        self._prompts = PromptCache(decoder, self._queue, pad_id, fit.advice)
+
+    def _compute_limit(self, sequence: RolloutSequence) -> int:
+        """Tokens that a sequence may have, its prompt included."""
+        return min(
+            len(sequence.prompt_ids) + self._sampling.max_completion_tokens, self._max_length
+        )
+
+    def play_sequences(self) -> None:
+        """Run every sequence to its end."""
+        self._start_sequences(list(range(self._slots)))
+        while self._count:
+            changed, ended = self._step_slots()
+            self._start_sequences(ended[: len(self._queue)])
+            if changed or self._waiting_on_env:
+                self._compact_slots(self._resume_finished_steps())
+
+    def _resume_finished_steps(self) -> list[int]:
+        """Slots to be active next: those that decode, and those whose environments have answered.
+
+        With 'together' a finished step rejoins only when no other sequence is decodable, so results are bit-identical
+        regardless of timing; with 'ready' at once.
+        """
+        active = self._list_decodable_slots()
+        while self._waiting_on_env and (not active or self._sampling.rejoin == "ready"):
+            waiting = sorted(self._waiting_on_env)
+            if self._sampling.rejoin == "ready":
+                if not active:
+                    wait_for_any_turn(self._waiting_on_env.values())
+                waiting = [slot for slot in waiting if self._waiting_on_env[slot].is_done()]
+            ended = [
+                slot
+                for slot in waiting
+                if not self._append_observation(slot, self._waiting_on_env.pop(slot).finish_turn())
+            ]
+            self._start_sequences(ended[: len(self._queue)])
+            active = self._list_decodable_slots()
+            if active or (ended and self._reports_ends_early):
+                break
+        return active
+
+    def _start_sequences(self, slots: list[int]) -> None:
+        """Start waiting sequences in free slots."""
+        if not slots:
+            return
+        sequences = [self._queue.popleft() for _ in slots]
+        prompts = [read_adapted_prompt(sequence) for sequence in sequences]
+        self._prompts.fill_slots(slots, prompts)
+        for slot, sequence, (ids, adapter) in zip(slots, sequences, prompts, strict=True):
+            self._put_sequence(
+                slot, sequence, self._limits[id(sequence)], self._sampling.temperature
+            )
+            self._adapter_of[slot] = adapter
+            if self._seen is not None:
+                self._seen[slot] = False
+                self._seen[slot, self._to_tensor(ids)] = True
+
+    def _list_slot_arrays(self) -> tuple[np.ndarray, ...]:
+        return (*super()._list_slot_arrays(), self._adapter_of)
+
+    def _count_compiled_steps(self) -> int:
+        if not self._can_step_compiled:
+            return 0
+        if not self._waiting_on_env or self._sampling.rejoin == "together":
+            return MAX_COMPILED_STEPS
+        return min(MAX_COMPILED_STEPS, max(1, int(READY_CHECK_S / self._step_s)))
+
+    def _sample_steps(self, n: int, steps: int) -> None:
+        began = time.perf_counter()
+        super()._sample_steps(n, steps)
+        self._step_s = max(
+            (time.perf_counter() - began) / steps, READY_CHECK_S / MAX_COMPILED_STEPS
+        )
+
+    def _find_stopped(self, n: int) -> np.ndarray | None:
+        if not self._sampling.stop:
+            return None
+        actions = [self._tokens[slot, : self._acted[slot]].tolist() for slot in range(n)]
+        sequences = self._sequences[:n]
+        return np.array(
+            [
+                s is not None and s.should_stop(ids)
+                for s, ids in zip(sequences, actions, strict=True)
+            ]
+        )
+
+    def _sample_tokens(
+        self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: AppendedTokens | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `SlotTable`: one upload, one read-back."""
+        drawn = self._uniforms[self._rows[:n], self._sampled[:n]]
+        if self._decoder.graphs is not None and appended is None and self._seen is None:
+            both_2n = self._decoder.sample_with_graphs(tokens, positions, drawn, self._sampling)
+            return both_2n[0].astype(np.int64), both_2n[1]
+        logits_nV = self._decoder.step(
+            self._to_tensor(tokens),
+            self._to_tensor(positions),
+            n,
+            int(positions[:n].max()) + 1,
+            appended,
+        )
+        if self._seen is not None:
+            logits_nV = apply_repetition_penalty(
+                logits_nV, self._seen[:n], self._sampling.repetition_penalty
+            )
+        tokens_n, logprobs_n = self._decoder.draw_tokens(
+            logits_nV, self._to_tensor(drawn), self._sampling
+        )
+        if self._seen is not None:
+            self._seen[self._to_tensor(self._rows[:n]), tokens_n] = True
+        if tokens_n.device.type == "cpu":
+            return tokens_n.numpy(), logprobs_n.numpy()
+        both_2n = (
+            torch.stack([tokens_n.double(), logprobs_n.double()]).cpu().numpy()
+        )  # token ids are exact in float64
+        return both_2n[0].astype(np.int64), both_2n[1]
+
+
+_MEMORY_ADVICE = "lower sampling.max_completion_tokens, or use a smaller model"  # where one sequence does not fit
+
+
+def create_rollout_backend(
+    model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int
+) -> RolloutBackend:
     """The engine where the decoder supports the model (`rl_core.capabilities`), else transformers' own forward pass.
 
     Args:
@@ -45,59 +343,71 @@ def make_backend(model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: in
         pad_id: any token; used where a batch needs filling.
         max_length: longest prompt and completion together, in tokens.
     """
-    backend = Engine if decoding.decoder(model).allowed else TransformersBackend
+    backend = Engine if decoding.check_rollout_decoder(model).allowed else TransformersBackend
     return backend(model, eos_ids=eos_ids, pad_id=pad_id, max_length=max_length)
 
 
 class Engine:
     """A `RolloutBackend` over the model's own weights; sampling follows them without any copy."""
 
-    def __init__(self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int
+    ) -> None:
         keep_freed_memory()
-        bound_waiting()
-        self.max_length = min(max_length, row_limit(model) or max_length)
+        limit_openmp_spin()
+        self.max_length = min(max_length, find_row_limit(model) or max_length)
         self._model = model
         self._pad_id = pad_id
         self._decoder = Decoder(model)
-        self._fit = MemoryFit("slots of the rollout engine", _ADVICE)  # limit: slots that are decoded together
-        self.end_at(eos_ids)
+        self._fit = MemoryFit(
+            "slots of the rollout engine", _MEMORY_ADVICE
+        )  # limit: slots that are decoded together
+        self.set_end_tokens(eos_ids)
 
-    def end_at(self, eos_ids: Collection[int]) -> None:
+    def set_end_tokens(self, eos_ids: Collection[int]) -> None:
         """Tokens that end an action from now on."""
         self._is_eos = np.zeros(self._decoder.vocab_size, dtype=bool)
         self._is_eos[[token for token in eos_ids if token < len(self._is_eos)]] = True
 
-    def keep_apart(self) -> None:
+    def disable_cross_row_batching(self) -> None:
         """Make a sequence's numbers independent of the others, to the last bit where the step is compiled code."""
         self._decoder.prefills_by_length = True
 
-    def refresh(self) -> None:
+    def refresh_weights(self) -> None:
         """Weights are read where the model keeps them, so there is nothing to copy."""
 
     @contextmanager
-    def bound(self) -> Iterator[Decoder]:
+    def bind_decoder(self) -> Iterator[Decoder]:
         """The decoder over the present weights, adapters merged, for a run that is played elsewhere."""
         check_weights(self._model)
-        with merged(self._model):
-            self._decoder.bind()
+        with use_merged_weights(self._model):
+            self._decoder.bind_weights()
             yield self._decoder
 
-    def run_options(self) -> dict[str, Any]:
+    def build_run_options(self) -> dict[str, Any]:
         """Arguments of an `EngineRun` that are this engine's."""
-        return {"is_eos": self._is_eos, "pad_id": self._pad_id, "max_length": self.max_length, "fit": self._fit}
+        return {
+            "is_eos": self._is_eos,
+            "pad_id": self._pad_id,
+            "max_length": self.max_length,
+            "fit": self._fit,
+        }
 
     @property
-    def takes_adapters(self) -> bool:
+    def supports_adapters(self) -> bool:
         """True = sequences may have adapters of their own (`run`)."""
-        return self._decoder.takes_adapters
+        return self._decoder.supports_adapters
 
-    def run(
-        self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings, adapters: Sequence[Adapter] = ()
+    def run_sequences(
+        self,
+        sequences: Sequence[RolloutSequence],
+        sampling: SamplingSettings,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         """Play every sequence to its end. Adapters of the model are merged meanwhile, and taken out again bit for bit.
 
         Sequences may have adapters of their own beside each other: those whose attribute `adapter` is a number of
-        `adapters` (only where `takes_adapters`). Their tokens and log-probabilities depend on no other's.
+        `adapters` (only where `supports_adapters`). Their tokens and log-probabilities depend on no other's.
 
         Where memory runs out, fewer sequences are decoded together, now and in later runs. A sequence's tokens depend
         on its own random numbers alone, so they stay the same. Raises: OutOfMemory where not even one fits.
@@ -108,15 +418,22 @@ class Engine:
             return
         check_weights(self._model)
         try:
-            with merged(self._model):
-                self._decoder.bind()
+            with use_merged_weights(self._model):
+                self._decoder.bind_weights()
                 run = EngineRun(
-                    self._decoder, sequences, sampling, self._is_eos, self._pad_id, self.max_length, self._fit, adapters
+                    self._decoder,
+                    sequences,
+                    sampling,
+                    self._is_eos,
+                    self._pad_id,
+                    self.max_length,
+                    self._fit,
+                    adapters,
                 )
-                run.play()
+                run.play_sequences()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(
-                f"rollouts do not fit into memory ({first_line(error)}); lower sampling.slots, {_ADVICE}"
+                f"rollouts do not fit into memory ({format_first_line(error)}); lower sampling.slots, {_MEMORY_ADVICE}"
             ) from error

@@ -14,24 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from rl_core.environments.step_pool import NewContext, Turnover
+from rl_core.environments.step_pool import ReplacementContext, TurnOutcome
 from rl_core.errors import DataError, NonFiniteTensor
 from rl_core.settings import SamplingSettings
-
-__all__ = [
-    "RolloutBackend",
-    "RolloutSequence",
-    "check_logprob",
-    "check_observation",
-    "check_prompt",
-    "check_weights",
-    "draw",
-    "log_probabilities",
-    "penalized",
-    "restricted",
-    "sequence_seed",
-    "uniforms",
-]
 
 
 class RolloutSequence(Protocol):
@@ -40,10 +25,12 @@ class RolloutSequence(Protocol):
     prompt_ids: list[int]  # at least one token; sequences with equal prompts share one prefill
     seed: int  # 0 <= seed < 2**128; the sequence's samples depend on it and on the weights alone
 
-    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> Turnover:
+    def take_action(
+        self, action_ids: list[int], logprobs: list[float], hit_limit: bool
+    ) -> TurnOutcome:
         """Take one action; give the observation tokens to append (at least one), or None when the episode is over.
 
-        Or a `NewContext`: its tokens take the place of all before, and its limit that of the sequence.
+        Or a `ReplacementContext`: its tokens take the place of all before, and its limit that of the sequence.
 
         Or a `PendingTurn`, which gives either once the environment has answered; the sequence waits until then.
 
@@ -62,23 +49,25 @@ class RolloutBackend(Protocol):
 
     max_length: int  # prompt and completion together
 
-    def run(self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings) -> None:
+    def run_sequences(
+        self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings
+    ) -> None:
         """Play every sequence to its end, through its `advance`."""
 
-    def refresh(self) -> None:
+    def refresh_weights(self) -> None:
         """Notice that the model's weights have changed since the last run."""
 
-    def end_at(self, eos_ids: Collection[int]) -> None:
+    def set_end_tokens(self, eos_ids: Collection[int]) -> None:
         """Tokens that end an action from now on."""
 
 
-def sequence_seed(*parts: object) -> int:
+def compute_sequence_seed(*parts: object) -> int:
     """A 128-bit seed from anything printable; equal parts give equal seeds on every machine."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
-def uniforms(seed: int, count: int, first: int = 0) -> np.ndarray:
+def draw_uniforms(seed: int, count: int, first: int = 0) -> np.ndarray:
     """float64 [count] in [0, 1), from number `first` on: number t decides the sequence's t-th sampled token.
 
     Philox is counter-based (Salmon et al. 2011): the key is the sequence's seed, so what other sequences draw, and in
@@ -89,7 +78,7 @@ def uniforms(seed: int, count: int, first: int = 0) -> np.ndarray:
     return np.random.Generator(numbers).random(first % 4 + count)[first % 4 :]
 
 
-def draw(
+def draw_tokens(
     logits_BV: torch.Tensor,
     uniforms_B: torch.Tensor,
     temperature: float,
@@ -106,18 +95,20 @@ def draw(
         softmax(logits / temperature) renormalised over the kept tokens. Greedy tokens are drawn from none: at
         temperature 0 those of softmax(logits).
     """
-    log_p_BV = log_probabilities(logits_BV, temperature, restriction)
+    log_p_BV = compute_log_probabilities(logits_BV, temperature, restriction)
     if temperature == 0:
         logprobs_B, tokens_B = log_p_BV.max(dim=-1)
         return tokens_B, logprobs_B
     cumulative_BV = log_p_BV.exp().cumsum(dim=-1, dtype=torch.float64)
     # first token whose cumulative probability exceeds u * total: one of probability 0 is never taken
     levels_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
-    tokens_B1 = torch.searchsorted(cumulative_BV, levels_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
+    tokens_B1 = torch.searchsorted(cumulative_BV, levels_B1, right=True).clamp_(
+        max=logits_BV.shape[-1] - 1
+    )
     return tokens_B1.squeeze(1), log_p_BV.gather(1, tokens_B1).squeeze(1)
 
 
-def log_probabilities(
+def compute_log_probabilities(
     logits_BV: torch.Tensor, temperature: float, restriction: SamplingSettings | None = None
 ) -> torch.Tensor:
     """Log-probabilities float32 [B, V] that `draw` draws by; at temperature 0 those of softmax(logits)."""
@@ -127,10 +118,12 @@ def log_probabilities(
         log_p_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
     if restriction is None or temperature == 0:
         return log_p_BV
-    return torch.log_softmax(restricted(log_p_BV, restriction), dim=-1)
+    return torch.log_softmax(filter_log_probabilities(log_p_BV, restriction), dim=-1)
 
 
-def penalized(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float) -> torch.Tensor:
+def apply_repetition_penalty(
+    logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float
+) -> torch.Tensor:
     """Logits with a repetition penalty: z / penalty where z > 0, else z * penalty, at tokens seen in the sequence.
 
     Source: Keskar et al. 2019, arXiv:1909.05858, section 4.1, as vLLM and transformers apply it to negative logits.
@@ -139,39 +132,43 @@ def penalized(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float) ->
     return torch.where(seen_BV, changed_BV, logits_BV)
 
 
-def restricted(log_p_BV: torch.Tensor, kept: SamplingSettings) -> torch.Tensor:
+def filter_log_probabilities(log_p_BV: torch.Tensor, restriction: SamplingSettings) -> torch.Tensor:
     """log p, minus infinity at tokens that are not kept: first min_p, then top_k, then top_p of what these leave.
 
     The order is that of vLLM's sampler (penalties, temperature, min_p, top_k, top_p; vllm/v1/sample/sampler.py). Tokens
     as likely as the last one that is kept are kept too, so nothing depends on the order of equal ones.
     """
-    if kept.min_p > 0:
-        least_B1 = log_p_BV.amax(-1, keepdim=True) + math.log(kept.min_p)
+    if restriction.min_p > 0:
+        least_B1 = log_p_BV.amax(-1, keepdim=True) + math.log(restriction.min_p)
         log_p_BV = log_p_BV.masked_fill(log_p_BV < least_B1, -torch.inf)
-    if 0 < kept.top_k < log_p_BV.shape[-1]:
-        least_B1 = log_p_BV.topk(kept.top_k, dim=-1).values[:, -1:]
+    if 0 < restriction.top_k < log_p_BV.shape[-1]:
+        least_B1 = log_p_BV.topk(restriction.top_k, dim=-1).values[:, -1:]
         log_p_BV = log_p_BV.masked_fill(log_p_BV < least_B1, -torch.inf)
-    if kept.top_p < 1:
-        log_p_BV = log_p_BV.masked_fill(log_p_BV < _least_of_top_p(log_p_BV, kept.top_p), -torch.inf)
+    if restriction.top_p < 1:
+        log_p_BV = log_p_BV.masked_fill(
+            log_p_BV < _find_top_p_threshold(log_p_BV, restriction.top_p), -torch.inf
+        )
     return log_p_BV
 
 
-_SORTED_FIRST = 1024  # tokens that a CPU sorts before it sorts the whole vocabulary
+_PARTIAL_SORT_SIZE = 1024  # tokens that a CPU sorts before it sorts the whole vocabulary
 
 
-def _least_of_top_p(log_p_BV: torch.Tensor, top_p: float) -> torch.Tensor:
+def _find_top_p_threshold(log_p_BV: torch.Tensor, top_p: float) -> torch.Tensor:
     """log p of the least likely token that is kept [B, 1]: what is more likely than it adds up to less than top_p."""
     totals_B1 = log_p_BV.exp().sum(-1, keepdim=True, dtype=torch.float64)
 
-    def least_of(sorted_BK: torch.Tensor, totals_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def least_of(
+        sorted_BK: torch.Tensor, totals_B1: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         masses_BK = sorted_BK.exp().cumsum(-1, dtype=torch.float64)
         before_BK = torch.cat([torch.zeros_like(totals_B1), masses_BK[:, :-1]], dim=1)
         count_B1 = (before_BK < top_p * totals_B1).sum(-1, keepdim=True)
         return sorted_BK.gather(1, count_B1 - 1), masses_BK[:, -1:] >= top_p * totals_B1
 
-    if log_p_BV.device.type != "cpu" or log_p_BV.shape[-1] <= _SORTED_FIRST:
+    if log_p_BV.device.type != "cpu" or log_p_BV.shape[-1] <= _PARTIAL_SORT_SIZE:
         return least_of(log_p_BV.sort(dim=-1, descending=True).values, totals_B1)[0]
-    least_B1, is_enough_B1 = least_of(log_p_BV.topk(_SORTED_FIRST, dim=-1).values, totals_B1)
+    least_B1, is_enough_B1 = least_of(log_p_BV.topk(_PARTIAL_SORT_SIZE, dim=-1).values, totals_B1)
     others = (~is_enough_B1.squeeze(1)).nonzero().squeeze(1)
     if len(others):
         whole = log_p_BV[others].sort(dim=-1, descending=True).values
@@ -195,13 +192,16 @@ def check_weights(model: nn.Module) -> None:
     would not do: products of weights in integers make some number of a NaN.
     """
     weights = {
-        name: weight for name, weight in model.named_parameters()
+        name: weight
+        for name, weight in model.named_parameters()
         if weight.is_floating_point() and weight.itemsize > 1 and weight.numel()
-    }  # fmt: skip
+    }
     if not weights:
         return
     home = next(iter(weights.values())).device
-    bounds = torch.stack([torch.stack(torch.aminmax(weight)).to(home, torch.float64) for weight in weights.values()])
+    bounds = torch.stack(
+        [torch.stack(torch.aminmax(weight)).to(home, torch.float64) for weight in weights.values()]
+    )
     bad = (~bounds.isfinite().all(1)).tolist()
     if True not in bad:
         return
@@ -230,7 +230,11 @@ def check_logprob(logprob: float, index: int, dtype: torch.dtype) -> None:
 
 
 def check_observation(
-    observation: list[int] | NewContext, room: int, context: int, hit_limit: bool, draws: int
+    observation: list[int] | ReplacementContext,
+    room: int,
+    context: int,
+    hit_limit: bool,
+    draws: int,
 ) -> None:
     """DataError when a sequence goes on where it has to end.
 
@@ -241,7 +245,7 @@ def check_observation(
     """
     if hit_limit:
         raise DataError("a sequence that hit its limit answered with an observation; it has to end")
-    if isinstance(observation, NewContext):
+    if isinstance(observation, ReplacementContext):
         if not 0 < len(observation.ids) < observation.limit <= context:
             raise DataError(
                 f"a context of {len(observation.ids)} tokens cannot go on to {observation.limit} where "
@@ -254,4 +258,6 @@ def check_observation(
             )
         return
     if not 0 < len(observation) < room:
-        raise DataError(f"an observation of {len(observation)} tokens cannot be appended where {room} tokens are left")
+        raise DataError(
+            f"an observation of {len(observation)} tokens cannot be appended where {room} tokens are left"
+        )

@@ -12,16 +12,24 @@ import numpy as np
 import torch
 
 from rl_core.cpu.fused_decode import SlotStates
-from rl_core.environments.step_pool import NewContext, Observation, PendingTurn
+from rl_core.environments.step_pool import Observation, PendingTurn, ReplacementContext
 from rl_core.errors import OutOfMemory
-from rl_core.inference.appended_tokens import AppendedTokens
 from rl_core.inference.decoder import Decoder
-from rl_core.inference.sampling import RolloutSequence, check_logprob, check_observation, uniforms
-from rl_core.memory import MemoryFit, first_line, is_out_of_memory, note_out_of_memory
+from rl_core.inference.decoder_layers import AppendedTokens
+from rl_core.inference.sampling import (
+    RolloutSequence,
+    check_logprob,
+    check_observation,
+    draw_uniforms,
+)
+from rl_core.out_of_memory import (
+    MemoryFit,
+    format_first_line,
+    is_out_of_memory,
+    record_out_of_memory,
+)
 
-__all__ = ["STEPS", "SlotTable"]
-
-STEPS = 8  # tokens of one call of compiled code: a slot is empty so long, at most, before it is refilled
+MAX_COMPILED_STEPS = 8  # tokens of one call of compiled code: a slot is empty so long, at most, before it is refilled
 
 
 class SlotTable(ABC):
@@ -34,14 +42,20 @@ class SlotTable(ABC):
     """
 
     def __init__(
-        self, decoder: Decoder, slots: int, length: int, most: int, is_eos: np.ndarray, fit: MemoryFit
+        self,
+        decoder: Decoder,
+        slots: int,
+        length: int,
+        most: int,
+        is_eos: np.ndarray,
+        fit: MemoryFit,
     ) -> None:
         """`length`: longest sequence; `most`: tokens that one may sample.
 
         `fit`: its limit is the number of slots that memory was seen to allow; found out here, and kept by it.
         """
         self._decoder, self._is_eos, self._fit = decoder, is_eos, fit
-        self._slots = self._reserve(slots, length)
+        self._slots = self._reserve_slots(slots, length)
         self._count = 0
         self._sequences: list[RolloutSequence | None] = [None] * self._slots  # None = a free slot
         self._waiting_on_env: dict[int, PendingTurn] = {}
@@ -55,54 +69,63 @@ class SlotTable(ABC):
         self._logprobs = np.zeros((self._slots, most))
         self._temperatures = np.ones(self._slots, dtype=np.float32)
         self._states = SlotStates(
-            tokens=self._pending, positions=self._length, limits=self._limit, sampled=self._sampled, acted=self._acted,
-            uniforms=self._uniforms, chosen=self._tokens, logprobs=self._logprobs, temperatures=self._temperatures,
-        )  # fmt: skip
-        self._seen: torch.Tensor | None = None  # bool [slots, V]: tokens of each sequence, where repeating them costs
+            tokens=self._pending,
+            positions=self._length,
+            limits=self._limit,
+            sampled=self._sampled,
+            acted=self._acted,
+            uniforms=self._uniforms,
+            chosen=self._tokens,
+            logprobs=self._logprobs,
+            temperatures=self._temperatures,
+        )
+        self._seen: torch.Tensor | None = (
+            None  # bool [slots, V]: tokens of each sequence, where repeating them costs
+        )
 
     @abstractmethod
-    def _steps_at_once(self) -> int:
+    def _count_compiled_steps(self) -> int:
         """Tokens that one call of compiled code may sample; 0 = there is something to do between two tokens."""
 
     @abstractmethod
-    def _sample(
+    def _sample_tokens(
         self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: AppendedTokens | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """The device's part of a step: tokens int64 [n] and their log-probabilities [n]."""
 
     @abstractmethod
-    def _stopped(self, n: int) -> np.ndarray | None:
+    def _find_stopped(self, n: int) -> np.ndarray | None:
         """bool [n], True = the slot's newest token completes a stop text; None = there are no stop texts."""
 
-    def _refuse(self, slot: int, logprob: float) -> None:
+    def _refuse_logprob(self, slot: int, logprob: float) -> None:
         """Raise NonFiniteTensor for a slot's newest log-probability."""
         check_logprob(logprob, int(self._sampled[slot]) - 1, self._decoder.dtype)
 
     # -- beginning, waiting and ending ---------------------------------------------------------------------------------
 
-    def _reserve(self, slots: int, length: int) -> int:
+    def _reserve_slots(self, slots: int, length: int) -> int:
         """Reserve the cache of as many slots as fit into memory; returns their number."""
         slots = min(slots, self._fit.limit or slots)
         while True:
             try:
-                self._decoder.reserve(slots, length)
+                self._decoder.reserve_cache(slots, length)
                 return slots
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                slots = self._fewer(slots, first_line(error))
+                slots = self._halve_slots(slots, format_first_line(error))
 
-    def _fewer(self, slots: int, problem: str) -> int:
+    def _halve_slots(self, slots: int, problem: str) -> int:
         """Half of the slots, noted as the limit. Raises: OutOfMemory where it is one that did not fit."""
         if slots == 1:
             raise OutOfMemory(
                 f"not even one sequence of these rollouts fits into memory ({problem}); {self._fit.advice}"
             )
         self._fit.limit = slots // 2
-        note_out_of_memory(self._fit.what, self._fit.limit, "slots")
+        record_out_of_memory(self._fit.subject, self._fit.limit, "slots")
         return self._fit.limit
 
-    def _decodable(self) -> list[int]:
+    def _list_decodable_slots(self) -> list[int]:
         """Slots whose sequences have neither ended nor wait for their environment: the first ones that fit."""
         found = [
             slot
@@ -111,7 +134,14 @@ class SlotTable(ABC):
         ]
         return found[: self._fit.limit]
 
-    def _place(self, slot: int, sequence: RolloutSequence, limit: int, temperature: float, drawn: int = 0) -> None:
+    def _put_sequence(
+        self,
+        slot: int,
+        sequence: RolloutSequence,
+        limit: int,
+        temperature: float,
+        num_used_uniforms: int = 0,
+    ) -> None:
         """Put a sequence into a slot whose cache holds all of its prompt but the last token.
 
         `drawn`: random numbers of its seed that are used up.
@@ -123,9 +153,9 @@ class SlotTable(ABC):
         self._sampled[slot] = self._acted[slot] = 0
         self._temperatures[slot] = temperature
         room = limit - len(prompt)
-        self._uniforms[slot, :room] = uniforms(sequence.seed, room, drawn)
+        self._uniforms[slot, :room] = draw_uniforms(sequence.seed, room, num_used_uniforms)
 
-    def _compact(self, active: list[int]) -> None:
+    def _compact_slots(self, active: list[int]) -> None:
         """Make these slots 0..n-1: the last ones move into the holes, and sequences that wait there move out."""
         self._count = len(active)
         holes = sorted(set(range(self._count)) - set(active))
@@ -133,31 +163,47 @@ class SlotTable(ABC):
             return
         outside = [slot for slot in active if slot >= self._count]
         moves = dict(zip(holes, outside, strict=True))  # target -> source
-        moves |= {source: hole for hole, source in zip(holes, outside, strict=True) if self._sequences[hole]}
+        moves |= {
+            source: hole
+            for hole, source in zip(holes, outside, strict=True)
+            if self._sequences[hole]
+        }
         targets, sources = list(moves), list(moves.values())
         # all sources are read before any target is written, so two slots can change places
-        self._decoder.move(self._tensor(sources), self._tensor(targets), int(self._length[sources].max()))
-        for array in self._by_slot():
+        self._decoder.move_slots(
+            self._to_tensor(sources), self._to_tensor(targets), int(self._length[sources].max())
+        )
+        for array in self._list_slot_arrays():
             array[targets] = array[sources]
         if self._seen is not None:
-            self._seen[self._tensor(targets)] = self._seen[self._tensor(sources)]
+            self._seen[self._to_tensor(targets)] = self._seen[self._to_tensor(sources)]
         sequences = {target: self._sequences[source] for target, source in moves.items()}
         for slot in {*targets, *sources}:
             self._sequences[slot] = sequences.get(slot)
         moved_to = {source: target for target, source in moves.items()}
         self._to_append = {moved_to.get(slot, slot): ids for slot, ids in self._to_append.items()}
-        self._waiting_on_env = {moved_to.get(slot, slot): turn for slot, turn in self._waiting_on_env.items()}
+        self._waiting_on_env = {
+            moved_to.get(slot, slot): turn for slot, turn in self._waiting_on_env.items()
+        }
 
-    def _by_slot(self) -> tuple[np.ndarray, ...]:
+    def _list_slot_arrays(self) -> tuple[np.ndarray, ...]:
         """Every array whose first axis is the slots."""
         return (
-            self._pending, self._length, self._limit, self._context, self._sampled, self._acted, self._temperatures,
-            self._uniforms, self._tokens, self._logprobs,
-        )  # fmt: skip
+            self._pending,
+            self._length,
+            self._limit,
+            self._context,
+            self._sampled,
+            self._acted,
+            self._temperatures,
+            self._uniforms,
+            self._tokens,
+            self._logprobs,
+        )
 
     # -- one token for every slot --------------------------------------------------------------------------------------
 
-    def _step(self) -> tuple[bool, list[int]]:
+    def _step_slots(self) -> tuple[bool, list[int]]:
         """Sample in every active slot: one token, or several where its turn does not end before; fewer slots where
         memory ends.
 
@@ -165,51 +211,58 @@ class SlotTable(ABC):
         """
         while True:
             try:
-                self._sample_active()
+                self._sample_active_slots()
                 break
             except Exception as error:  # nothing but the cache was written, and the same will be written there again
                 if not is_out_of_memory(error):
                     raise
-                self._count = self._fewer(self._count, first_line(error))
+                self._count = self._halve_slots(self._count, format_first_line(error))
         n, rows = self._count, self._rows[: self._count]
         newest, logprobs = self._pending[:n], self._logprobs[rows, self._acted[:n] - 1]
         has_sampled = self._acted[:n] > 0  # False where a prompt is read piece by piece
         is_broken = has_sampled & ~np.isfinite(logprobs)
         for slot in np.flatnonzero(is_broken).tolist():
-            self._refuse(slot, float(logprobs[slot]))
+            self._refuse_logprob(slot, float(logprobs[slot]))
         has_ended = self._is_eos[newest] | is_broken
-        stopped = self._stopped(n)
+        stopped = self._find_stopped(n)
         if stopped is not None:
             has_ended |= stopped
-        acted = np.flatnonzero(has_sampled & (has_ended | (self._length[:n] + 1 >= self._limit[:n])))
+        acted = np.flatnonzero(
+            has_sampled & (has_ended | (self._length[:n] + 1 >= self._limit[:n]))
+        )
         for slot in acted.tolist():
             self._end_turn(slot, hit_limit=not has_ended[slot])
         ended = [slot for slot in acted.tolist() if self._sequences[slot] is None]
         return bool(ended or any(slot in self._waiting_on_env for slot in acted.tolist())), ended
 
-    def _sample_active(self) -> None:
+    def _sample_active_slots(self) -> None:
         """Sample one token in each active slot, or several where nothing has to be appended."""
         n = self._count
         to_append = {slot: ids for slot, ids in self._to_append.items() if slot < n}
-        if not to_append and (steps := self._steps_at_once()):
+        if not to_append and (steps := self._count_compiled_steps()):
             self._sample_steps(n, steps)
         else:
-            self._take_one(n, to_append)
+            self._sample_one_token(n, to_append)
 
     def _sample_steps(self, n: int, steps: int) -> None:
         """Sample so many tokens in each of the first n slots by compiled code, each slot until its turn ends."""
         self._decoder.sample_steps(self._states, n, self._is_eos, steps)
 
-    def _take_one(self, n: int, to_append: dict[int, list[int]]) -> None:
+    def _sample_one_token(self, n: int, to_append: dict[int, list[int]]) -> None:
         """Sample one token in each of the first n slots, after what is to be appended."""
-        appended, extra_tokens, extra_positions = self._appended_tokens(to_append, n)
+        appended, extra_tokens, extra_positions = self._build_appended_tokens(to_append, n)
         tokens, positions = self._pending[:n], self._length[:n].copy()
         for slot, ids in to_append.items():
             positions[slot] += len(ids)
         if appended is not None:
-            tokens, positions = np.concatenate([tokens, extra_tokens]), np.concatenate([positions, extra_positions])
+            tokens, positions = (
+                np.concatenate([tokens, extra_tokens]),
+                np.concatenate([positions, extra_positions]),
+            )
         rows, acted = self._rows[:n], self._acted[:n]
-        chosen, logprobs = self._sample(tokens, positions, n, appended)  # may raise: the run's state is as it was
+        chosen, logprobs = self._sample_tokens(
+            tokens, positions, n, appended
+        )  # may raise: the run's state is as it was
         for slot in to_append:
             self._length[slot] += len(self._to_append.pop(slot))
         self._logprobs[rows, acted] = logprobs
@@ -222,16 +275,18 @@ class SlotTable(ABC):
         """Hand a finished action over; the slot then goes on, is free, or waits for its environment."""
         sequence, count = self._sequences[slot], int(self._acted[slot])
         assert sequence is not None
-        turnover = sequence.advance(
+        turnover = sequence.take_action(
             self._tokens[slot, :count].tolist(), self._logprobs[slot, :count].tolist(), hit_limit
         )
         self._acted[slot] = 0
         if isinstance(turnover, PendingTurn):
             self._waiting_on_env[slot] = turnover
         else:
-            self._go_on(slot, turnover, hit_limit)
+            self._append_observation(slot, turnover, hit_limit)
 
-    def _go_on(self, slot: int, observation: Observation, hit_limit: bool = False) -> bool:
+    def _append_observation(
+        self, slot: int, observation: Observation, hit_limit: bool = False
+    ) -> bool:
         """Append the environment's answer, or begin with it anew; False = the sequence has ended."""
         sequence = self._sequences[slot]
         if observation is None or sequence is None:
@@ -240,7 +295,7 @@ class SlotTable(ABC):
         room, context = int(self._limit[slot] - self._length[slot]) - 1, int(self._context[slot])
         draws = context - len(sequence.prompt_ids) - int(self._sampled[slot])
         check_observation(observation, room, context, hit_limit, draws)
-        if isinstance(observation, NewContext):
+        if isinstance(observation, ReplacementContext):
             ids = observation.ids
             self._to_append[slot] = ids[:-1]
             self._length[slot], self._limit[slot] = 0, observation.limit
@@ -253,10 +308,10 @@ class SlotTable(ABC):
             del self._to_append[slot]
         self._pending[slot] = ids[-1]
         if self._seen is not None:
-            self._seen[slot, self._tensor(ids)] = True
+            self._seen[slot, self._to_tensor(ids)] = True
         return True
 
-    def _appended_tokens(
+    def _build_appended_tokens(
         self, to_append: dict[int, list[int]], n: int
     ) -> tuple[AppendedTokens | None, np.ndarray, np.ndarray]:
         """Indices of the observation tokens of this step, and the tokens and positions themselves."""
@@ -272,17 +327,17 @@ class SlotTable(ABC):
         within = np.minimum(column, counts[:, None] - 1)  # padding repeats a row's last token
         positions_XW = self._length[slots][:, None] + within
         appended = AppendedTokens(
-            slots_X=self._tensor(slots),
-            slots_E=self._tensor(np.repeat(slots, counts)),
-            rows_XW=self._tensor(n + starts[:, None] + within),
-            positions_XW=self._tensor(positions_XW),
-            places_E=self._tensor(np.flatnonzero(inside)),
+            slots_X=self._to_tensor(slots),
+            slots_E=self._to_tensor(np.repeat(slots, counts)),
+            rows_XW=self._to_tensor(n + starts[:, None] + within),
+            positions_XW=self._to_tensor(positions_XW),
+            flat_indices_E=self._to_tensor(np.flatnonzero(inside)),
             length=int(positions_XW.max()) + 1,
         )
         tokens = np.array([token for ids in to_append.values() for token in ids], dtype=np.int64)
         return appended, tokens, positions_XW[inside]
 
-    def _tensor(self, values: np.ndarray | Sequence[int]) -> torch.Tensor:
+    def _to_tensor(self, values: np.ndarray | Sequence[int]) -> torch.Tensor:
         """On the device; integers as int64, floats as float64."""
         array = np.asarray(values)
         return torch.from_numpy(array).to(self._decoder.device, non_blocking=True)

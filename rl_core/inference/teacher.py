@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from rl_core.errors import BackendError, DataError, SettingsError
-from rl_core.json_server import Limits, ask_server, v1_address
-from rl_core.models.causal_lm import evaluating
+from rl_core.json_client import RequestLimits, build_v1_address, post_with_retries
+from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.settings import TeacherSettings
 from rl_core.types import TrainBatch
@@ -25,13 +25,11 @@ from rl_core.types import TrainBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["LocalTeacher", "ServedTeacher", "Teacher", "check_vocabulary", "vocabulary_digest"]
-
 
 class Teacher(Protocol):
     """Gives log-probabilities of tokens that another model sampled."""
 
-    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Log p(token | tokens before) in nats, float [B, S]; 0 where the batch's mask is False."""
 
 
@@ -44,17 +42,19 @@ class LocalTeacher:
         self.context = context
 
     @torch.no_grad()
-    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """See `Teacher`. Raises: DataError for a row that is longer than its context."""
-        longest = max((len(ids) for _, ids in _sequences(batch)), default=0)
+        longest = max((len(ids) for _, ids in _iter_sequences(batch)), default=0)
         if self.context is not None and longest > self.context:
             raise DataError(
                 f"a rollout has {longest} tokens, and the teacher's context is {self.context}; "
                 "lower sampling.max_completion_tokens, or take a teacher with a longer context"
             )
         device = next(self.model.parameters()).device
-        with evaluating(self.model):
-            return completion_logprobs(self.model, batch.to(device))[0].to(batch.input_ids_BS.device)
+        with use_eval_mode(self.model):
+            return completion_logprobs(self.model, batch.to(device))[0].to(
+                batch.input_ids_BS.device
+            )
 
 
 class ServedTeacher:
@@ -67,18 +67,22 @@ class ServedTeacher:
     def __init__(self, settings: TeacherSettings) -> None:
         """Nothing is sent yet. Raises: SettingsError without an address or a model's name."""
         if settings.url is None or settings.model is None:
-            raise SettingsError("teacher: a served one needs url and model, the name that the server knows it by")
+            raise SettingsError(
+                "teacher: a served one needs url and model, the name that the server knows it by"
+            )
         self.settings = settings
-        self.url = v1_address(settings.url, "completions")
+        self.url = build_v1_address(settings.url, "completions")
 
-    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """See `Teacher`. Raises: BackendError without a complete answer; DataError for a temperature other than 1."""
         if batch.temperatures_BS is not None:
-            raise DataError("a served teacher's log-probs are those at temperature 1, the rollouts' are not")
+            raise DataError(
+                "a served teacher's log-probs are those at temperature 1, the rollouts' are not"
+            )
         mask_BS = batch.loss_mask_BS.cpu()
-        sequences = list(_sequences(batch))
+        sequences = list(_iter_sequences(batch))
         with ThreadPoolExecutor(self.settings.concurrency) as pool:
-            answers = pool.map(self._row, [ids for _, ids in sequences])
+            answers = pool.map(self._fetch_row_logprobs, [ids for _, ids in sequences])
         told: list[list[float | None]] = [[] for _ in range(len(mask_BS))]
         for (index, _), values in zip(sequences, answers, strict=True):
             told[index] += values
@@ -87,19 +91,30 @@ class ServedTeacher:
             for position in mask_BS[index].nonzero().flatten().tolist():
                 value = values[position]
                 if value is None or not math.isfinite(value):
-                    raise BackendError(f"{self.url}: log-prob {value} of token {position} of a row of {len(values)}")
+                    raise BackendError(
+                        f"{self.url}: log-prob {value} of token {position} of a row of {len(values)}"
+                    )
                 found_BS[index, position] = value
         return found_BS.to(batch.input_ids_BS.device)
 
-    def _row(self, ids: list[int]) -> list[float | None]:
+    def _fetch_row_logprobs(self, ids: list[int]) -> list[float | None]:
         """Log-prob of each token; None for the first, which has nothing before it."""
-        asked: dict[str, Any] = {"model": self.settings.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0}
+        asked: dict[str, Any] = {
+            "model": self.settings.model,
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 1.0,
+        }
         is_echo = self.settings.api == "echo"
         asked |= {"echo": True, "logprobs": 1} if is_echo else {"prompt_logprobs": 0}
-        answer = self._ask(asked)
+        answer = self._send_request(asked)
         try:
             choice = answer["choices"][0]
-            values = _of_echo(choice, len(ids)) if is_echo else _of_prompt(choice, ids)
+            values = (
+                _parse_echoed_logprobs(choice, len(ids))
+                if is_echo
+                else _parse_prompt_logprobs(choice, ids)
+            )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BackendError(
                 f"{self.url}: the answer does not tell the log-probs of {len(ids)} tokens as api '{self.settings.api}' "
@@ -107,12 +122,12 @@ class ServedTeacher:
             ) from error
         return values
 
-    def _ask(self, asked: dict[str, Any]) -> Any:
+    def _send_request(self, asked: dict[str, Any]) -> Any:
         """The server's answer. Raises: BackendError after the last try, or at once for a request that it refuses."""
         settings = self.settings
-        limits = Limits(settings.timeout_s, settings.retries, settings.retry_delay_s)
+        limits = RequestLimits(settings.timeout_s, settings.retries, settings.retry_delay_s)
         try:
-            return ask_server(self.url, asked, limits, read=lambda answer: answer)
+            return post_with_retries(self.url, asked, limits, parse_response=lambda answer: answer)
         except BackendError as error:
             if "did not answer" not in str(error):
                 raise
@@ -122,7 +137,7 @@ class ServedTeacher:
             ) from error
 
 
-def _of_echo(choice: dict[str, Any], count: int) -> list[float | None]:
+def _parse_echoed_logprobs(choice: dict[str, Any], count: int) -> list[float | None]:
     """OpenAI's echoed prompt and the sampled token after it."""
     values = choice["logprobs"]["token_logprobs"]
     if len(values) not in (count, count + 1):
@@ -130,28 +145,35 @@ def _of_echo(choice: dict[str, Any], count: int) -> list[float | None]:
     return [None if value is None else float(value) for value in values[:count]]
 
 
-def _of_prompt(choice: dict[str, Any], ids: list[int]) -> list[float | None]:
+def _parse_prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> list[float | None]:
     """vLLM's prompt_logprobs: a mapping from token ids at each position, None at the first."""
     places = choice["prompt_logprobs"]
     if len(places) != len(ids):
         raise ValueError(f"{len(places)} positions for a prompt of {len(ids)} tokens")
     return [
-        None if place is None else float(place[str(token)]["logprob"]) for token, place in zip(ids, places, strict=True)
+        None if place is None else float(place[str(token)]["logprob"])
+        for token, place in zip(ids, places, strict=True)
     ]
 
 
-def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+def compute_vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 over every token and its id."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
-def check_vocabulary(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str) -> None:
+def check_vocabulary(
+    policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str
+) -> None:
     """Raise SettingsError unless both tokenizers have the same tokens under the same ids."""
-    if vocabulary_digest(policy) == vocabulary_digest(teacher):
+    if compute_vocabulary_digest(policy) == compute_vocabulary_digest(teacher):
         return
     ours, theirs = policy.get_vocab(), teacher.get_vocab()
-    different = [token for token in sorted(ours.keys() | theirs.keys()) if ours.get(token) != theirs.get(token)]
+    different = [
+        token
+        for token in sorted(ours.keys() | theirs.keys())
+        if ours.get(token) != theirs.get(token)
+    ]
     raise SettingsError(
         f"teacher: {name} has another vocabulary than the policy: {len(different)} of {len(ours)} tokens differ, as "
         f"{different[0]!r} (id {ours.get(different[0])} here, {theirs.get(different[0])} there); it cannot judge the "
@@ -159,7 +181,7 @@ def check_vocabulary(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokeniz
     )
 
 
-def _sequences(batch: TrainBatch) -> Iterator[tuple[int, list[int]]]:
+def _iter_sequences(batch: TrainBatch) -> Iterator[tuple[int, list[int]]]:
     """(row, token ids) of every sequence in order; a row has several where contexts begin anew in it."""
     for index, ids_S in enumerate(batch.input_ids_BS):
         length = int(batch.attention_mask_BS[index].sum())

@@ -18,28 +18,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.capabilities import decoding
-from rl_core.capabilities.positions import row_limit
+from rl_core.capabilities.rotary_positions import find_row_limit
 from rl_core.data.batches import pad_rows
-from rl_core.environments.step_pool import NewContext, Observation, Turnover, resolve
+from rl_core.environments.step_pool import (
+    Observation,
+    ReplacementContext,
+    TurnOutcome,
+    wait_for_observation,
+)
 from rl_core.inference.sampling import (
     RolloutSequence,
+    apply_repetition_penalty,
     check_logprob,
     check_observation,
     check_prompt,
     check_weights,
-    draw,
-    penalized,
-    uniforms,
+    draw_tokens,
+    draw_uniforms,
 )
-from rl_core.memory import MemoryFit
-from rl_core.models.causal_lm import evaluating
-from rl_core.models.lora import unwrap
+from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.lora import unwrap_model
+from rl_core.out_of_memory import MemoryFit
 from rl_core.settings import SamplingSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["BackendRow", "TransformersBackend"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,28 +51,36 @@ logger = logging.getLogger(__name__)
 class TransformersBackend:
     """A `RolloutBackend` for any transformers causal LM, adapters included."""
 
-    def __init__(self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> None:
-        self.max_length = min(max_length, row_limit(model) or max_length)
+    def __init__(
+        self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int
+    ) -> None:
+        self.max_length = min(max_length, find_row_limit(model) or max_length)
         self._model = model
-        self.end_at(eos_ids)
+        self.set_end_tokens(eos_ids)
         self._pad_id = pad_id
-        self._fit = MemoryFit("rollouts", "lower sampling.max_completion_tokens, or use a smaller model")
-        self._keeps_cache = decoding.keeps_cache(model)
+        self._fit = MemoryFit(
+            "rollouts", "lower sampling.max_completion_tokens, or use a smaller model"
+        )
+        self._keeps_cache = decoding.has_key_value_cache(model)
         if not self._keeps_cache:
             logger.warning(
                 "%s keeps no key/value cache: rollouts read whole sequences for every token, which is slow",
-                type(unwrap(model)).__name__,
+                type(unwrap_model(model)).__name__,
             )
-        self._takes_positions = "position_ids" in inspect.signature(type(unwrap(model)).forward).parameters
+        self._takes_positions = (
+            "position_ids" in inspect.signature(type(unwrap_model(model)).forward).parameters
+        )
 
-    def end_at(self, eos_ids: Collection[int]) -> None:
+    def set_end_tokens(self, eos_ids: Collection[int]) -> None:
         """Tokens that end an action from now on."""
         self._eos_ids = frozenset(eos_ids)
 
-    def refresh(self) -> None:
+    def refresh_weights(self) -> None:
         """Nothing is kept between runs."""
 
-    def run(self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings) -> None:
+    def run_sequences(
+        self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings
+    ) -> None:
         """Play every sequence to its end. Where memory runs out, fewer are played together, now and in later runs.
 
         A turn that was left in its middle goes on from the tokens that it has. Raises: OutOfMemory.
@@ -76,22 +88,37 @@ class TransformersBackend:
         for sequence in sequences:
             check_prompt(sequence, self.max_length)
         check_weights(self._model)
-        with evaluating(self._model):
+        with use_eval_mode(self._model):
             for start in range(0, len(sequences), sampling.slots):
-                rows = [BackendRow(s, sampling, self.max_length) for s in sequences[start : start + sampling.slots]]
+                rows = [
+                    BackendRow(s, sampling, self.max_length)
+                    for s in sequences[start : start + sampling.slots]
+                ]
                 play_turn = self._play_turn if self._keeps_cache else self._play_turn_without_cache
                 while rows:
-                    self._fit.compute([rows], functools.partial(play_turn, sampling=sampling))
-                    turns = [row.end_turn(self._eos_ids) for row in rows]  # all start before the first is waited for
-                    rows = [row for row, turn in zip(rows, turns, strict=True) if row.goes_on(resolve(turn))]
+                    self._fit.compute_batches(
+                        [rows], functools.partial(play_turn, sampling=sampling)
+                    )
+                    turns = [
+                        row.end_turn(self._eos_ids) for row in rows
+                    ]  # all start before the first is waited for
+                    rows = [
+                        row
+                        for row, turn in zip(rows, turns, strict=True)
+                        if row.append_observation(wait_for_observation(turn))
+                    ]
 
     @torch.inference_mode()
     def _play_turn(self, rows: list[BackendRow], sampling: SamplingSettings) -> None:
         """Sample one action for every row."""
         device = self._model.device
         width = max(len(row.ids) for row in rows)
-        ids_BS = torch.tensor([[self._pad_id] * (width - len(row.ids)) + row.ids for row in rows], device=device)
-        mask_BS = torch.tensor([[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in rows], device=device)
+        ids_BS = torch.tensor(
+            [[self._pad_id] * (width - len(row.ids)) + row.ids for row in rows], device=device
+        )
+        mask_BS = torch.tensor(
+            [[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in rows], device=device
+        )
         cache: Any = None
         seen_BV: torch.Tensor | None = None
         while True:
@@ -105,14 +132,16 @@ class TransformersBackend:
                 **({"position_ids": positions} if self._takes_positions else {}),
             )
             cache = output.past_key_values
-            uniforms_B = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=device)
+            uniforms_B = torch.tensor(
+                [row.read_next_uniform() for row in rows], dtype=torch.float64, device=device
+            )
             logits_BV = output.logits[:, -1]
             if seen_BV is None and sampling.repetition_penalty != 1:
-                seen_BV = _seen(rows, logits_BV)
-            tokens_B, logprobs_B = _draw(logits_BV, uniforms_B, sampling, seen_BV)
+                seen_BV = _mark_seen_tokens(rows, logits_BV)
+            tokens_B, logprobs_B = _draw_penalized_tokens(logits_BV, uniforms_B, sampling, seen_BV)
             if seen_BV is not None:
                 seen_BV.scatter_(1, tokens_B[:, None], True)
-            self._add(rows, tokens_B, logprobs_B)
+            self._add_tokens(rows, tokens_B, logprobs_B)
             if all(row.has_acted(self._eos_ids) for row in rows):
                 return
             ids_BS = tokens_B[:, None]  # rows that have acted decode on; their tokens are dropped
@@ -127,28 +156,41 @@ class TransformersBackend:
             ids_BS = pad_rows([row.ids for row in rows], self._pad_id).to(device)
             logits_BSV = self._model(input_ids=ids_BS, use_cache=False).logits
             logits_BV = logits_BSV[torch.arange(len(rows), device=device), lengths_B - 1]
-            uniforms_B = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=device)
-            seen_BV = _seen(rows, logits_BV) if sampling.repetition_penalty != 1 else None
-            self._add(rows, *_draw(logits_BV, uniforms_B, sampling, seen_BV))
+            uniforms_B = torch.tensor(
+                [row.read_next_uniform() for row in rows], dtype=torch.float64, device=device
+            )
+            seen_BV = (
+                _mark_seen_tokens(rows, logits_BV) if sampling.repetition_penalty != 1 else None
+            )
+            self._add_tokens(
+                rows, *_draw_penalized_tokens(logits_BV, uniforms_B, sampling, seen_BV)
+            )
 
-    def _add(self, rows: list[BackendRow], tokens_B: torch.Tensor, logprobs_B: torch.Tensor) -> None:
+    def _add_tokens(
+        self, rows: list[BackendRow], tokens_B: torch.Tensor, logprobs_B: torch.Tensor
+    ) -> None:
         """Give every row that has not acted its token."""
         for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
             if not row.has_acted(self._eos_ids):
                 check_logprob(logprob, row.num_sampled, self._model.dtype)
-                row.add(token, logprob)
+                row.add_token(token, logprob)
 
 
-def _draw(
-    logits_BV: torch.Tensor, uniforms_B: torch.Tensor, sampling: SamplingSettings, seen_BV: torch.Tensor | None
+def _draw_penalized_tokens(
+    logits_BV: torch.Tensor,
+    uniforms_B: torch.Tensor,
+    sampling: SamplingSettings,
+    seen_BV: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `sampling.draw`, with the settings' penalty where seen tokens are given."""
     if seen_BV is not None:
-        logits_BV = penalized(logits_BV, seen_BV, sampling.repetition_penalty)
-    return draw(logits_BV, uniforms_B, sampling.temperature, sampling if sampling.is_restricted else None)
+        logits_BV = apply_repetition_penalty(logits_BV, seen_BV, sampling.repetition_penalty)
+    return draw_tokens(
+        logits_BV, uniforms_B, sampling.temperature, sampling if sampling.is_restricted else None
+    )
 
 
-def _seen(rows: list[BackendRow], like_BV: torch.Tensor) -> torch.Tensor:
+def _mark_seen_tokens(rows: list[BackendRow], like_BV: torch.Tensor) -> torch.Tensor:
     """bool [B, V], True = the token stands in the row."""
     seen_BV = torch.zeros_like(like_BV, dtype=torch.bool)
     for row, ids in zip(seen_BV, (row.ids for row in rows), strict=True):
@@ -179,17 +221,17 @@ class BackendRow:
         self._context = self.limit
         self.action: list[int] = []
         self.logprobs: list[float] = []
-        self._uniforms = uniforms(sequence.seed, self.limit - len(self.ids), drawn)
+        self._uniforms = draw_uniforms(sequence.seed, self.limit - len(self.ids), drawn)
         self.num_sampled = 0
         self._hit_limit = False
         self._has_stop_texts = bool(sampling.stop) if has_stops is None else has_stops
         self._is_stopped = False
 
-    def next_uniform(self) -> float:
+    def read_next_uniform(self) -> float:
         """The uniform of the next token; it stays the same for a row that has acted."""
         return float(self._uniforms[min(self.num_sampled, len(self._uniforms) - 1)])
 
-    def add(self, token: int, logprob: float) -> None:
+    def add_token(self, token: int, logprob: float) -> None:
         """Take a sampled token."""
         self.action.append(token)
         self.logprobs.append(logprob)
@@ -204,18 +246,20 @@ class BackendRow:
     def _has_ended(self, eos_ids: Collection[int]) -> bool:
         return self.action[-1] in eos_ids or self._is_stopped
 
-    def end_turn(self, eos_ids: Collection[int]) -> Turnover:
+    def end_turn(self, eos_ids: Collection[int]) -> TurnOutcome:
         """Hand the action over."""
         self._hit_limit = not self._has_ended(eos_ids)
-        return self.sequence.advance(self.action, self.logprobs, self._hit_limit)
+        return self.sequence.take_action(self.action, self.logprobs, self._hit_limit)
 
-    def goes_on(self, observation: Observation) -> bool:
+    def append_observation(self, observation: Observation) -> bool:
         """Take what came back; False = the sequence has ended."""
         if observation is None:
             return False
         draws = len(self._uniforms) - self.num_sampled
-        check_observation(observation, self.limit - len(self.ids), self._context, self._hit_limit, draws)
-        if isinstance(observation, NewContext):
+        check_observation(
+            observation, self.limit - len(self.ids), self._context, self._hit_limit, draws
+        )
+        if isinstance(observation, ReplacementContext):
             self.ids, self.limit = list(observation.ids), observation.limit
         else:
             self.ids += observation

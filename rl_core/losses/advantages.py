@@ -12,17 +12,6 @@ import torch
 from rl_core.errors import DataError
 from rl_core.losses.masking import check_finite, check_inputs, fill_masked
 
-__all__ = [
-    "GroupMethod",
-    "batch_advantages",
-    "distillation_advantages",
-    "gae",
-    "group_advantages",
-    "overlong_penalty",
-    "returns",
-    "vtrace",
-]
-
 GroupMethod = Literal["grpo", "dr_grpo", "rloo"]
 STD_FLOOR = 1e-3  # smaller differences between rewards are rounding noise
 STD_EPS = 1e-4
@@ -55,10 +44,14 @@ def group_advantages(rewards_PG: torch.Tensor, *, method: GroupMethod = "grpo") 
     if method == "rloo":
         return centered_PG * (size / (size - 1))
     std_P1 = rewards_PG.std(1, keepdim=True)
-    return torch.where(std_P1 < STD_FLOOR, torch.zeros_like(centered_PG), centered_PG / (std_P1 + STD_EPS))
+    return torch.where(
+        std_P1 < STD_FLOOR, torch.zeros_like(centered_PG), centered_PG / (std_P1 + STD_EPS)
+    )
 
 
-def batch_advantages(rewards_PG: torch.Tensor, *, subtract_group_mean: bool = False) -> torch.Tensor:
+def batch_advantages(
+    rewards_PG: torch.Tensor, *, subtract_group_mean: bool = False
+) -> torch.Tensor:
     """REINFORCE++: rewards normalised over the global batch, (r - mean) / (std + 1e-4), unbiased std.
 
     Args:
@@ -74,7 +67,9 @@ def batch_advantages(rewards_PG: torch.Tensor, *, subtract_group_mean: bool = Fa
         rewards_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     std = rewards_PG.std()
     centered_PG = rewards_PG - rewards_PG.mean()
-    return torch.where(std < STD_FLOOR, torch.zeros_like(centered_PG), centered_PG / (std + STD_EPS))
+    return torch.where(
+        std < STD_FLOOR, torch.zeros_like(centered_PG), centered_PG / (std + STD_EPS)
+    )
 
 
 def gae(
@@ -102,14 +97,18 @@ def gae(
         factors outside [0, 1].
     Source: Schulman et al. 2015, arXiv:1506.02438, eq. 16.
     """
-    bootstrap_B = _check_trace(token_rewards_BT, values_BT, loss_mask_BT, gamma, gae_lambda, bootstrap_B)
+    bootstrap_B = _check_trace_inputs(
+        token_rewards_BT, values_BT, loss_mask_BT, gamma, gae_lambda, bootstrap_B
+    )
     with torch.no_grad():
         # With the loss tokens packed to the left the recurrence has one constant coefficient.
         packed = _PackedTokens(loss_mask_BT)
-        values_BN, rewards_BN = packed.pack(values_BT), packed.pack(token_rewards_BT)
-        deltas_BN = rewards_BN + gamma * packed.next(values_BN, bootstrap_B) - values_BN
+        values_BN, rewards_BN = packed.pack_tokens(values_BT), packed.pack_tokens(token_rewards_BT)
+        deltas_BN = rewards_BN + gamma * packed.shift_to_next(values_BN, bootstrap_B) - values_BN
         deltas_BN = fill_masked(deltas_BN, packed.mask_BN)
-        advantages_BT = packed.unpack(_discounted_sums(deltas_BN, gamma * gae_lambda))
+        advantages_BT = packed.unpack_tokens(
+            _compute_discounted_sums(deltas_BN, gamma * gae_lambda)
+        )
         return advantages_BT, fill_masked(advantages_BT + values_BT, loss_mask_BT)
 
 
@@ -141,21 +140,28 @@ def vtrace(
     Source: Espeholt et al. 2018, arXiv:1802.01561, eq. 1, section 4.2 and remark 2 (lambda). V' + lambda e' of the
         advantage mixes v' and V' as the trace does, so that ratio 1 gives GAE.
     """
-    bootstrap_B = _check_trace(token_rewards_BT, values_BT, loss_mask_BT, gamma, trace_lambda, bootstrap_B)
+    bootstrap_B = _check_trace_inputs(
+        token_rewards_BT, values_BT, loss_mask_BT, gamma, trace_lambda, bootstrap_B
+    )
     check_inputs(loss_mask_BT, ratios=ratios_BT)
     if not 0 < c_cap <= min(1.0, rho_cap):
         raise DataError(f"c_cap: {c_cap} must be above 0, at most 1, and at most rho_cap {rho_cap}")
     with torch.no_grad():
         packed = _PackedTokens(loss_mask_BT)
-        values_BN, rewards_BN, ratios_BN = (packed.pack(part) for part in (values_BT, token_rewards_BT, ratios_BT))
+        values_BN, rewards_BN, ratios_BN = (
+            packed.pack_tokens(part) for part in (values_BT, token_rewards_BT, ratios_BT)
+        )
         if bool((ratios_BN < 0).any()):
             raise DataError(f"ratios: {float(ratios_BN.min())} is below 0")
-        rho_BN, traces_BN = ratios_BN.clamp(max=rho_cap), gamma * trace_lambda * ratios_BN.clamp(max=c_cap)
-        deltas_BN = rewards_BN + gamma * packed.next(values_BN, bootstrap_B) - values_BN
-        errors_BN = _traced_sums(fill_masked(rho_BN * deltas_BN, packed.mask_BN), traces_BN)
-        after_BN = packed.next(errors_BN, torch.zeros_like(bootstrap_B))
-        advantages_BT = packed.unpack(rho_BN * (deltas_BN + gamma * trace_lambda * after_BN))
-        return advantages_BT, fill_masked(packed.unpack(errors_BN) + values_BT, loss_mask_BT)
+        rho_BN, traces_BN = (
+            ratios_BN.clamp(max=rho_cap),
+            gamma * trace_lambda * ratios_BN.clamp(max=c_cap),
+        )
+        deltas_BN = rewards_BN + gamma * packed.shift_to_next(values_BN, bootstrap_B) - values_BN
+        errors_BN = _compute_traced_sums(fill_masked(rho_BN * deltas_BN, packed.mask_BN), traces_BN)
+        after_BN = packed.shift_to_next(errors_BN, torch.zeros_like(bootstrap_B))
+        advantages_BT = packed.unpack_tokens(rho_BN * (deltas_BN + gamma * trace_lambda * after_BN))
+        return advantages_BT, fill_masked(packed.unpack_tokens(errors_BN) + values_BT, loss_mask_BT)
 
 
 def returns(
@@ -171,7 +177,14 @@ def returns(
     Returns: float [B, T], 0 where the mask is False.
     """
     zeros_BT = torch.zeros_like(token_rewards_BT)
-    return gae(token_rewards_BT, zeros_BT, loss_mask_BT, gamma=gamma, gae_lambda=1.0, bootstrap_B=bootstrap_B)[0]
+    return gae(
+        token_rewards_BT,
+        zeros_BT,
+        loss_mask_BT,
+        gamma=gamma,
+        gae_lambda=1.0,
+        bootstrap_B=bootstrap_B,
+    )[0]
 
 
 def distillation_advantages(
@@ -195,7 +208,9 @@ def distillation_advantages(
     Source: Agarwal et al. 2023, arXiv:2306.13649, section 3 (reverse KL, on-policy data); Gu et al. 2023,
         arXiv:2306.08543, eq. 2 and 3 (gamma 1).
     """
-    check_inputs(loss_mask_BT, student_logprobs=student_logprobs_BT, teacher_logprobs=teacher_logprobs_BT)
+    check_inputs(
+        loss_mask_BT, student_logprobs=student_logprobs_BT, teacher_logprobs=teacher_logprobs_BT
+    )
     rewards_BT = fill_masked((teacher_logprobs_BT - student_logprobs_BT).detach(), loss_mask_BT)
     return returns(rewards_BT, loss_mask_BT, gamma=gamma)
 
@@ -215,7 +230,7 @@ def overlong_penalty(lengths_B: torch.Tensor, *, max_tokens: int, buffer: int) -
     return -excess_B / buffer
 
 
-def _discounted_sums(values_BN: torch.Tensor, factor: float) -> torch.Tensor:
+def _compute_discounted_sums(values_BN: torch.Tensor, factor: float) -> torch.Tensor:
     """y_t = x_t + factor y_{t+1} along axis 1, in chunks from the right, one small matrix product per chunk.
 
     Within a chunk y = x W, W[j, i] = factor^(j - i) for j >= i; the chunk to its right adds factor^(C - i) y_next.
@@ -238,7 +253,7 @@ def _discounted_sums(values_BN: torch.Tensor, factor: float) -> torch.Tensor:
     return sums_BN
 
 
-def _traced_sums(values_BN: torch.Tensor, factors_BN: torch.Tensor) -> torch.Tensor:
+def _compute_traced_sums(values_BN: torch.Tensor, factors_BN: torch.Tensor) -> torch.Tensor:
     """y_t = x_t + f_t y_{t+1} along axis 1 for factors of at most 1, in log2(N) passes over windows that double.
 
     Source: Hillis and Steele 1986, "Data parallel algorithms".
@@ -259,24 +274,28 @@ class _PackedTokens:
         self.loss_mask_BT = loss_mask_BT
         self.order_BN = torch.argsort(~loss_mask_BT, dim=1, stable=True)
         self.mask_BN = loss_mask_BT.gather(1, self.order_BN)
-        later_BN = torch.cat([self.mask_BN[:, 1:], self.mask_BN.new_zeros(len(loss_mask_BT), 1)], dim=1)
+        later_BN = torch.cat(
+            [self.mask_BN[:, 1:], self.mask_BN.new_zeros(len(loss_mask_BT), 1)], dim=1
+        )
         self.last_BN = self.mask_BN & ~later_BN
 
-    def pack(self, values_BT: torch.Tensor) -> torch.Tensor:
+    def pack_tokens(self, values_BT: torch.Tensor) -> torch.Tensor:
         """[B, T] to [B, N]."""
         return fill_masked(values_BT, self.loss_mask_BT).gather(1, self.order_BN)
 
-    def unpack(self, values_BN: torch.Tensor) -> torch.Tensor:
+    def unpack_tokens(self, values_BN: torch.Tensor) -> torch.Tensor:
         """[B, N] to [B, T]."""
-        return torch.zeros_like(values_BN).scatter(1, self.order_BN, fill_masked(values_BN, self.mask_BN))
+        return torch.zeros_like(values_BN).scatter(
+            1, self.order_BN, fill_masked(values_BN, self.mask_BN)
+        )
 
-    def next(self, values_BN: torch.Tensor, bootstrap_B: torch.Tensor) -> torch.Tensor:
+    def shift_to_next(self, values_BN: torch.Tensor, bootstrap_B: torch.Tensor) -> torch.Tensor:
         """Value of the next loss token; at the last one the bootstrap."""
         shifted_BN = torch.cat([values_BN[:, 1:], values_BN.new_zeros(len(values_BN), 1)], dim=1)
         return torch.where(self.last_BN, bootstrap_B[:, None].to(values_BN.dtype), shifted_BN)
 
 
-def _check_trace(
+def _check_trace_inputs(
     token_rewards_BT: torch.Tensor,
     values_BT: torch.Tensor,
     loss_mask_BT: torch.Tensor,
@@ -291,7 +310,9 @@ def _check_trace(
         raise DataError(f"gamma {gamma} and lambda {trace_lambda} must lie in [0, 1]")
     check_inputs(loss_mask_BT, token_rewards=token_rewards_BT, values=values_BT)
     if bool((token_rewards_BT * ~loss_mask_BT).any()):
-        raise DataError("token_rewards: non-zero at a masked token; put the reward on the last loss token before it")
+        raise DataError(
+            "token_rewards: non-zero at a masked token; put the reward on the last loss token before it"
+        )
     rows = loss_mask_BT.shape[0]
     if bootstrap_B is None:
         return values_BT.new_zeros(rows)

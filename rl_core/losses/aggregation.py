@@ -12,8 +12,6 @@ import torch
 from rl_core.errors import DataError
 from rl_core.losses.masking import check_count, fill_masked, masked_sum
 
-__all__ = ["LossAggregation", "aggregate", "token_weights"]
-
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
@@ -38,9 +36,13 @@ def token_weights(
         3.2 (constant).
     """
     if loss_mask_BT.ndim != 2 or loss_mask_BT.dtype != torch.bool:
-        raise DataError(f"loss_mask: {loss_mask_BT.dtype} {tuple(loss_mask_BT.shape)}, expected torch.bool [B, T]")
+        raise DataError(
+            f"loss_mask: {loss_mask_BT.dtype} {tuple(loss_mask_BT.shape)}, expected torch.bool [B, T]"
+        )
     if aggregation not in ("token_mean", "sequence_mean", "constant"):
-        raise DataError(f"aggregation: '{aggregation}' must be token_mean, sequence_mean or constant")
+        raise DataError(
+            f"aggregation: '{aggregation}' must be token_mean, sequence_mean or constant"
+        )
     weights_BT = loss_mask_BT.to(dtype) / check_count("denominator", denominator)
     if aggregation == "sequence_mean":
         weights_BT = weights_BT / loss_mask_BT.sum(1, keepdim=True).clamp(min=1)

@@ -12,14 +12,6 @@ import torch
 from rl_core.errors import DataError
 from rl_core.losses.masking import check_count, check_inputs, fill_masked, masked_sum
 
-__all__ = [
-    "ImportanceLevel",
-    "effective_sample_size",
-    "importance_mask",
-    "importance_ratios",
-    "truncated_importance_weights",
-]
-
 ImportanceLevel = Literal["token", "sequence", "geometric"]
 LOG_WEIGHT_LIMIT = 20.0
 
@@ -73,7 +65,9 @@ def truncated_importance_weights(
     """
     if cap < 1:
         raise DataError(f"cap: {cap} must be at least 1")
-    return importance_ratios(logprobs_BT, behavior_logprobs_BT, loss_mask_BT, level=level).clamp(max=cap)
+    return importance_ratios(logprobs_BT, behavior_logprobs_BT, loss_mask_BT, level=level).clamp(
+        max=cap
+    )
 
 
 def importance_mask(
@@ -114,4 +108,6 @@ def effective_sample_size(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> fl
     check_inputs(mask_BT, weights=weights_BT)
     check_count("mask", int(mask_BT.sum()))
     squares = masked_sum(weights_BT.double().square(), mask_BT)
-    return float(masked_sum(weights_BT.double(), mask_BT).square() / squares) if squares > 0 else 0.0
+    return (
+        float(masked_sum(weights_BT.double(), mask_BT).square() / squares) if squares > 0 else 0.0
+    )

@@ -11,8 +11,6 @@ from rl_core.errors import DataError
 from rl_core.losses.masking import check_count
 from rl_core.losses.preference import check_pairs
 
-__all__ = ["kto_loss", "kto_reference_point"]
-
 
 def kto_reference_point(mismatched_logratio_sum: float, *, num_rows: float) -> float:
     """Reference point z of KTO: max(0, mean of log policy - log reference), in nats, a constant of the step.
@@ -56,13 +54,23 @@ def kto_loss(
     """
     check_pairs(logprobs=logprobs_B, ref_logprobs=ref_logprobs_B)
     if desirable_B.dtype != torch.bool or desirable_B.shape != logprobs_B.shape:
-        raise DataError(f"desirable: {desirable_B.dtype} {tuple(desirable_B.shape)}, expected bool as logprobs")
-    if not beta > 0 or not (desirable_weight >= 0 and undesirable_weight >= 0 and reference_point >= 0):
-        raise DataError("beta has to be above 0; desirable_weight, undesirable_weight, reference_point at least 0")
+        raise DataError(
+            f"desirable: {desirable_B.dtype} {tuple(desirable_B.shape)}, expected bool as logprobs"
+        )
+    if not beta > 0 or not (
+        desirable_weight >= 0 and undesirable_weight >= 0 and reference_point >= 0
+    ):
+        raise DataError(
+            "beta has to be above 0; desirable_weight, undesirable_weight, reference_point at least 0"
+        )
     count = check_count("num_desirable + num_undesirable", num_desirable + num_undesirable)
     ratio_B = logprobs_B - ref_logprobs_B
     sign_B = desirable_B.to(logprobs_B.dtype) * 2 - 1
-    weight_B = torch.full_like(ratio_B, undesirable_weight).masked_fill(desirable_B, desirable_weight).detach()
+    weight_B = (
+        torch.full_like(ratio_B, undesirable_weight)
+        .masked_fill(desirable_B, desirable_weight)
+        .detach()
+    )
     ahead_B = beta * sign_B * (ratio_B - reference_point)
     # 1 - sigmoid(x) = sigmoid(-x), without cancellation
     loss = (weight_B * torch.sigmoid(-ahead_B)).sum() / count

@@ -11,17 +11,6 @@ import torch
 
 from rl_core.errors import DataError, NonFiniteTensor
 
-__all__ = [
-    "check_count",
-    "check_finite",
-    "check_inputs",
-    "fill_masked",
-    "full_mask",
-    "masked_max",
-    "masked_sum",
-    "masked_whiten",
-]
-
 
 def check_inputs(loss_mask: torch.Tensor, **tensors: torch.Tensor | None) -> None:
     """Raise DataError unless every tensor has the mask's shape and is finite where the mask is True.
@@ -29,19 +18,30 @@ def check_inputs(loss_mask: torch.Tensor, **tensors: torch.Tensor | None) -> Non
     Values outside the mask may be anything, NaN included: losses replace them before use. None is skipped.
     """
     if loss_mask.dtype != torch.bool:
-        raise DataError(f"loss_mask: dtype {loss_mask.dtype}, expected torch.bool (True = token counts)")
+        raise DataError(
+            f"loss_mask: dtype {loss_mask.dtype}, expected torch.bool (True = token counts)"
+        )
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     for name, tensor in present.items():
         if tensor.shape != loss_mask.shape:
-            raise DataError(f"{name}: shape {tuple(tensor.shape)}, loss_mask has {tuple(loss_mask.shape)}")
+            raise DataError(
+                f"{name}: shape {tuple(tensor.shape)}, loss_mask has {tuple(loss_mask.shape)}"
+            )
         if not tensor.is_floating_point():
             raise DataError(f"{name}: dtype {tensor.dtype}, expected a floating-point type")
     found = [tensor.detach() for tensor in present.values()]
-    if len({tensor.dtype for tensor in found}) == 1:  # all at once: as many operations as for one of them
+    if (
+        len({tensor.dtype for tensor in found}) == 1
+    ):  # all at once: as many operations as for one of them
         total = fill_masked(torch.stack(found), loss_mask).sum(dtype=torch.float32)
         if math.isfinite(float(total)):
             return
-    check_finite(**{name: fill_masked(tensor, loss_mask) for name, tensor in zip(present, found, strict=True)})
+    check_finite(
+        **{
+            name: fill_masked(tensor, loss_mask)
+            for name, tensor in zip(present, found, strict=True)
+        }
+    )
 
 
 def check_finite(**tensors: torch.Tensor) -> None:
@@ -63,11 +63,13 @@ def check_finite(**tensors: torch.Tensor) -> None:
 def check_count(name: str, count: float) -> float:
     """Validated global denominator: finite and above 0. Raises: DataError."""
     if not math.isfinite(count) or count <= 0:
-        raise DataError(f"{name}: {count}; a loss needs at least one loss token, sequence or pair (is the mask empty?)")
+        raise DataError(
+            f"{name}: {count}; a loss needs at least one loss token, sequence or pair (is the mask empty?)"
+        )
     return float(count)
 
 
-def full_mask(*shape: int) -> torch.Tensor:
+def build_full_mask(*shape: int) -> torch.Tensor:
     """A mask that is True everywhere, and known to be: what has no padding saves the work of masking.
 
     It must not be written to; what is made of it (a part, a copy) is an ordinary mask.

@@ -1,6 +1,11 @@
 """Policy-gradient losses.
 
 Suffixes: B rows, T tokens. r = exp(logprobs - old_logprobs), the log-ratio clamped to +-20 before exp.
+
+Policy losses as plain sums over tokens, with thresholds of the ratio: those that remote clients ask for by name.
+
+A request may be cut into parts at any place, so nothing here divides by a count: the gradient of the whole is the sum
+of the gradients of its parts. Suffixes: B rows, T tokens. p current, q sampler's log-probabilities, r = exp(p - q).
 """
 
 from __future__ import annotations
@@ -10,17 +15,14 @@ import torch
 from rl_core.errors import DataError
 from rl_core.losses.aggregation import aggregate
 from rl_core.losses.kl import kl_k1, kl_k3
-from rl_core.losses.masking import check_count, check_finite, check_inputs, fill_masked, masked_max, masked_sum
-
-__all__ = [
-    "cispo_loss",
-    "clipped_policy_loss",
-    "clipped_terms",
-    "gspo_loss",
-    "policy_ratio",
-    "reinforce_loss",
-    "sapo_loss",
-]
+from rl_core.losses.masking import (
+    check_count,
+    check_finite,
+    check_inputs,
+    fill_masked,
+    masked_max,
+    masked_sum,
+)
 
 LOG_RATIO_LIMIT = 20.0
 Metrics = dict[str, torch.Tensor]
@@ -61,16 +63,22 @@ def clipped_policy_loss(
     """
     high = clip_eps if clip_eps_high is None else clip_eps_high
     if not 0 < clip_eps < 1 or high <= 0:
-        raise DataError(f"clip_eps {clip_eps} must lie between 0 and 1, clip_eps_high {high} above 0")
+        raise DataError(
+            f"clip_eps {clip_eps} must lie between 0 and 1, clip_eps_high {high} above 0"
+        )
     if dual_clip is not None and dual_clip <= 1:
         raise DataError(f"dual_clip: {dual_clip} must be above 1")
-    ratio_BT, advantages_BT = policy_ratio(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT)
+    ratio_BT, advantages_BT = policy_ratio(
+        logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT
+    )
     count = check_count("num_loss_tokens", num_loss_tokens)
     losses_BT = clipped_terms(ratio_BT, advantages_BT, 1 - clip_eps, 1 + high)
     if dual_clip is not None:
         capped_BT = torch.minimum(losses_BT, -dual_clip * advantages_BT)
         losses_BT = torch.where(advantages_BT < 0, capped_BT, losses_BT)
-    loss = aggregate(losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT)
+    loss = aggregate(
+        losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT
+    )
     with torch.no_grad():
         falls_BT, rises_BT = advantages_BT < 0, advantages_BT > 0
         parts = {
@@ -85,7 +93,7 @@ def clipped_policy_loss(
             "loss": loss.detach(),
             "clip_fraction": sum(others, low) / count,  # no token is in two of them
             **{name: number / count for name, number in numbers.items()},
-            **_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
+            **_compute_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
         }
     return loss, metrics
 
@@ -109,16 +117,21 @@ def cispo_loss(
     """
     if clip_eps_high <= 0:
         raise DataError(f"clip_eps_high: {clip_eps_high} must be above 0")
-    ratio_BT, advantages_BT = policy_ratio(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT)
+    ratio_BT, advantages_BT = policy_ratio(
+        logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT
+    )
     count = check_count("num_loss_tokens", num_loss_tokens)
     weights_BT = ratio_BT.detach().clamp(max=1 + clip_eps_high)
     losses_BT = -weights_BT * advantages_BT * fill_masked(logprobs_BT, loss_mask_BT)
-    loss = aggregate(losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT)
+    loss = aggregate(
+        losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT
+    )
     with torch.no_grad():
         metrics = {
             "loss": loss.detach(),
-            "clip_fraction": masked_sum((ratio_BT > 1 + clip_eps_high).float(), loss_mask_BT) / count,
-            **_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
+            "clip_fraction": masked_sum((ratio_BT > 1 + clip_eps_high).float(), loss_mask_BT)
+            / count,
+            **_compute_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
         }
     return loss, metrics
 
@@ -147,18 +160,26 @@ def gspo_loss(
     Source: Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7.
     """
     if not 0 < clip_eps < 1 or clip_eps_high <= 0:
-        raise DataError(f"clip_eps {clip_eps} must lie between 0 and 1, clip_eps_high {clip_eps_high} above 0")
+        raise DataError(
+            f"clip_eps {clip_eps} must lie between 0 and 1, clip_eps_high {clip_eps_high} above 0"
+        )
     check_inputs(loss_mask_BT, logprobs=logprobs_BT, old_logprobs=old_logprobs_BT)
     if loss_mask_BT.ndim != 2 or advantages_B.shape != loss_mask_BT.shape[:1]:
-        raise DataError(f"advantages: shape {tuple(advantages_B.shape)}, expected [B] of {tuple(loss_mask_BT.shape)}")
+        raise DataError(
+            f"advantages: shape {tuple(advantages_B.shape)}, expected [B] of {tuple(loss_mask_BT.shape)}"
+        )
     check_finite(advantages=advantages_B)
     count = check_count("num_sequences", num_sequences)
     lengths_B = loss_mask_BT.sum(1)
     counts_B = lengths_B > 0
-    log_ratio_B = fill_masked(logprobs_BT - old_logprobs_BT, loss_mask_BT).sum(1) / lengths_B.clamp(min=1)
+    log_ratio_B = fill_masked(logprobs_BT - old_logprobs_BT, loss_mask_BT).sum(1) / lengths_B.clamp(
+        min=1
+    )
     ratio_B = log_ratio_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     losses_B = clipped_terms(ratio_B, advantages_B, 1 - clip_eps, 1 + clip_eps_high)
-    weights_B = None if loss_weights_BT is None else fill_masked(loss_weights_BT, loss_mask_BT).sum(1)
+    weights_B = (
+        None if loss_weights_BT is None else fill_masked(loss_weights_BT, loss_mask_BT).sum(1)
+    )
     loss = aggregate(losses_B, counts_B, num_loss_tokens=count, loss_weights_BT=weights_B)
     with torch.no_grad():
         low_B = (ratio_B < 1 - clip_eps) & (advantages_B < 0)
@@ -198,18 +219,26 @@ def sapo_loss(
     Source: Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, section 3.
     """
     if tau_positive <= 0 or tau_negative <= 0:
-        raise DataError(f"tau_positive {tau_positive} and tau_negative {tau_negative} must be above 0")
-    ratio_BT, advantages_BT = policy_ratio(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT)
+        raise DataError(
+            f"tau_positive {tau_positive} and tau_negative {tau_negative} must be above 0"
+        )
+    ratio_BT, advantages_BT = policy_ratio(
+        logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT
+    )
     count = check_count("num_loss_tokens", num_loss_tokens)
-    tau_BT = torch.full_like(advantages_BT, tau_negative).masked_fill(advantages_BT > 0, tau_positive)
+    tau_BT = torch.full_like(advantages_BT, tau_negative).masked_fill(
+        advantages_BT > 0, tau_positive
+    )
     gate_BT = torch.sigmoid(tau_BT * (ratio_BT - 1))
     losses_BT = -4 / tau_BT * gate_BT * advantages_BT
-    loss = aggregate(losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT)
+    loss = aggregate(
+        losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT
+    )
     with torch.no_grad():
         metrics = {
             "loss": loss.detach(),
             "gate_mean": masked_sum(4 * gate_BT * (1 - gate_BT), loss_mask_BT) / count,
-            **_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
+            **_compute_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
         }
     return loss, metrics
 
@@ -232,12 +261,17 @@ def reinforce_loss(
     count = check_count("num_loss_tokens", num_loss_tokens)
     advantages_BT = fill_masked(advantages_BT.detach(), loss_mask_BT)
     losses_BT = -advantages_BT * fill_masked(logprobs_BT, loss_mask_BT)
-    loss = aggregate(losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT)
+    loss = aggregate(
+        losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT
+    )
     return loss, {"loss": loss.detach()}
 
 
 def clipped_terms(
-    ratio: torch.Tensor, advantages: torch.Tensor, low: float | torch.Tensor, high: float | torch.Tensor
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    low: float | torch.Tensor,
+    high: float | torch.Tensor,
 ) -> torch.Tensor:
     """max(-r A, -clip(r, low, high) A) of every entry, of one shape; limits are numbers or tensors of that shape."""
     clipped = torch.clamp(ratio, low, high)  # type: ignore[arg-type]  # its stubs know no union
@@ -246,16 +280,21 @@ def clipped_terms(
 
 
 def policy_ratio(
-    logprobs_BT: torch.Tensor, old_logprobs_BT: torch.Tensor, advantages_BT: torch.Tensor, loss_mask_BT: torch.Tensor
+    logprobs_BT: torch.Tensor,
+    old_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Validated ratio (1 where the mask is False) and advantages (0 there), both [B, T]."""
-    check_inputs(loss_mask_BT, logprobs=logprobs_BT, old_logprobs=old_logprobs_BT, advantages=advantages_BT)
+    check_inputs(
+        loss_mask_BT, logprobs=logprobs_BT, old_logprobs=old_logprobs_BT, advantages=advantages_BT
+    )
     log_ratio_BT = fill_masked(logprobs_BT - old_logprobs_BT.detach(), loss_mask_BT)
     ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return ratio_BT, fill_masked(advantages_BT.detach(), loss_mask_BT)
 
 
-def _ratio_metrics(
+def _compute_ratio_metrics(
     ratio_BT: torch.Tensor,
     logprobs_BT: torch.Tensor,
     old_logprobs_BT: torch.Tensor,
@@ -269,3 +308,131 @@ def _ratio_metrics(
         "update_kl": masked_sum(kl_k3(old_logprobs_BT, logprobs_BT), loss_mask_BT) / count,
         "update_kl_k1": masked_sum(kl_k1(old_logprobs_BT, logprobs_BT), loss_mask_BT) / count,
     }
+
+
+def importance_sampling_loss(
+    logprobs_BT: torch.Tensor,
+    sampler_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+) -> torch.Tensor:
+    """L = -sum r A, without a clip.
+
+    Args:
+        logprobs_BT: float [B, T], nats, with gradient.
+        sampler_logprobs_BT: float [B, T], nats, of the distribution that the tokens were drawn from.
+        advantages_BT: float [B, T]. mask_BT: bool [B, T], True = token counts.
+    Returns: scalar.
+    Raises: DataError on shapes or non-finite values. log r is clamped to +-20.
+    Source: Williams 1992, reweighted; as in the Tinker cookbook's tutorial on losses.
+    """
+    ratio_BT, advantages_BT = policy_ratio(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT)
+    return -(ratio_BT * advantages_BT).sum()
+
+
+def summed_ppo_loss(
+    logprobs_BT: torch.Tensor,
+    sampler_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    low_BT: torch.Tensor,
+    high_BT: torch.Tensor,
+) -> torch.Tensor:
+    """L = -sum min(r A, clip(r, low, high) A).
+
+    Args: as `importance_sampling_loss`; low_BT, high_BT: float [B, T], thresholds of the ratio,
+        0 <= low <= high.
+    Raises: DataError, also for such thresholds.
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
+    """
+    _check_thresholds(mask_BT, low_BT, high_BT)
+    ratio_BT, advantages_BT = policy_ratio(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT)
+    return clipped_terms(ratio_BT, advantages_BT, low_BT, high_BT).sum()
+
+
+def summed_cispo_loss(
+    logprobs_BT: torch.Tensor,
+    sampler_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    low_BT: torch.Tensor,
+    high_BT: torch.Tensor,
+) -> torch.Tensor:
+    """L = -sum stopgrad(clip(r, low, high)) A p; no token loses its gradient.
+
+    Args, Raises: as `summed_ppo_loss`.
+    Source: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
+    """
+    _check_thresholds(mask_BT, low_BT, high_BT)
+    ratio_BT, advantages_BT = policy_ratio(logprobs_BT, sampler_logprobs_BT, advantages_BT, mask_BT)
+    weights_BT = torch.clamp(ratio_BT.detach(), low_BT, high_BT)
+    return -(weights_BT * advantages_BT * fill_masked(logprobs_BT, mask_BT)).sum()
+
+
+def proximal_regression_loss(
+    logprobs_BT: torch.Tensor,
+    sampler_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    beta: float,
+) -> torch.Tensor:
+    """L = -sum (A p - beta / 2 (p - q)^2), called dro by clients: a policy gradient held near the sampler.
+
+    Args, Raises: as `importance_sampling_loss`; DataError for beta below 0.
+    Source: Richemond et al. 2024, arXiv:2405.19107 (direct reward optimisation), per token.
+    """
+    if beta < 0:
+        raise DataError(f"beta: {beta} must be at least 0")
+    check_inputs(
+        mask_BT,
+        logprobs=logprobs_BT,
+        sampler_logprobs=sampler_logprobs_BT,
+        advantages=advantages_BT,
+    )
+    move_BT = logprobs_BT - sampler_logprobs_BT.detach()
+    return -masked_sum(
+        advantages_BT.detach() * logprobs_BT - 0.5 * beta * move_BT.square(), mask_BT
+    )
+
+
+def summed_gspo_loss(
+    logprobs_BT: torch.Tensor,
+    sampler_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    ratio_mask_BT: torch.Tensor,
+    low_BT: torch.Tensor,
+    high_BT: torch.Tensor,
+) -> torch.Tensor:
+    """L = -sum min(s A, clip(s, low, high) A), s = exp(mean of p - q over the row's tokens of `ratio_mask_BT`).
+
+    Args: as `summed_ppo_loss`; ratio_mask_BT: bool [B, T], the tokens that form a row's ratio. A row without any has
+        ratio 1 and no gradient.
+    Source: Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7; summed over tokens, so a row counts by its length.
+    """
+    _check_thresholds(mask_BT, low_BT, high_BT)
+    check_inputs(
+        mask_BT,
+        logprobs=logprobs_BT,
+        sampler_logprobs=sampler_logprobs_BT,
+        advantages=advantages_BT,
+    )
+    moves_BT = fill_masked(logprobs_BT - sampler_logprobs_BT.detach(), ratio_mask_BT & mask_BT)
+    counts_B = (ratio_mask_BT & mask_BT).sum(1).clamp(min=1)
+    ratio_B = (moves_BT.sum(1) / counts_B).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio_BT = ratio_B[:, None].expand_as(moves_BT)
+    return clipped_terms(
+        ratio_BT, fill_masked(advantages_BT.detach(), mask_BT), low_BT, high_BT
+    ).sum()
+
+
+def _check_thresholds(mask_BT: torch.Tensor, low_BT: torch.Tensor, high_BT: torch.Tensor) -> None:
+    check_inputs(mask_BT, clip_low_threshold=low_BT, clip_high_threshold=high_BT)
+    if bool((mask_BT & ((low_BT < 0) | (high_BT < low_BT))).any()):
+        raise DataError(
+            "thresholds of the ratio: 0 <= clip_low_threshold <= clip_high_threshold must hold"
+        )

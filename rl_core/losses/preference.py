@@ -1,26 +1,26 @@
 """Pairwise losses: Bradley-Terry reward model, DPO, cDPO, IPO, NLL of the chosen completion; calibration error.
 
 Suffix: B pairs. Metrics are divided by `num_pairs`, the pairs of the optimizer step, so that micro-batches add up.
+
+Pairwise losses on preferences of which some are ties: Bradley-Terry and DPO under Rao-Kupper's or Davidson's model.
+
+Suffix: B pairs. Both models have one parameter, given here as the probability of a tie between two answers of equal
+reward, so that they can be exchanged. Metrics of the order are divided by `num_ordered`, the pairs of the optimizer
+step that are no ties; the loss by `num_pairs`.
+
+Regression of a reward model on scores that people gave. Suffix: B rows.
 """
 
 from __future__ import annotations
+
+import math
+from typing import Literal
 
 import torch
 from torch.nn import functional
 
 from rl_core.errors import DataError
 from rl_core.losses.masking import check_count, check_finite
-
-__all__ = [
-    "accuracy",
-    "bradley_terry_loss",
-    "calibration_error",
-    "check_pairs",
-    "chosen_nll",
-    "dpo_loss",
-    "ipo_loss",
-    "preference_metrics",
-]
 
 
 def bradley_terry_loss(
@@ -44,7 +44,12 @@ def bradley_terry_loss(
     check_pairs(chosen=chosen_B, rejected=rejected_B, margin=margin_B)
     count = check_count("num_pairs", num_pairs)
     difference_B = chosen_B - rejected_B
-    ranking = -functional.logsigmoid(difference_B - margin_B if margin_B is not None else difference_B).sum() / count
+    ranking = (
+        -functional.logsigmoid(
+            difference_B - margin_B if margin_B is not None else difference_B
+        ).sum()
+        / count
+    )
     loss = ranking + center_coef * (chosen_B + rejected_B).square().sum() / count
     metrics = {
         "ranking_loss": ranking.detach(),
@@ -76,7 +81,7 @@ def dpo_loss(
     """
     if not 0 <= label_smoothing < 0.5:
         raise DataError(f"label_smoothing: {label_smoothing} must be at least 0 and below 0.5")
-    rewards = _implicit_rewards(
+    rewards = _compute_implicit_rewards(
         chosen_logprobs_B, rejected_logprobs_B, ref_chosen_logprobs_B, ref_rejected_logprobs_B, beta
     )
     count = check_count("num_pairs", num_pairs)
@@ -102,7 +107,7 @@ def ipo_loss(
     Returns, Raises: as `dpo_loss`.
     Source: Azar et al. 2023, arXiv:2310.12036, eq. 17.
     """
-    rewards = _implicit_rewards(
+    rewards = _compute_implicit_rewards(
         chosen_logprobs_B, rejected_logprobs_B, ref_chosen_logprobs_B, ref_rejected_logprobs_B, beta
     )
     count = check_count("num_pairs", num_pairs)
@@ -139,7 +144,9 @@ def calibration_error(margin_B: torch.Tensor, *, num_bins: int = 10) -> float:
     """
     check_pairs(margin=margin_B)
     if not margin_B.numel() or num_bins < 1:
-        raise DataError(f"margin: {margin_B.numel()} pairs in {num_bins} bins; at least one of each is needed")
+        raise DataError(
+            f"margin: {margin_B.numel()} pairs in {num_bins} bins; at least one of each is needed"
+        )
     margin_B = margin_B.detach().double()
     confidence_B = torch.sigmoid(margin_B.abs())
     right_B = (margin_B > 0).double() + 0.5 * (margin_B == 0).double()
@@ -155,11 +162,13 @@ def check_pairs(**tensors: torch.Tensor | None) -> None:
     shape = next(iter(present.values())).shape
     for name, tensor in present.items():
         if tensor.ndim != 1 or tensor.shape != shape:
-            raise DataError(f"{name}: shape {tuple(tensor.shape)}, expected [B] = {tuple(shape[:1])}")
+            raise DataError(
+                f"{name}: shape {tuple(tensor.shape)}, expected [B] = {tuple(shape[:1])}"
+            )
     check_finite(**{name: tensor.detach() for name, tensor in present.items()})
 
 
-def _implicit_rewards(
+def _compute_implicit_rewards(
     chosen_B: torch.Tensor,
     rejected_B: torch.Tensor,
     ref_chosen_B: torch.Tensor,
@@ -195,3 +204,190 @@ def preference_metrics(
         "chosen_reward": chosen_reward_B.detach().sum() / count,
         "rejected_reward": rejected_reward_B.detach().sum() / count,
     }
+
+
+TieModel = Literal["rao_kupper", "davidson"]
+
+
+def tied_nll(
+    difference_B: torch.Tensor,
+    ties_B: torch.Tensor,
+    *,
+    model: TieModel,
+    tie_probability: float = 0.5,
+) -> torch.Tensor:
+    """Negative log-likelihood [B] of the first side being preferred, or of a tie, given d = reward difference.
+
+    rao_kupper: p(win) = sigmoid(d - a), p(tie) = (n^2 - 1) sigmoid(d - a) sigmoid(-d - a), a = log n, n = (1 + t) /
+    (1 - t). davidson: p(win) = 1 / z, p(tie) = 2 n e^(-d/2) / z, z = 1 + e^-d + 2 n e^(-d/2), n = t / (1 - t).
+    Either way p(tie) = t at d = 0, and p(win) + p(loss) + p(tie) = 1.
+    Args:
+        difference_B: float [B], d, with gradient. ties_B: bool [B], True = a tie.
+        tie_probability: t, above 0 and below 1.
+    Raises: DataError on shapes, non-finite differences, or t outside (0, 1).
+    Source: Rao and Kupper 1967, JASA 62(317), eqs. 2.3 to 2.5; Davidson 1970, JASA 65(329), eq. 2.4; for both as losses
+        Chen et al. 2024, arXiv:2409.17431, sec. 3.
+    """
+    check_pairs(difference=difference_B)
+    if ties_B.shape != difference_B.shape or ties_B.dtype != torch.bool:
+        raise DataError(
+            f"ties: {ties_B.dtype} {tuple(ties_B.shape)}, expected bool {tuple(difference_B.shape)}"
+        )
+    if not 0 < tie_probability < 1:
+        raise DataError(f"tie_probability: {tie_probability} must be above 0 and below 1")
+    if model == "rao_kupper":
+        nu = (1 + tie_probability) / (1 - tie_probability)
+        win_B = -functional.logsigmoid(difference_B - math.log(nu))
+        loss_B = -functional.logsigmoid(-difference_B - math.log(nu))
+        return torch.where(ties_B, win_B + loss_B - math.log(nu * nu - 1), win_B)
+    log_2nu = math.log(2 * tie_probability / (1 - tie_probability))
+    half_B = log_2nu - difference_B / 2
+    win_B = torch.logsumexp(torch.stack([torch.zeros_like(half_B), -difference_B, half_B]), 0)
+    return torch.where(ties_B, win_B - half_B, win_B)
+
+
+def tied_bradley_terry_loss(
+    chosen_B: torch.Tensor,
+    rejected_B: torch.Tensor,
+    ties_B: torch.Tensor,
+    *,
+    num_pairs: float,
+    num_ordered: float,
+    model: TieModel,
+    tie_probability: float = 0.5,
+    margin_B: torch.Tensor | None = None,
+    center_coef: float = 0.01,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Ranking loss of a reward model on pairs and ties; see `tied_nll` and `preference.bradley_terry_loss`.
+
+    Args:
+        ties_B: bool [B], True = neither side is better; which one stands as chosen has no meaning.
+        num_ordered: pairs of the whole optimizer step that are no ties; 0 = none, then there is no metric of the order.
+        margin_B: float [B], required score margin of the ordered pairs.
+    Returns: scalar loss; {"ranking_loss", "reward_mean", "accuracy" and "margin" (of the ordered pairs, where there are
+        some), "tie_gap" (mean |r_c - r_r| of the ties, where there are some)}.
+    """
+    check_pairs(chosen=chosen_B, rejected=rejected_B, margin=margin_B)
+    count = check_count("num_pairs", num_pairs)
+    difference_B = chosen_B - rejected_B
+    required_B = torch.where(ties_B, 0.0, margin_B) if margin_B is not None else 0.0
+    nll_B = tied_nll(
+        difference_B - required_B, ties_B, model=model, tie_probability=tie_probability
+    )
+    ranking = nll_B.sum() / count
+    loss = ranking + center_coef * (chosen_B + rejected_B).square().sum() / count
+    metrics = {
+        "ranking_loss": ranking.detach(),
+        "reward_mean": (chosen_B + rejected_B).detach().sum() / (2 * count),
+        **_compute_order_metrics(difference_B, ties_B, count, num_ordered),
+    }
+    return loss, metrics
+
+
+def tied_dpo_loss(
+    chosen_reward_B: torch.Tensor,
+    rejected_reward_B: torch.Tensor,
+    ties_B: torch.Tensor,
+    *,
+    num_pairs: float,
+    num_ordered: float,
+    model: TieModel,
+    tie_probability: float = 0.5,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """DPO on pairs and ties (DPO-RK, DPO-D): `tied_nll` of the implicit rewards' difference.
+
+    Args:
+        *_reward_B: float [B], beta times (policy - reference log-probability), with gradient.
+        num_ordered: as in `tied_bradley_terry_loss`.
+    Returns: scalar loss; {"chosen_reward", "rejected_reward" (both of all pairs), "accuracy", "margin", "tie_gap"}.
+    Source: Chen et al. 2024, arXiv:2409.17431, eqs. 8 and 9.
+    """
+    check_pairs(chosen_reward=chosen_reward_B, rejected_reward=rejected_reward_B)
+    count = check_count("num_pairs", num_pairs)
+    difference_B = chosen_reward_B - rejected_reward_B
+    loss = (
+        tied_nll(difference_B, ties_B, model=model, tie_probability=tie_probability).sum() / count
+    )
+    return loss, {
+        "chosen_reward": chosen_reward_B.detach().sum() / count,
+        "rejected_reward": rejected_reward_B.detach().sum() / count,
+        **_compute_order_metrics(difference_B, ties_B, count, num_ordered),
+    }
+
+
+def tied_ipo_loss(
+    chosen_reward_B: torch.Tensor,
+    rejected_reward_B: torch.Tensor,
+    ties_B: torch.Tensor,
+    *,
+    num_pairs: float,
+    num_ordered: float,
+    beta: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """IPO on pairs and ties: (h - y)^2, y = 1 / (2 beta) for a preference and 0 for a tie; h = difference / beta.
+
+    IPO regresses h on (p - 1/2) / beta, p the probability that the first side is preferred, which is 1/2 for a tie.
+    Args, Returns: as `tied_dpo_loss`, on means over the tokens.
+    Source: Azar et al. 2023, arXiv:2310.12036, eqs. 9 and 17.
+    """
+    check_pairs(chosen_reward=chosen_reward_B, rejected_reward=rejected_reward_B)
+    count = check_count("num_pairs", num_pairs)
+    difference_B = chosen_reward_B - rejected_reward_B
+    target_B = torch.where(ties_B, 0.0, 1 / (2 * beta)).to(difference_B)
+    loss = (difference_B / beta - target_B).square().sum() / count
+    return loss, {
+        "chosen_reward": chosen_reward_B.detach().sum() / count,
+        "rejected_reward": rejected_reward_B.detach().sum() / count,
+        **_compute_order_metrics(difference_B, ties_B, count, num_ordered),
+    }
+
+
+def _compute_order_metrics(
+    difference_B: torch.Tensor, ties_B: torch.Tensor, num_pairs: float, num_ordered: float
+) -> dict[str, torch.Tensor]:
+    """Accuracy and margin of the ordered pairs, and the mean distance of the ties; each where the step has some."""
+    difference_B = difference_B.detach()
+    found = {}
+    if num_ordered > 0:
+        right_B = (difference_B > 0).float() + 0.5 * (difference_B == 0).float()
+        found["accuracy"] = (right_B * ~ties_B).sum() / num_ordered
+        found["margin"] = (difference_B * ~ties_B).sum() / num_ordered
+    if num_pairs > num_ordered:
+        found["tie_gap"] = (difference_B.abs() * ties_B).sum() / (num_pairs - num_ordered)
+    return found
+
+
+def reward_regression_loss(
+    scores_B: torch.Tensor, targets_B: torch.Tensor, *, num_rows: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mean squared error between a reward model's scores and given ones: L = sum (s - y)^2 / num_rows.
+
+    Args:
+        scores_B: float [B], with gradient. targets_B: float [B], y, in the units of the scores.
+        num_rows: rows of the whole optimizer step.
+    Returns: scalar loss; {"absolute_error" (mean), "reward_mean"}.
+    Raises: DataError on shapes, non-finite values, or no rows.
+    Source: HelpSteer2-style regression reward models, Wang et al. 2024, arXiv:2406.08673, sec. 4.1.
+    """
+    check_pairs(scores=scores_B, targets=targets_B)
+    count = check_count("num_rows", num_rows)
+    error_B = scores_B - targets_B
+    return error_B.square().sum() / count, {
+        "absolute_error": error_B.detach().abs().sum() / count,
+        "reward_mean": scores_B.detach().sum() / count,
+    }
+
+
+def pairwise_concordance(scores_B: torch.Tensor, targets_B: torch.Tensor) -> float:
+    """Share of the row pairs with different targets that the scores order rightly; equal scores count half.
+
+    (Kendall's tau without ties + 1) / 2: comparable to the accuracy on preference pairs.
+    Raises: DataError where no two targets differ.
+    """
+    check_pairs(scores=scores_B, targets=targets_B)
+    ahead_BB = targets_B[:, None] > targets_B[None, :]
+    if not bool(ahead_BB.any()):
+        raise DataError("targets: all are equal, so no order can be told")
+    difference_BB = (scores_B[:, None] - scores_B[None, :]).double()
+    right_BB = (difference_BB > 0).double() + 0.5 * (difference_BB == 0).double()
+    return float(right_BB[ahead_BB].mean())

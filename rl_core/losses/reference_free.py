@@ -14,10 +14,10 @@ from rl_core.errors import DataError
 from rl_core.losses.masking import check_count
 from rl_core.losses.preference import accuracy, check_pairs, preference_metrics
 
-__all__ = ["orpo_loss", "simpo_loss"]
-
-ROUNDING = 1e-4  # by which a sum of float32 log-probabilities may come out above 0
-CERTAIN = -1e-6  # log-probability per token above which the odds are held, as they are infinite at 0
+MAX_ROUNDING_ERROR = 1e-4  # by which a sum of float32 log-probabilities may come out above 0
+MAX_ODDS_LOGPROB = (
+    -1e-6
+)  # log-probability per token above which the odds are held, as they are infinite at 0
 
 
 def simpo_loss(
@@ -69,10 +69,12 @@ def orpo_loss(
     if not beta > 0:
         raise DataError(f"beta: {beta} must be above 0")
     for name, logprobs_B in (("chosen", chosen_logprobs_B), ("rejected", rejected_logprobs_B)):
-        if bool((logprobs_B > ROUNDING).any()):
-            raise DataError(f"{name}_logprobs: {float(logprobs_B.max())} is no log-probability, which is at most 0")
+        if bool((logprobs_B > MAX_ROUNDING_ERROR).any()):
+            raise DataError(
+                f"{name}_logprobs: {float(logprobs_B.max())} is no log-probability, which is at most 0"
+            )
     count = check_count("num_pairs", num_pairs)
-    log_odds_B = _log_odds(chosen_logprobs_B) - _log_odds(rejected_logprobs_B)
+    log_odds_B = _compute_log_odds(chosen_logprobs_B) - _compute_log_odds(rejected_logprobs_B)
     nll = -chosen_logprobs_B.sum() / count
     loss = nll - beta * functional.logsigmoid(log_odds_B).sum() / count
     metrics = preference_metrics(beta * chosen_logprobs_B, beta * rejected_logprobs_B, count)
@@ -80,7 +82,7 @@ def orpo_loss(
     return loss, metrics | {"accuracy": accuracy(log_odds_B, count)}
 
 
-def _log_odds(logprobs_B: torch.Tensor) -> torch.Tensor:
+def _compute_log_odds(logprobs_B: torch.Tensor) -> torch.Tensor:
     """log(p / (1 - p)); 1 - p without cancellation near p = 1."""
-    held_B = logprobs_B.clamp(max=CERTAIN)
+    held_B = logprobs_B.clamp(max=MAX_ODDS_LOGPROB)
     return held_B - torch.log(-torch.expm1(held_B))

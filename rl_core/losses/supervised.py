@@ -1,17 +1,21 @@
 """Supervised losses and entropy.
 
 Suffixes: B rows, T tokens, N positions, V vocabulary, C positions of one chunk.
+
+Load balancing of mixture-of-experts models.
+
+Suffixes: N tokens, E experts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from rl_core.errors import DataError
 from rl_core.losses.aggregation import aggregate
-from rl_core.losses.masking import check_count, check_inputs, masked_sum
-
-__all__ = ["entropy_bonus", "entropy_coef_at", "supervised_loss", "token_entropy"]
+from rl_core.losses.masking import check_count, check_finite, check_inputs, masked_sum
 
 
 def supervised_loss(
@@ -47,15 +51,23 @@ def entropy_bonus(
     Raises: DataError on shapes, non-finite values, or an empty step.
     """
     check_inputs(loss_mask_BT, entropy=entropy_BT)
-    entropy = masked_sum(entropy_BT.detach(), loss_mask_BT) / check_count("num_loss_tokens", num_loss_tokens)
-    term = aggregate(entropy_BT, loss_mask_BT, num_loss_tokens=num_loss_tokens, loss_weights_BT=loss_weights_BT)
+    entropy = masked_sum(entropy_BT.detach(), loss_mask_BT) / check_count(
+        "num_loss_tokens", num_loss_tokens
+    )
+    term = aggregate(
+        entropy_BT, loss_mask_BT, num_loss_tokens=num_loss_tokens, loss_weights_BT=loss_weights_BT
+    )
     return -term, {"entropy": entropy}
 
 
-def entropy_coef_at(count: int, *, start: float, decay: float = 0.9995, floor: float = 0.0) -> float:
+def entropy_coef_at(
+    count: int, *, start: float, decay: float = 0.9995, floor: float = 0.0
+) -> float:
     """Entropy coefficient after `count` episodes: max(floor, start decay^count)."""
     if count < 0 or not 0 < decay <= 1 or not 0 <= floor <= start:
-        raise DataError(f"count {count} >= 0, 0 < decay {decay} <= 1 and 0 <= floor {floor} <= start {start} must hold")
+        raise DataError(
+            f"count {count} >= 0, 0 < decay {decay} <= 1 and 0 <= floor {floor} <= start {start} must hold"
+        )
     return max(floor, start * decay**count)
 
 
@@ -66,9 +78,50 @@ def token_entropy(log_p_NV: torch.Tensor) -> torch.Tensor:
         log_p_NV: float [..., V].
     Returns: float [...].
     """
-    return -(log_p_NV.exp() * _finite(log_p_NV)).sum(-1)
+    return -(log_p_NV.exp() * _zero_infinite_logprobs(log_p_NV)).sum(-1)
 
 
-def _finite(log_p_NV: torch.Tensor) -> torch.Tensor:
+def _zero_infinite_logprobs(log_p_NV: torch.Tensor) -> torch.Tensor:
     """Log-probabilities as factors of p: 0 in place of -inf, as p log p -> 0, where the product would be NaN."""
     return log_p_NV.masked_fill(log_p_NV == float("-inf"), 0.0)
+
+
+def load_balancing_loss(
+    router_logits: Sequence[torch.Tensor], real_N: torch.Tensor, *, top_k: int
+) -> torch.Tensor:
+    """Auxiliary loss E sum_e f_e P_e over the tokens of all layers together; top_k where the load is even.
+
+    f_e = assignments to expert e per token and layer (a count: no gradient), P_e = mean probability of expert e. Both
+    are means over all real tokens given, and a product of means is no sum over micro-batches: the loss is defined for
+    the tokens of one forward pass.
+
+    Args:
+        router_logits: of each layer with experts, float [N, E]; taken through a softmax here.
+        real_N: bool [N], True = real token; padding is routed too, but counts nowhere.
+        top_k: experts per token.
+    Returns: scalar, at least float32.
+    Raises: DataError on shapes, or without a real token; NonFiniteTensor.
+    Source: Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6, for top_k > 1 and over all layers at once as in the models
+        of transformers (`load_balancing_loss_func`).
+    """
+    for index, logits_NE in enumerate(router_logits):
+        if (
+            logits_NE.ndim != 2
+            or logits_NE.shape[0] != real_N.numel()
+            or logits_NE.shape[1] < top_k
+        ):
+            shape = tuple(logits_NE.shape)
+            raise DataError(
+                f"router_logits[{index}]: shape {shape}, expected [{real_N.numel()}, experts >= {top_k}]"
+            )
+    if not router_logits or not bool(real_N.any()):
+        raise DataError(
+            "router_logits: a load needs at least one layer with experts and one real token"
+        )
+    logits_NE = torch.cat([logits_NE[real_N] for logits_NE in router_logits])
+    check_finite(router_logits=logits_NE.detach())
+    p_NE = torch.softmax(
+        logits_NE, dim=-1, dtype=torch.promote_types(logits_NE.dtype, torch.float32)
+    )
+    chosen_NE = torch.zeros_like(p_NE).scatter_(1, p_NE.detach().topk(top_k, dim=-1).indices, 1.0)
+    return p_NE.shape[1] * (chosen_NE.mean(0) * p_NE.mean(0)).sum()

@@ -10,8 +10,6 @@ import torch
 from rl_core.errors import DataError
 from rl_core.losses.masking import check_count, check_inputs, fill_masked, masked_sum
 
-__all__ = ["explained_variance", "value_loss"]
-
 
 def value_loss(
     values_BT: torch.Tensor,
@@ -36,12 +34,17 @@ def value_loss(
     """
     check_inputs(loss_mask_BT, values=values_BT, returns=returns_BT, old_values=old_values_BT)
     count = check_count("num_loss_tokens", num_loss_tokens)
-    values_BT, returns_BT = fill_masked(values_BT, loss_mask_BT), fill_masked(returns_BT.detach(), loss_mask_BT)
+    values_BT, returns_BT = (
+        fill_masked(values_BT, loss_mask_BT),
+        fill_masked(returns_BT.detach(), loss_mask_BT),
+    )
     errors_BT = (values_BT - returns_BT).square()
     clipped = errors_BT.new_zeros(())
     if value_clip_eps is not None:
         if old_values_BT is None or value_clip_eps <= 0:
-            raise DataError(f"value_clip_eps: {value_clip_eps} must be above 0 and needs old_values")
+            raise DataError(
+                f"value_clip_eps: {value_clip_eps} must be above 0 and needs old_values"
+            )
         old_BT = fill_masked(old_values_BT.detach(), loss_mask_BT)
         bounded_BT = old_BT + (values_BT - old_BT).clamp(-value_clip_eps, value_clip_eps)
         bounded_errors_BT = (bounded_BT - returns_BT).square()
@@ -51,7 +54,9 @@ def value_loss(
     return loss, {"loss": loss.detach(), "clip_fraction": clipped / count}
 
 
-def explained_variance(values_BT: torch.Tensor, returns_BT: torch.Tensor, loss_mask_BT: torch.Tensor) -> float:
+def explained_variance(
+    values_BT: torch.Tensor, returns_BT: torch.Tensor, loss_mask_BT: torch.Tensor
+) -> float:
     """1 - Var(R - V) / max(Var R, 1e-8) over the loss tokens of a step: 1 = perfect, 0 = no better than the mean.
 
     Raises: DataError on shapes, non-finite values, or an empty mask.

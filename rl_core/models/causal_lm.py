@@ -13,63 +13,49 @@ from huggingface_hub import hf_hub_download
 
 from rl_core.errors import ModelError, SettingsError
 from rl_core.models import lora
-from rl_core.models.rotary import fix_frequencies, longest_of_config
+from rl_core.models.rotary import fix_frequencies, read_config_max_length
 from rl_core.settings import ModelSettings
-from rl_core.settings.presets import PRESETS
-from rl_core.storage.faults import fault
-from rl_core.storage.replaced_folders import replace_folder
-from rl_core.storage.verified_reading import verified
+from rl_core.settings.common import PRESETS
+from rl_core.storage.faults import inject_fault
+from rl_core.storage.folders import replace_folder
+from rl_core.storage.manifest import verify_while_reading
 
 if TYPE_CHECKING:  # the package takes seconds to import, and many commands load no model
     from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-__all__ = [
-    "context_length",
-    "PRESETS",
-    "create",
-    "device_of",
-    "dtype_of",
-    "evaluating",
-    "load",
-    "load_pretrained",
-    "load_tokenizer",
-    "load_without_weights",
-    "num_parameters",
-    "preset_config",
-    "save",
-    "save_weights",
-    "use_own_template",
-]
 
 
 MAX_CONFIG_BYTES = 16 * 2**20  # real ones have a few KiB
 MAX_LAYERS = 10_000  # each costs milliseconds before any weight is read
 
 
-def device_of(settings: ModelSettings) -> torch.device:
+def resolve_device(settings: ModelSettings) -> torch.device:
     """The device that `settings.device` means on this machine.
 
     Raises: SettingsError when a GPU is asked for where torch sees none.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("device: 'cuda' was asked for, but torch sees no GPU here; use 'auto' or 'cpu'")
+        raise SettingsError(
+            "device: 'cuda' was asked for, but torch sees no GPU here; use 'auto' or 'cpu'"
+        )
     if settings.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(settings.device)
 
 
-def dtype_of(settings: ModelSettings) -> torch.dtype:
+def resolve_dtype(settings: ModelSettings) -> torch.dtype:
     """The torch dtype of `settings.dtype`."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[settings.dtype]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
+        settings.dtype
+    ]
 
 
-def num_parameters(model: torch.nn.Module) -> int:
+def count_parameters(model: torch.nn.Module) -> int:
     """Parameters, tied ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def use_eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Every module in eval mode inside; afterwards each is as it was before, also where only some were training."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -80,7 +66,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def preset_config(settings: ModelSettings, vocab_size: int, **token_ids: Any) -> LlamaConfig:
+def build_preset_config(settings: ModelSettings, vocab_size: int, **token_ids: Any) -> LlamaConfig:
     """Configuration of a Llama of `settings.preset`'s shape. `token_ids`: `pad_token_id` and the like."""
     from transformers import LlamaConfig
 
@@ -94,7 +80,9 @@ def preset_config(settings: ModelSettings, vocab_size: int, **token_ids: Any) ->
     )
 
 
-def create(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+def create_model(
+    settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
     """A Llama of `settings.preset`'s shape for this tokenizer, its weights drawn from `seed` alone.
 
     Weights are drawn on the CPU under a forked generator, so they do not depend on the device and leave the global
@@ -102,7 +90,7 @@ def create(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: in
     """
     from transformers import LlamaForCausalLM
 
-    config = preset_config(
+    config = build_preset_config(
         settings,
         len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
@@ -115,11 +103,15 @@ def create(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: in
         fix_frequencies(model, settings.rope_context)
         if settings.lora is not None:
             model = lora.add_adapter(model, settings.lora)
-    return model.to(device=device_of(settings), dtype=dtype_of(settings)).train()
+    return model.to(device=resolve_device(settings), dtype=resolve_dtype(settings)).train()
 
 
-def load(
-    path: str | Path, settings: ModelSettings, *, seed: int = 0, options: Mapping[str, Any] | None = None
+def load_model(
+    path: str | Path,
+    settings: ModelSettings,
+    *,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal language model and tokenizer in a folder, or under a hub name.
 
@@ -133,7 +125,9 @@ def load(
     from transformers import AutoModelForCausalLM
 
     tokenizer = load_tokenizer(path, settings)
-    quantized = options or lora.quantized_loading(settings.lora, device_of(settings), dtype_of(settings))
+    quantized = options or lora.build_quantization_options(
+        settings.lora, resolve_device(settings), resolve_dtype(settings)
+    )
     model: Any = load_pretrained(AutoModelForCausalLM, path, settings, **quantized)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
@@ -141,7 +135,7 @@ def load(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = lora.add_adapter(model, settings.lora)
-    return (model if quantized else model.to(device_of(settings))).train(), tokenizer
+    return (model if quantized else model.to(resolve_device(settings))).train(), tokenizer
 
 
 def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
@@ -151,12 +145,12 @@ def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTraine
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    place = _checked_place(path)
+    place = _resolve_model_path(path)
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=dtype_of(settings), trust_remote_code=settings.trust_remote_code
+                config, dtype=resolve_dtype(settings), trust_remote_code=settings.trust_remote_code
             )
             fix_frequencies(model, settings.rope_context)
             if settings.lora is not None:
@@ -164,7 +158,7 @@ def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTraine
     except SettingsError:
         raise
     except Exception as error:
-        raise _unreadable(place, "config", error) from error
+        raise _build_load_error(place, "config", error) from error
     return model.train()
 
 
@@ -176,21 +170,25 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
     """
     from transformers import AutoTokenizer
 
-    place = _checked_place(path)
-    with verified(place, lambda name: not _is_weights(name)):
+    place = _resolve_model_path(path)
+    with verify_while_reading(place, lambda name: not _is_weights_file(name)):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(
+                place, trust_remote_code=settings.trust_remote_code
+            )
         except Exception as error:
-            raise _unreadable(place, "tokenizer", error) from error
+            raise _build_load_error(place, "tokenizer", error) from error
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of '{place}' has no end-of-sequence token (eos_token); it needs one")
+        raise ModelError(
+            f"the tokenizer of '{place}' has no end-of-sequence token (eos_token); it needs one"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    use_own_template(tokenizer, settings)
+    set_chat_template(tokenizer, settings)
     return tokenizer
 
 
-def use_own_template(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> None:
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> None:
     """Give the tokenizer the chat template of the settings, if they name one.
 
     Raises: SettingsError when the file cannot be read.
@@ -198,59 +196,66 @@ def use_own_template(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings
     if settings.chat_template is None:
         return
     try:
-        tokenizer.chat_template = Path(settings.chat_template).expanduser().read_text(encoding="utf-8")
+        tokenizer.chat_template = (
+            Path(settings.chat_template).expanduser().read_text(encoding="utf-8")
+        )
     except (OSError, ValueError) as error:
         raise SettingsError(
             f"model.chat_template: {settings.chat_template} cannot be read ({error}); name a Jinja file"
         ) from error
 
 
-def context_length(path: str | Path, settings: ModelSettings) -> int:
+def read_context_length(path: str | Path, settings: ModelSettings) -> int:
     """Longest sequence, in tokens, of the model in a folder or under a hub name; 2^20 where its config names none.
 
     Raises: ModelError when there is no such model; SettingsError when `settings.rope_context` does not fit it.
     """
     from transformers import AutoConfig
 
-    place = _checked_place(path)
+    place = _resolve_model_path(path)
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
     except Exception as error:
-        raise _unreadable(place, "config", error) from error
-    return longest_of_config(config, settings.rope_context)
+        raise _build_load_error(place, "config", error) from error
+    return read_config_max_length(config, settings.rope_context)
 
 
 def load_pretrained(
-    auto_class: Any, path: str | Path, settings: ModelSettings, *, may_miss: tuple[str, ...] = (), **options: Any
+    auto_class: Any,
+    path: str | Path,
+    settings: ModelSettings,
+    *,
+    allowed_missing: tuple[str, ...] = (),
+    **options: Any,
 ) -> PreTrainedModel:
     """`auto_class.from_pretrained` restricted to safetensors, with typed errors and the settings' dtype.
 
     Args:
         may_miss: weights that the files need not hold; transformers makes them up. Any other one missing is an error.
     """
-    place = _checked_place(path)
+    place = _resolve_model_path(path)
     if Path(place).is_dir():
-        _check_weights(Path(place))
-    with verified(place, lambda name: _is_weights(name) or name == "config.json"):
+        _check_weight_files(Path(place))
+    with verify_while_reading(place, lambda name: _is_weights_file(name) or name == "config.json"):
         try:
             model, report = auto_class.from_pretrained(
                 place,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
-                dtype=dtype_of(settings),
+                dtype=resolve_dtype(settings),
                 use_safetensors=True,
                 trust_remote_code=settings.trust_remote_code,
                 **options,
             )
         except Exception as error:
-            raise _unreadable(place, "model", error) from error
+            raise _build_load_error(place, "model", error) from error
     if report["mismatched_keys"]:
         name, found, needed = sorted(report["mismatched_keys"])[0]
         raise ModelError(
             f"the weights in '{place}' do not fit {type(model).__name__}: {name} is {list(found)} in the file, the "
             f"config asks for {list(needed)}"
         )
-    absent = sorted(set(map(str, report["missing_keys"])) - set(may_miss))
+    absent = sorted(set(map(str, report["missing_keys"])) - set(allowed_missing))
     if absent:
         raise ModelError(
             f"the weights in '{place}' do not fit {type(model).__name__}: {len(absent)} are missing, first {absent[0]}"
@@ -270,7 +275,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
     if lora.is_lora(model):
         model.save_pretrained(folder / "adapter", safe_serialization=True)
     tokenizer.save_pretrained(folder)
-    fault("model.saved")
+    inject_fault("model.saved")
 
 
 def save_weights(model: PreTrainedModel, folder: Path) -> None:
@@ -281,7 +286,9 @@ def save_weights(model: PreTrainedModel, folder: Path) -> None:
         model.save_pretrained(folder)
 
 
-def publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+def publish_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path
+) -> None:
     """As `save`, into a folder that appears when it is complete, or takes the place of an earlier model's as a whole.
 
     `manifest.json` in it holds the SHA-256 of every file; `load` verifies them.
@@ -290,49 +297,66 @@ def publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: 
     replace_folder(folder, lambda temporary: save(model, tokenizer, temporary), {"kind": "model"})
 
 
-def _is_weights(name: str) -> bool:
+def _is_weights_file(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
-def _checked_place(path: str | Path) -> str:
+def _resolve_model_path(path: str | Path) -> str:
     """`path` as text. Raises: ModelError when it can only be a folder and is none."""
     place = str(path)
     local = Path(place).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
-            raise ModelError(f"'{place}' is a folder without a config.json, so it is no model folder")
+            raise ModelError(
+                f"'{place}' is a folder without a config.json, so it is no model folder"
+            )
         _check_config(local / "config.json")
         return str(local)
-    if isinstance(path, Path) or place.startswith((".", "/", "~")) or place.count("/") > 1 or local.exists():
-        raise ModelError(f"no model folder '{place}'" + (" (it is a file)" if local.exists() else ""))
+    if (
+        isinstance(path, Path)
+        or place.startswith((".", "/", "~"))
+        or place.count("/") > 1
+        or local.exists()
+    ):
+        raise ModelError(
+            f"no model folder '{place}'" + (" (it is a file)" if local.exists() else "")
+        )
     try:  # one small request (or look into the cache), before the many that loading makes
         hf_hub_download(place, "config.json")
     except Exception as error:
-        raise _unreadable(place, "config.json", error) from error
+        raise _build_load_error(place, "config.json", error) from error
     return place
 
 
 def _check_config(path: Path) -> None:
     """ModelError for a config that transformers would work on for hours, or read gigabytes of."""
     if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ModelError(f"'{path}' is larger than {MAX_CONFIG_BYTES // 2**20} MiB, so it is no model's config")
+        raise ModelError(
+            f"'{path}' is larger than {MAX_CONFIG_BYTES // 2**20} MiB, so it is no model's config"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"the config '{path}' cannot be read: {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"the config '{path}' cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(config, dict):
         raise ModelError(f"the config '{path}' holds no object")
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for name, value in part.items():
             if "layer" in name and isinstance(value, int) and value > MAX_LAYERS:
-                raise ModelError(f"the config '{path}' asks for {name} {value}; at most {MAX_LAYERS} are built")
+                raise ModelError(
+                    f"the config '{path}' asks for {name} {value}; at most {MAX_LAYERS} are built"
+                )
 
 
-def _check_weights(folder: Path) -> None:
+def _check_weight_files(folder: Path) -> None:
     """ModelError when a folder holds no safetensors weights."""
     if any(folder.glob("*.safetensors")):
         return
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    pickles = sorted(
+        file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)
+    )
     if pickles:
         raise ModelError(
             f"'{folder}' has its weights in {pickles[0]}, a pickle, which can run code and is never read here; "
@@ -341,13 +365,17 @@ def _check_weights(folder: Path) -> None:
     raise ModelError(f"'{folder}' holds no weights (*.safetensors)")
 
 
-def _unreadable(place: str, what: str, error: Exception) -> ModelError:
+def _build_load_error(place: str, what: str, error: Exception) -> ModelError:
     """An error for people in place of one that transformers raised."""
     reason = " ".join(str(error).split())[:300]
     if Path(place).is_dir():
-        return ModelError(f"the {what} in '{place}' cannot be read: {type(error).__name__}: {reason}")
+        return ModelError(
+            f"the {what} in '{place}' cannot be read: {type(error).__name__}: {reason}"
+        )
     if "trust_remote_code" in reason:
-        return ModelError(f"'{place}' needs Python code from the hub; set trust_remote_code: true if you trust it")
+        return ModelError(
+            f"'{place}' needs Python code from the hub; set trust_remote_code: true if you trust it"
+        )
     return ModelError(
         f"no model folder or cached hub model named '{place}' ({what}: {type(error).__name__}: {reason}); "
         "check the name, or download the model first where there is no network"

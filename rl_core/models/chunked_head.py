@@ -12,22 +12,21 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from rl_core.cpu.adapter_spans import AdapterSpan, AdapterSpans
-from rl_core.cpu.kernels import add_weight_grad, input_grad, linear
-from rl_core.cpu.low_rank import add_low_rank, low_rank_grads
+from rl_core.cpu.layer_kernels import add_weight_grad, compute_input_grad, compute_linear
+from rl_core.cpu.low_rank import AdapterSpan, AdapterSpans, add_low_rank, compute_low_rank_grads
 
-__all__ = ["at_least_float32", "default_chunk_tokens", "log_softmax_chunk", "selected_logprobs", "temperatures_of"]
-
-_LEAST = -1e30  # for -inf, which a bias may hold (tokens taken out): its product with exp(-inf) = 0 would be NaN
+_MIN_LOGPROB = (
+    -1e30
+)  # for -inf, which a bias may hold (tokens taken out): its product with exp(-inf) = 0 would be NaN
 _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MiB and 1 GiB
 
 
-def default_chunk_tokens(device_type: str, vocab_size: int) -> int:
+def compute_chunk_tokens(device_type: str, vocab_size: int) -> int:
     """Positions of a chunk, by vocabulary and device."""
     return max(128, _CHUNK_ELEMENTS.get(device_type, 2**24) // vocab_size)
 
 
-def selected_logprobs(
+def compute_selected_logprobs(
     hidden_NH: torch.Tensor,
     weight_VH: torch.Tensor,
     bias_V: torch.Tensor | None,
@@ -55,11 +54,19 @@ def selected_logprobs(
         hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
         bias_V = bias_V.to(dtype) if bias_V is not None else None
     if chunk_tokens is None:
-        chunk_tokens = default_chunk_tokens(device, weight_VH.shape[0])
+        chunk_tokens = compute_chunk_tokens(device, weight_VH.shape[0])
     factors = [factor for span in adapters for factor in (*span.downs, *span.ups)]
-    spans = AdapterSpans.of(adapters)
+    spans = AdapterSpans.from_spans(adapters)
     logprobs_N, entropy_N = _SelectedLogprobs.apply(
-        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, with_entropy, chunk_tokens, spans, *factors
+        hidden_NH,
+        weight_VH,
+        bias_V,
+        targets_N,
+        temperatures_N,
+        with_entropy,
+        chunk_tokens,
+        spans,
+        *factors,
     )
     return logprobs_N, entropy_N if with_entropy else None
 
@@ -86,31 +93,35 @@ class _SelectedLogprobs(torch.autograd.Function):
         *factors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count = hidden_NH.shape[0]
-        accurate = at_least_float32(hidden_NH.dtype)
+        accurate = promote_to_float32(hidden_NH.dtype)
         logprobs_N = hidden_NH.new_empty(targets_N.shape, dtype=accurate)
         entropy_N = hidden_NH.new_empty(count if with_entropy else 0, dtype=accurate)
         kept: list[torch.Tensor] = []
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            log_p_CV, saved = _log_softmax(
+            log_p_CV, saved = _compute_log_softmax(
                 hidden_NH[part],
                 weight_VH,
                 bias_V,
-                _part(temperatures_N, part),
-                _within(spans, start, start + chunk, count),
+                _slice_optional(temperatures_N, part),
+                _clip_spans(spans, start, start + chunk, count),
             )
-            logprobs_N[part] = log_p_CV.gather(1, _columns(targets_N[part])).view(targets_N[part].shape)
+            logprobs_N[part] = log_p_CV.gather(1, _to_columns(targets_N[part])).view(
+                targets_N[part].shape
+            )
             if with_entropy:
                 if bias_V is not None:
-                    log_p_CV.clamp_(min=_LEAST)
-                entropy_N[part] = -_sum_of_products(log_p_CV.exp(), log_p_CV)
+                    log_p_CV.clamp_(min=_MIN_LOGPROB)
+                entropy_N[part] = -_sum_products(log_p_CV.exp(), log_p_CV)
             if count <= chunk and any(ctx.needs_input_grad):
                 kept = [log_p_CV, *saved]
         ctx.save_for_backward(
             hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *kept
-        )  # fmt: skip
+        )
         ctx.chunk, ctx.spans, ctx.count = chunk, spans, len(factors)
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
+        ctx.set_materialize_grads(
+            False
+        )  # an entropy that is only looked at costs the backward pass nothing
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
@@ -120,13 +131,19 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *kept = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *kept = (
+            ctx.saved_tensors
+        )
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        accurate = at_least_float32(hidden_NH.dtype)
+        accurate = promote_to_float32(hidden_NH.dtype)
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(targets_N, dtype=accurate)
-        if temperatures_N is not None:  # here rather than at the [C, V] gradients, which are linear in these
-            grad_logprobs_N = (_columns(grad_logprobs_N) / temperatures_N[:, None]).view(targets_N.shape)
+        if (
+            temperatures_N is not None
+        ):  # here rather than at the [C, V] gradients, which are linear in these
+            grad_logprobs_N = (_to_columns(grad_logprobs_N) / temperatures_N[:, None]).view(
+                targets_N.shape
+            )
             grad_entropy_N = grad_entropy_N / temperatures_N if grad_entropy_N is not None else None
         grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         # Summed over chunks in float32: partial sums in bfloat16 would lose the small ones.
@@ -135,16 +152,19 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_factors = _FactorGrads(ctx.spans, ctx.count)
         count = hidden_NH.shape[0]
         for start in range(0, count, ctx.chunk):
-            part, spans = slice(start, start + ctx.chunk), _within(ctx.spans, start, start + ctx.chunk, count)
+            part, spans = (
+                slice(start, start + ctx.chunk),
+                _clip_spans(ctx.spans, start, start + ctx.chunk, count),
+            )
             if kept:
                 log_p_CV, saved = kept[0], kept[1:]
             else:
-                log_p_CV, saved = _log_softmax(
-                    hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part), spans
-                )  # fmt: skip
+                log_p_CV, saved = _compute_log_softmax(
+                    hidden_NH[part], weight_VH, bias_V, _slice_optional(temperatures_N, part), spans
+                )
                 if bias_V is not None:
-                    log_p_CV.clamp_(min=_LEAST)
-            grad_CV, grad_CK = log_p_CV.exp(), _columns(grad_logprobs_N[part])
+                    log_p_CV.clamp_(min=_MIN_LOGPROB)
+            grad_CV, grad_CK = log_p_CV.exp(), _to_columns(grad_logprobs_N[part])
             grad_C1 = grad_CK.sum(1, keepdim=True)
             if grad_entropy_N is not None:
                 # -p (g + e (log p + S)); log p is finite, so p = 0 gives 0
@@ -152,16 +172,18 @@ class _SelectedLogprobs(torch.autograd.Function):
                 grad_CV.mul_(factor_CV.add_(grad_C1).neg_())
             else:
                 grad_CV.mul_(grad_C1.neg())
-            grad_CV.scatter_add_(1, _columns(targets_N[part]), grad_CK)
+            grad_CV.scatter_add_(1, _to_columns(targets_N[part]), grad_CK)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
             added_CH = None
             if spans:
-                added_CH, grads = low_rank_grads(grad_CV, hidden_NH[part], saved, spans, with_x=needs_hidden)
-                grad_factors.add(start, start + ctx.chunk, grads)
+                added_CH, grads = compute_low_rank_grads(
+                    grad_CV, hidden_NH[part], saved, spans, with_x=needs_hidden
+                )
+                grad_factors.add_chunk(start, start + ctx.chunk, grads)
             grad_CV = grad_CV.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
-                grad_hidden_NH[part] = input_grad(grad_CV, [weight_VH])
+                grad_hidden_NH[part] = compute_input_grad(grad_CV, [weight_VH])
                 if added_CH is not None:
                     grad_hidden_NH[part] += added_CH
             if grad_weight_VH is not None:
@@ -173,9 +195,13 @@ class _SelectedLogprobs(torch.autograd.Function):
             grad_hidden_NH,
             grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None,
             grad_bias_V.to(bias_V.dtype) if grad_bias_V is not None else None,
-            None, None, None, None, None,
+            None,
+            None,
+            None,
+            None,
+            None,
             *grad_factors.sums,
-        )  # fmt: skip
+        )
 
 
 class _FactorGrads:
@@ -185,7 +211,7 @@ class _FactorGrads:
         self._spans = spans
         self.sums: list[torch.Tensor | None] = [None] * count
 
-    def add(self, start: int, stop: int, grads: Sequence[torch.Tensor]) -> None:
+    def add_chunk(self, start: int, stop: int, grads: Sequence[torch.Tensor]) -> None:
         """Those of the spans that reach into a chunk."""
         given = iter(grads)
         for index, span in enumerate(self._spans):
@@ -195,7 +221,7 @@ class _FactorGrads:
                     self.sums[place] = grad if before is None else before + grad
 
 
-def _within(spans: AdapterSpans, start: int, stop: int, count: int) -> AdapterSpans:
+def _clip_spans(spans: AdapterSpans, start: int, stop: int, count: int) -> AdapterSpans:
     """Spans and parts of spans that lie in a chunk of so many positions, by the places there."""
     if start == 0 and count <= stop:
         return spans
@@ -208,61 +234,67 @@ def _within(spans: AdapterSpans, start: int, stop: int, count: int) -> AdapterSp
     )
 
 
-def temperatures_of(values: Sequence[float], counts: Sequence[int], device: torch.device) -> torch.Tensor | None:
+def expand_temperatures(
+    values: Sequence[float], counts: Sequence[int], device: torch.device
+) -> torch.Tensor | None:
     """Temperatures [N] of positions in groups of one temperature each, float32 whatever the model's dtype is.
 
     Returns: None where all are 1.
     """
     if all(value == 1 for value in values):
         return None
-    return torch.tensor(list(values), dtype=torch.float32).repeat_interleave(torch.tensor(list(counts))).to(device)
+    return (
+        torch.tensor(list(values), dtype=torch.float32)
+        .repeat_interleave(torch.tensor(list(counts)))
+        .to(device)
+    )
 
 
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+def promote_to_float32(dtype: torch.dtype) -> torch.dtype:
     """At least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _part(values_N: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+def _slice_optional(values_N: torch.Tensor | None, part: slice) -> torch.Tensor | None:
     return values_N[part] if values_N is not None else None
 
 
-def _columns(values: torch.Tensor) -> torch.Tensor:
+def _to_columns(values: torch.Tensor) -> torch.Tensor:
     """[N, K] of [N, K] or [N]."""
     return values if values.ndim == 2 else values[:, None]
 
 
-def log_softmax_chunk(
+def compute_log_softmax_chunk(
     hidden_CH: torch.Tensor,
     weight_VH: torch.Tensor,
     bias_V: torch.Tensor | None,
     temperatures_C: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """log softmax of the logits [C, V] over the temperatures, at least float32."""
-    return _log_softmax(hidden_CH, weight_VH, bias_V, temperatures_C, [])[0]
+    return _compute_log_softmax(hidden_CH, weight_VH, bias_V, temperatures_C, [])[0]
 
 
-def _log_softmax(
+def _compute_log_softmax(
     hidden_CH: torch.Tensor,
     weight_VH: torch.Tensor,
     bias_V: torch.Tensor | None,
     temperatures_C: torch.Tensor | None,
     spans: Sequence[AdapterSpan],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """As `log_softmax_chunk`, with adapters; also what `low_rank_grads` takes as `saved`."""
-    logits_CV = linear(hidden_CH, [weight_VH])
+    """As `compute_log_softmax_chunk`, with adapters; also what `compute_low_rank_grads` takes as `saved`."""
+    logits_CV = compute_linear(hidden_CH, [weight_VH])
     saved: list[torch.Tensor] = []
     if spans:
-        logits_CV = logits_CV.to(at_least_float32(logits_CV.dtype))
+        logits_CV = logits_CV.to(promote_to_float32(logits_CV.dtype))
         saved = add_low_rank(logits_CV, hidden_CH, spans)
     if bias_V is not None:
         logits_CV += bias_V
-    accurate = at_least_float32(logits_CV.dtype)
+    accurate = promote_to_float32(logits_CV.dtype)
     if temperatures_C is not None:  # in float32 as the sampler does it, in place: no third buffer
         logits_CV = logits_CV.to(accurate).div_(temperatures_C[:, None])
     return torch.log_softmax(logits_CV, dim=-1, dtype=accurate), saved
 
 
-def _sum_of_products(left_CV: torch.Tensor, right_CV: torch.Tensor) -> torch.Tensor:
+def _sum_products(left_CV: torch.Tensor, right_CV: torch.Tensor) -> torch.Tensor:
     """Row-wise dot products [C], in place of a third [C, V] buffer."""
     return left_CV.mul_(right_CV).sum(-1)

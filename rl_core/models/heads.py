@@ -1,10 +1,15 @@
 """Reward models: a scalar head on the last real token of any causal language model.
 
 B rows, S tokens, H hidden.
+
+Value functions over token sequences: a critic with a trunk of its own, or a head on the policy's.
+
+B rows, S sequence, N positions, H hidden.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,29 +17,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from rl_core.errors import CheckpointError, DataError
-from rl_core.memory import MemoryFit
-from rl_core.models.causal_lm import device_of, evaluating, load_pretrained, load_tokenizer
-from rl_core.models.hidden_states import hidden_states
+from rl_core.models.causal_lm import load_pretrained, load_tokenizer, resolve_device, use_eval_mode
+from rl_core.models.hidden_states import compute_hidden_states
+from rl_core.models.logprobs import TokenOutputs, compute_token_outputs
+from rl_core.models.lora import unwrap_model
+from rl_core.out_of_memory import MemoryFit
 from rl_core.settings import ModelSettings
 from rl_core.types import TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = [
-    "HeadShape",
-    "last_states",
-    "load_reward_model",
-    "reward_model_from",
-    "score",
-    "score_batch",
-    "score_batches",
-    "sequence_scores",
-]
 
-_SHAPE = "reward_head"  # of a model's config: {"layers", "width"} of a head that is no single matrix
+_SHAPE = (
+    "reward_head"  # of a model's config: {"layers", "width"} of a head that is no single matrix
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,18 @@ class HeadShape:
     layers: int = 1
     width: int = 256
 
-    def weights(self) -> tuple[str, ...]:
+    def list_weight_names(self) -> tuple[str, ...]:
         """Names of its weights in a model."""
         if self.layers == 1:
             return ("score.weight",)
-        names = tuple(f"score.{2 * place}.{kind}" for place in range(self.layers) for kind in ("weight", "bias"))
+        names = tuple(
+            f"score.{2 * place}.{kind}"
+            for place in range(self.layers)
+            for kind in ("weight", "bias")
+        )
         return names[:-1]  # the last layer has no offset, which ranking would leave free
 
-    def module(self, hidden_size: int) -> torch.nn.Module:
+    def build_module(self, hidden_size: int) -> torch.nn.Module:
         """The head: matrices with GELU between them."""
         widths = [hidden_size, *[self.width] * (self.layers - 1)]
         hidden = [
@@ -62,8 +66,12 @@ class HeadShape:
         return torch.nn.Sequential(*hidden, torch.nn.Linear(widths[-1], 1, bias=False))
 
 
-def reward_model_from(
-    policy_path: str | Path, settings: ModelSettings, *, seed: int = 0, shape: HeadShape | None = None
+def create_reward_model(
+    policy_path: str | Path,
+    settings: ModelSettings,
+    *,
+    seed: int = 0,
+    shape: HeadShape | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A reward model whose trunk is the causal LM in `policy_path` and whose head is new, drawn from `seed`.
 
@@ -74,14 +82,22 @@ def reward_model_from(
     Raises: CheckpointError when the model cannot be read or its family has no sequence head.
     """
     shape = shape or HeadShape()
-    model, tokenizer = _load(policy_path, settings, may_miss=shape.weights(), shape=shape)
+    model, tokenizer = _load_classifier(
+        policy_path, settings, allowed_missing=shape.list_weight_names(), shape=shape
+    )
     generator = torch.Generator().manual_seed(seed)
-    *hidden, last = [part for part in model.get_submodule("score").modules() if isinstance(part, torch.nn.Linear)]
+    *hidden, last = [
+        part for part in model.get_submodule("score").modules() if isinstance(part, torch.nn.Linear)
+    ]
     with torch.no_grad():
         for part in hidden:
-            part.weight.copy_(torch.randn(part.weight.shape, generator=generator) * (2 / part.in_features) ** 0.5)
+            part.weight.copy_(
+                torch.randn(part.weight.shape, generator=generator) * (2 / part.in_features) ** 0.5
+            )
             part.bias.zero_()
-        last.weight.copy_(torch.randn(last.weight.shape, generator=generator) * (last.in_features + 1) ** -0.5)
+        last.weight.copy_(
+            torch.randn(last.weight.shape, generator=generator) * (last.in_features + 1) ** -0.5
+        )
     return model, tokenizer
 
 
@@ -92,14 +108,14 @@ def load_reward_model(
 
     Raises: CheckpointError when it cannot be read, has no trained head, or its family has no sequence head.
     """
-    return _load(path, settings, may_miss=(), options=options)
+    return _load_classifier(path, settings, allowed_missing=(), options=options)
 
 
-def _load(
+def _load_classifier(
     path: str | Path,
     settings: ModelSettings,
     *,
-    may_miss: tuple[str, ...],
+    allowed_missing: tuple[str, ...],
     options: Mapping[str, Any] | None = None,
     shape: HeadShape | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -109,16 +125,23 @@ def _load(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = load_pretrained(
-            _Classifier(shape), path, settings, may_miss=may_miss, num_labels=1, **(options or {})
+            _ClassifierLoader(shape),
+            path,
+            settings,
+            allowed_missing=allowed_missing,
+            num_labels=1,
+            **(options or {}),
         )
     if not isinstance(getattr(model, "score", None), torch.nn.Linear | torch.nn.Sequential):
-        raise CheckpointError(f"'{path}' ({model.config.model_type}) has no linear sequence head named 'score'")
+        raise CheckpointError(
+            f"'{path}' ({model.config.model_type}) has no linear sequence head named 'score'"
+        )
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    return (model if options else model.to(device_of(settings))).train(), tokenizer
+    return (model if options else model.to(resolve_device(settings))).train(), tokenizer
 
 
-class _Classifier:
+class _ClassifierLoader:
     """transformers' classifier of a model's family, with a head of the given shape or of the one in its config."""
 
     def __init__(self, shape: HeadShape | None) -> None:
@@ -128,7 +151,9 @@ class _Classifier:
         """As `AutoModelForSequenceClassification.from_pretrained`."""
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
-        config = AutoConfig.from_pretrained(place, trust_remote_code=options.get("trust_remote_code", False))
+        config = AutoConfig.from_pretrained(
+            place, trust_remote_code=options.get("trust_remote_code", False)
+        )
         shape = self._shape or HeadShape(**(getattr(config, _SHAPE, None) or {}))
         if shape.layers == 1:
             found = AutoModelForSequenceClassification.from_pretrained(place, **options)
@@ -139,22 +164,24 @@ class _Classifier:
         if family is None:
             raise CheckpointError(f"'{place}' ({config.model_type}) has no sequence head")
         options.pop("trust_remote_code", None)
-        return _with_head(family, shape).from_pretrained(place, **options)
+        return _build_class_with_head(family, shape).from_pretrained(place, **options)
 
 
-def _with_head(family: type[Any], shape: HeadShape) -> Any:
+def _build_class_with_head(family: type[Any], shape: HeadShape) -> Any:
     """The class of a family's classifiers, with a head of this shape, which its config records."""
 
     def make(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
         family.__init__(self, config, *arguments, **named)
         if isinstance(getattr(self, "score", None), torch.nn.Linear):
-            self.score = shape.module(self.score.in_features)
+            self.score = shape.build_module(self.score.in_features)
             setattr(self.config, _SHAPE, {"layers": shape.layers, "width": shape.width})
 
     return type(family.__name__, (family,), {"__init__": make, "__module__": family.__module__})
 
 
-def sequence_scores(model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+def compute_sequence_scores(
+    model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_B: torch.Tensor
+) -> torch.Tensor:
     """Scalar scores of right-padded rows, read at each row's last real token, with gradient.
 
     Args:
@@ -164,25 +191,43 @@ def sequence_scores(model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_
     Returns: float32 [B].
     Raises: DataError when shapes differ or a row is empty.
     """
-    return model.get_submodule("score")(_last_states(model, input_ids_BS, lengths_B)).squeeze(-1).float()
+    return (
+        model.get_submodule("score")(_read_last_states(model, input_ids_BS, lengths_B))
+        .squeeze(-1)
+        .float()
+    )
 
 
-def _last_states(model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """States [B, H] at the last real token of each row; arguments and errors of `sequence_scores`."""
+def _read_last_states(
+    model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_B: torch.Tensor
+) -> torch.Tensor:
+    """States [B, H] at the last real token of each row; arguments and errors of `compute_sequence_scores`."""
     if input_ids_BS.ndim != 2 or lengths_B.shape != input_ids_BS.shape[:1]:
-        raise DataError(f"input_ids {tuple(input_ids_BS.shape)} and lengths {tuple(lengths_B.shape)} do not match")
-    if lengths_B.numel() and not (int(lengths_B.min()) >= 1 and int(lengths_B.max()) <= input_ids_BS.shape[1]):
-        raise DataError(f"lengths must lie in 1..{input_ids_BS.shape[1]}, found {lengths_B.tolist()}")
+        raise DataError(
+            f"input_ids {tuple(input_ids_BS.shape)} and lengths {tuple(lengths_B.shape)} do not match"
+        )
+    if lengths_B.numel() and not (
+        int(lengths_B.min()) >= 1 and int(lengths_B.max()) <= input_ids_BS.shape[1]
+    ):
+        raise DataError(
+            f"lengths must lie in 1..{input_ids_BS.shape[1]}, found {lengths_B.tolist()}"
+        )
     places_S = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)
     lengths_B1 = lengths_B.to(input_ids_BS.device)[:, None]
-    batch = TrainBatch(input_ids_BS, places_S < lengths_B1, torch.zeros_like(input_ids_BS, dtype=torch.bool))
+    batch = TrainBatch(
+        input_ids_BS, places_S < lengths_B1, torch.zeros_like(input_ids_BS, dtype=torch.bool)
+    )
     last_BS = places_S == lengths_B1 - 1
-    return hidden_states(model, batch, last_BS)[last_BS]
+    return compute_hidden_states(model, batch, last_BS)[last_BS]
 
 
 @torch.no_grad()
-def score(
-    model: PreTrainedModel, rows: Sequence[Sequence[int]], *, pad_id: int | None = None, max_tokens: int = 16384
+def score_rows(
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    *,
+    pad_id: int | None = None,
+    max_tokens: int = 16384,
 ) -> list[float]:
     """Scores of token rows, in the order given; length-sorted micro-batches of at most `max_tokens` padded tokens.
 
@@ -201,12 +246,14 @@ def score(
         for index, value in zip(batch, values, strict=True):
             scores[index] = value
 
-    with evaluating(model):
-        MemoryFit("scoring by the reward model").compute(score_batches(lengths, max_tokens), fill, lengths=lengths)
+    with use_eval_mode(model):
+        MemoryFit("scoring by the reward model").compute_batches(
+            build_score_batches(lengths, max_tokens), fill, lengths=lengths
+        )
     return scores
 
 
-def score_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def build_score_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices of rows that are scored together: shortest first, at most `max_tokens` padded tokens, or a row alone."""
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     batches: list[list[int]] = []
@@ -219,19 +266,23 @@ def score_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def score_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]], *, pad_id: int | None = None) -> list[float]:
+def score_batch(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], *, pad_id: int | None = None
+) -> list[float]:
     """Scores of token rows in one pass, in the model's present mode."""
-    scores: list[float] = sequence_scores(model, *_padded(model, rows, pad_id)).tolist()
+    scores: list[float] = compute_sequence_scores(model, *_pad_rows(model, rows, pad_id)).tolist()
     return scores
 
 
 @torch.no_grad()
-def last_states(model: PreTrainedModel, rows: Sequence[Sequence[int]], *, pad_id: int | None = None) -> torch.Tensor:
+def compute_last_states(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], *, pad_id: int | None = None
+) -> torch.Tensor:
     """States [B, H] at the last token of token rows, in one pass of a causal model or a classifier."""
-    return _last_states(model, *_padded(model, rows, pad_id))
+    return _read_last_states(model, *_pad_rows(model, rows, pad_id))
 
 
-def _padded(
+def _pad_rows(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], pad_id: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token rows as one tensor [B, S] on the model's device, and their lengths [B]."""
@@ -246,3 +297,78 @@ def _padded(
     ids_BS = torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows], device=device)
     lengths_B = torch.tensor([len(row) for row in rows], device=device)
     return ids_BS, lengths_B
+
+
+def read_hidden_size(model: PreTrainedModel) -> int:
+    """Width of the hidden states that the model's head reads."""
+    return int(unwrap_model(model).get_output_embeddings().weight.shape[1])
+
+
+class ValueHead(nn.Module):
+    """Linear map of hidden states to values in float32. It starts at 0: the first advantages use no values."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(size, 1)  # a name that ends in `head` keeps it out of Muon
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """[N, H] -> float32 [N] (float64 for float64)."""
+        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            weight, bias = self.head.weight.to(dtype), self.head.bias.to(dtype)
+            return nn.functional.linear(hidden_NH.to(dtype), weight, bias).squeeze(-1)
+
+
+class SeparateCritic(nn.Module):
+    """A copy of a causal model's trunk, adapters included, with a value head. Its training never changes the policy."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.trunk: Any = copy.deepcopy(unwrap_model(model).base_model)
+        reference = next(model.parameters())
+        self.head = ValueHead(read_hidden_size(model)).to(device=reference.device)
+
+    def forward(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Value of the state before each loss token, [B, S] (0 elsewhere), and after each row's last real token, [B].
+
+        Raises: DataError when position 0 carries loss.
+        """
+        mask_BS = batch.loss_mask_BS
+        if bool(mask_BS[:, 0].any()):
+            raise DataError("loss_mask is True at position 0, which has no token before it")
+        hidden_BSH = compute_hidden_states(self.trunk, batch)
+        after_BS = self.head(hidden_BSH.reshape(-1, hidden_BSH.shape[-1])).view(mask_BS.shape)
+        before_BS = torch.cat([after_BS.new_zeros(len(after_BS), 1), after_BS[:, :-1]], dim=1)
+        last_B1 = batch.attention_mask_BS.sum(1, keepdim=True) - 1
+        return torch.where(mask_BS, before_BS, before_BS.new_zeros(())), after_BS.gather(
+            1, last_B1
+        ).squeeze(1)
+
+
+class PolicyWithCritic(nn.Module):
+    """A policy and its value function as one module, so that one checkpoint holds both."""
+
+    def __init__(self, policy: PreTrainedModel, critic: SeparateCritic | ValueHead) -> None:
+        super().__init__()
+        self.policy = policy
+        self.critic = critic
+
+    @property
+    def value_head(self) -> ValueHead | None:
+        """The head on the policy's own hidden states, where there is one."""
+        return self.critic if isinstance(self.critic, ValueHead) else None
+
+    def compute_values(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values before each loss token, [B, S], and after each row's last real token, [B]."""
+        if isinstance(self.critic, SeparateCritic):
+            values_BS, after_B = self.critic(batch)
+            return values_BS, after_B
+        outputs: TokenOutputs = compute_token_outputs(self.policy, batch, value_head=self.critic)
+        assert outputs.values_BS is not None and outputs.value_after_B is not None
+        return outputs.values_BS, outputs.value_after_B
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The policy's output head."""
+        return self.policy.get_output_embeddings()

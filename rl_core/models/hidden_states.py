@@ -1,27 +1,35 @@
 """Hidden states of a causal language model for training: dispatch between the packed forward pass and transformers.
 
 B rows, S sequence, H hidden.
+
+The policy's last hidden states at the turns of an episode, averaged over each turn's tokens.
+
+B rows, S sequence, H hidden, N states.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.capabilities import packs_into_one_row, training_forward
-from rl_core.cpu.packed_forward import check_needed, packed_forward
-from rl_core.cpu.shared_prefixes import RowGroups
-from rl_core.models.rotary import check_lengths
-from rl_core.types import TrainBatch
+from rl_core.capabilities import check_training_forward, needs_single_packed_row
+from rl_core.cpu.packed_forward import RowGroups, check_needed_positions, run_packed_forward
+from rl_core.data.batches import build_unscored_batch, pad_rows, plan_micro_batches
+from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.lora import unwrap_model
+from rl_core.models.rotary import check_row_lengths
+from rl_core.out_of_memory import MemoryFit
+from rl_core.types import Rollout, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["hidden_states", "model_inputs"]
 
-
-def hidden_states(
+def compute_hidden_states(
     model: PreTrainedModel,
     batch: TrainBatch,
     needed_BS: torch.Tensor | None = None,
@@ -39,25 +47,29 @@ def hidden_states(
         a row is longer than the model's rotary frequencies allow.
     """
     trunk: Any = model.base_model
-    check_lengths(trunk, batch)
-    if training_forward(trunk).allowed:
+    check_row_lengths(trunk, batch)
+    if check_training_forward(trunk).allowed:
         if batch.position_ids_BS is not None:
-            return _of_sequences(trunk, batch, batch.position_ids_BS, needed_BS)
-        return packed_forward(trunk, batch, needed_BS, groups)
+            return _compute_sequence_states(trunk, batch, batch.position_ids_BS, needed_BS)
+        return run_packed_forward(trunk, batch, needed_BS, groups)
     if groups is not None:
         groups.tokens = [rows * batch.input_ids_BS.shape[1] for rows in groups.rows]
-    hidden: torch.Tensor = trunk(**model_inputs(model, batch), use_cache=False).last_hidden_state
+    hidden: torch.Tensor = trunk(
+        **build_model_inputs(model, batch), use_cache=False
+    ).last_hidden_state
     return hidden.reshape(*batch.input_ids_BS.shape, -1)
 
 
-def _of_sequences(
+def _compute_sequence_states(
     trunk: Any, batch: TrainBatch, positions_BS: torch.Tensor, needed_BS: torch.Tensor | None
 ) -> torch.Tensor:
     """Hidden states of rows that hold several sequences, each computed in a row of its own: [B, S, H]."""
     real_BS = batch.attention_mask_BS
-    check_needed(real_BS, needed_BS)
+    check_needed_positions(real_BS, needed_BS)
     place_N = positions_BS[real_BS]
-    sequence_N = (place_N == 0).cumsum(0) - 1  # a row begins a sequence, so the real tokens of all rows can be counted
+    sequence_N = (place_N == 0).cumsum(
+        0
+    ) - 1  # a row begins a sequence, so the real tokens of all rows can be counted
     shape = (int(sequence_N[-1]) + 1, int(place_N.max()) + 1)
     ids_RW, mask_RW = batch.input_ids_BS.new_zeros(shape), real_BS.new_zeros(shape)
     ids_RW[sequence_N, place_N] = batch.input_ids_BS[real_BS]
@@ -66,13 +78,15 @@ def _of_sequences(
     if needed_BS is not None:
         needed_RW = real_BS.new_zeros(shape)
         needed_RW[sequence_N, place_N] = needed_BS[real_BS]
-    hidden_RWH = packed_forward(trunk, TrainBatch(ids_RW, mask_RW, torch.zeros_like(mask_RW)), needed_RW)
+    hidden_RWH = run_packed_forward(
+        trunk, TrainBatch(ids_RW, mask_RW, torch.zeros_like(mask_RW)), needed_RW
+    )
     hidden_BSH = hidden_RWH.new_zeros(*real_BS.shape, hidden_RWH.shape[-1])
     hidden_BSH[real_BS] = hidden_RWH[sequence_N, place_N]
     return hidden_BSH
 
 
-def model_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, torch.Tensor]:
+def build_model_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, torch.Tensor]:
     """Keyword arguments of the trunk for a batch: its tokens and, where rows are packed, their positions.
 
     transformers builds a block-diagonal causal mask from positions that start again, when it is given neither an
@@ -80,10 +94,84 @@ def model_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, torch.T
     rows are laid end to end, which changes nothing, as each begins a sequence. The output then has shape [1, B*S, ...].
     Raises: DataError when a row is longer than the model's rotary frequencies allow.
     """
-    check_lengths(model, batch)
+    check_row_lengths(model, batch)
     if batch.position_ids_BS is None:
         return {"input_ids": batch.input_ids_BS}
     inputs = {"input_ids": batch.input_ids_BS, "position_ids": batch.position_ids_BS}
-    if packs_into_one_row(model):
+    if needs_single_packed_row(model):
         inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
     return inputs
+
+
+@dataclass(slots=True)
+class TurnEmbeddings:
+    """The policy's states along one rollout. float32, on the CPU, without gradient."""
+
+    states_NH: (
+        torch.Tensor
+    )  # [1 + turns, H] mean over the prompt, then over each turn: its action and what came back
+    actions_NH: torch.Tensor  # [turns, H] mean over each turn's action
+    is_observed: list[bool]  # [turns] True = something came back
+
+
+TurnEmbedder = Callable[[Sequence[Rollout]], list[TurnEmbeddings]]
+
+
+def find_turn_spans(loss_mask: Sequence[bool]) -> list[tuple[int, int, int]]:
+    """(start, end of the action, end of the observation) of each turn, in tokens after the prompt.
+
+    A turn is a run of sampled tokens and the run of observed ones after it: `collect` appends at least one observed
+    token between two actions. Where a context begins anew, what was observed stands at the end of its prompt.
+    """
+    runs, place = [], 0
+    for sampled, run in groupby(loss_mask):
+        stop = place + sum(1 for _ in run)
+        runs.append((sampled, place, stop))
+        place = stop
+    ends = {start: stop for sampled, start, stop in runs if not sampled}
+    return [(start, stop, ends.get(stop, stop)) for sampled, start, stop in runs if sampled]
+
+
+@torch.no_grad()
+def compute_turn_embeddings(
+    model: PreTrainedModel, rollouts: Sequence[Rollout], *, pad_id: int, max_tokens: int = 16384
+) -> list[TurnEmbeddings]:
+    """The states of each rollout, from one pass of the policy over its whole sequence.
+
+    Attention is causal, so a turn's state knows everything before it and nothing after.
+
+    Args:
+        max_tokens: padded tokens of one micro-batch.
+    """
+    rows = [[*rollout.prompt_ids, *rollout.completion_ids] for rollout in rollouts]
+    base = unwrap_model(model)
+    device = next(base.parameters()).device
+    lengths = [len(row) for row in rows]
+    found: list[TurnEmbeddings | None] = [None] * len(rows)
+
+    def fill(group: list[int]) -> None:
+        batch = build_unscored_batch([rows[index] for index in group], pad_id)
+        if any(rollouts[index].context_starts for index in group):
+            batch.position_ids_BS = pad_rows([rollouts[index].positions for index in group], 0)
+        hidden_BSH = compute_hidden_states(base, batch.to(device)).float().cpu()
+        for b, index in enumerate(group):
+            found[index] = _average_over_turns(hidden_BSH[b], rollouts[index])
+
+    with use_eval_mode(model):
+        MemoryFit("hidden states of rollouts").compute_batches(
+            plan_micro_batches(lengths, max_tokens), fill, lengths=lengths
+        )
+    return [states for states in found if states is not None]
+
+
+def _average_over_turns(hidden_SH: torch.Tensor, rollout: Rollout) -> TurnEmbeddings:
+    start = len(rollout.prompt_ids)
+    completion_TH = hidden_SH[start:]
+    spans = find_turn_spans(rollout.loss_mask)
+    turns = [completion_TH[first:end].mean(0) for first, _, end in spans]
+    actions = [completion_TH[first:acted].mean(0) for first, acted, _ in spans]
+    return TurnEmbeddings(
+        states_NH=torch.stack([hidden_SH[:start].mean(0), *turns]),
+        actions_NH=torch.stack(actions) if actions else hidden_SH.new_zeros(0, hidden_SH.shape[1]),
+        is_observed=[end > acted for _, acted, end in spans],
+    )

@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.capabilities.decision import FIXED_ROPE
-from rl_core.capabilities.positions import fixing_obstacles, followed_length, is_fixed, rotary_modules, row_limit
+from rl_core.capabilities.rotary_positions import (
+    find_fixing_obstacles,
+    find_rotary_modules,
+    find_row_limit,
+    has_fixed_rope,
+    read_rope_length_bound,
+)
 from rl_core.errors import DataError, SettingsError
-from rl_core.models.lora import unwrap
+from rl_core.models.lora import unwrap_model
 from rl_core.types import TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = ["check_lengths", "fix_frequencies", "longest_of_config", "longest_sequence"]
 
 
 def fix_frequencies(model: PreTrainedModel, rope_context: int | None) -> None:
@@ -31,27 +35,31 @@ def fix_frequencies(model: PreTrainedModel, rope_context: int | None) -> None:
         return
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    base: Any = unwrap(model)
-    obstacle = next(fixing_obstacles(base), None)
+    base: Any = unwrap_model(model)
+    obstacle = next(find_fixing_obstacles(base), None)
     if obstacle is not None:
-        raise SettingsError(f"model.rope_context: {type(base).__name__} takes none: {obstacle}; leave it out")
+        raise SettingsError(
+            f"model.rope_context: {type(base).__name__} takes none: {obstacle}; leave it out"
+        )
     _check_rope_context(base.config, rope_context)
-    for part in rotary_modules(base):
+    for part in find_rotary_modules(base):
         device = part.inv_freq.device
         frequencies, part.attention_scaling = ROPE_INIT_FUNCTIONS[part.rope_type](
             part.config, device, seq_len=rope_context
         )
         part.inv_freq = torch.nn.Buffer(frequencies.to(part.inv_freq.dtype), persistent=False)
         part.rope_type = FIXED_ROPE  # transformers then leaves the frequencies alone
-    base.base_model._posttrain_rope_context = rope_context  # a plain attribute: copied with the trunk, in no state dict
+    base.base_model._posttrain_rope_context = (
+        rope_context  # a plain attribute: copied with the trunk, in no state dict
+    )
 
 
-def longest_of_config(config: Any, rope_context: int | None = None) -> int:
+def read_config_max_length(config: Any, rope_context: int | None = None) -> int:
     """Longest sequence, in tokens, by a transformers configuration; 2^20 where it names none.
 
     Raises: SettingsError when `rope_context` is beyond what the model is made for.
     """
-    followed = followed_length(config)
+    followed = read_rope_length_bound(config)
     if rope_context is not None:
         if followed is None:
             raise SettingsError(
@@ -63,20 +71,20 @@ def longest_of_config(config: Any, rope_context: int | None = None) -> int:
     return most if followed is None else min(most, followed.bound)
 
 
-def longest_sequence(model: PreTrainedModel) -> int:
+def read_model_max_length(model: PreTrainedModel) -> int:
     """Longest sequence, in tokens, of a loaded model."""
-    limit = row_limit(model)
-    return limit if limit is not None else longest_of_config(unwrap(model).config)
+    limit = find_row_limit(model)
+    return limit if limit is not None else read_config_max_length(unwrap_model(model).config)
 
 
-def check_lengths(model: PreTrainedModel, batch: TrainBatch) -> None:
+def check_row_lengths(model: PreTrainedModel, batch: TrainBatch) -> None:
     """DataError when a row is longer than the model's rotary frequencies allow (`capabilities.positions`)."""
-    limit = row_limit(model)
+    limit = find_row_limit(model)
     if limit is None or batch.input_ids_BS.shape[1] <= limit:
         return
     if batch.position_ids_BS is not None:
         longest = int(batch.position_ids_BS.max()) + 1
-    elif is_fixed(model):
+    elif has_fixed_rope(model):
         longest = int(batch.attention_mask_BS.sum(1).max())
     else:  # padding counts: the model chooses by it
         longest = batch.input_ids_BS.shape[1]
@@ -88,7 +96,7 @@ def check_lengths(model: PreTrainedModel, batch: TrainBatch) -> None:
 
 
 def _check_rope_context(config: Any, rope_context: int) -> None:
-    followed = followed_length(config)
+    followed = read_rope_length_bound(config)
     if followed is not None and rope_context > followed.longest:
         raise SettingsError(
             f"model.rope_context: {rope_context}, but the model is made for sequences of up to {followed.longest} "

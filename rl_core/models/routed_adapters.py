@@ -19,18 +19,16 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from rl_core.cpu.adapter_spans import AdapterSpan, AdapterSpans
-from rl_core.cpu.kernels import linears
-from rl_core.cpu.low_rank import add_low_rank, low_rank_grads_into
-from rl_core.cpu.shared_prefixes import RowGroups
+from rl_core.cpu.layer_kernels import apply_linears
+from rl_core.cpu.low_rank import AdapterSpan, AdapterSpans, add_low_rank, write_low_rank_grads
+from rl_core.cpu.packed_forward import RowGroups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Adapter", "AdapterGradients", "AdapterRouter", "LowRank"]
 
 _Result = TypeVar("_Result")
-_KEPT_SETS = 64  # of adapters side by side, whose tables are kept
+_MAX_CACHED_SETS = 64  # of adapters side by side, whose tables are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +40,14 @@ class LowRank:
     scale: float
 
     @torch.no_grad()
-    def added_to(self, weight_OI: torch.Tensor) -> torch.Tensor:
+    def add_to_weight(self, weight_OI: torch.Tensor) -> torch.Tensor:
         """A new weight, of the dtype of the old one."""
         update_OI = (self.up_OR @ self.down_RI).mul_(self.scale)
-        return (weight_OI + update_OI).to(weight_OI.dtype) if weight_OI.is_floating_point() else weight_OI
+        return (
+            (weight_OI + update_OI).to(weight_OI.dtype)
+            if weight_OI.is_floating_point()
+            else weight_OI
+        )
 
 
 Adapter = Mapping[str, LowRank]  # by the name of the linear layer
@@ -59,16 +61,21 @@ class AdapterRouter:
         self.groups = RowGroups([])
         self._gradients: AdapterGradients | None = None
         self._routes = _Routes([])
-        self._kept: dict[tuple[int, ...], _Routes] = {}  # by the adapters; the one used last is the last
-        self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
+        self._cached_routes: dict[
+            tuple[int, ...], _Routes
+        ] = {}  # by the adapters; the one used last is the last
+        self._routed_layers: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         for name in names:
             owner, _, attribute = name.rpartition(".")
             parent, layer = model.get_submodule(owner), model.get_submodule(name)
-            self._places.append((parent, attribute, layer, _RoutedLinear(layer, name, self)))
+            self._routed_layers.append((parent, attribute, layer, _RoutedLinear(layer, name, self)))
 
     @contextmanager
-    def routed(
-        self, rows: Sequence[int], adapters: Sequence[Adapter | None], gradients: AdapterGradients | None = None
+    def route_rows(
+        self,
+        rows: Sequence[int],
+        adapters: Sequence[Adapter | None],
+        gradients: AdapterGradients | None = None,
     ) -> Iterator[RowGroups]:
         """The model with these adapters inside: the first rows of a batch through the first, and so on.
 
@@ -76,41 +83,49 @@ class AdapterRouter:
             rows: of each adapter, consecutive. adapters: None = the model as it is; factors change in place alone, and
                 `forget` is called before an adapter is given up.
             gradients: where those of the factors go; None = none are asked for.
-        Returns: what `models.hidden_states` takes as `groups`.
+        Returns: what `models.compute_hidden_states` takes as `groups`.
         """
-        self.groups, self._gradients, self._routes = RowGroups(list(rows)), gradients, self._routes_of(adapters)
-        for parent, attribute, _, routed in self._places:
+        self.groups, self._gradients, self._routes = (
+            RowGroups(list(rows)),
+            gradients,
+            self._find_routes(adapters),
+        )
+        for parent, attribute, _, routed in self._routed_layers:
             parent._modules[attribute] = routed
         try:
             yield self.groups
         finally:
-            for parent, attribute, layer, _ in self._places:
+            for parent, attribute, layer, _ in self._routed_layers:
                 parent._modules[attribute] = layer
             self.groups, self._gradients, self._routes = RowGroups([]), None, _Routes([])
 
-    def forget(self) -> None:
+    def clear_routes(self) -> None:
         """Drop what is kept of adapters between passes."""
-        self._kept.clear()
+        self._cached_routes.clear()
 
-    def _routes_of(self, adapters: Sequence[Adapter | None]) -> _Routes:
+    def _find_routes(self, adapters: Sequence[Adapter | None]) -> _Routes:
         """Tables of these adapters side by side; the sets used last are kept, with the adapters themselves."""
         key = tuple(map(id, adapters))
-        routes = self._kept.pop(key, None) or _Routes(adapters)
-        self._kept[key] = routes
-        if len(self._kept) > _KEPT_SETS:
-            del self._kept[next(iter(self._kept))]
+        routes = self._cached_routes.pop(key, None) or _Routes(adapters)
+        self._cached_routes[key] = routes
+        if len(self._cached_routes) > _MAX_CACHED_SETS:
+            del self._cached_routes[next(iter(self._cached_routes))]
         return routes
 
-    def spans(self, names: tuple[str, ...], widths: Sequence[int]) -> AdapterSpans:
+    def build_spans(self, names: tuple[str, ...], widths: Sequence[int]) -> AdapterSpans:
         """Tokens that have updates of some of these layers, whose outputs of these widths lie side by side."""
-        return self._routes.spans(names, widths, tuple(self.groups.tokens))
+        return self._routes.build_spans(names, widths, tuple(self.groups.tokens))
 
-    def apart(self, adapters: Sequence[Adapter | None], name: str, width: int, tokens: Sequence[int]) -> AdapterSpans:
+    def build_separate_spans(
+        self, adapters: Sequence[Adapter | None], name: str, width: int, tokens: Sequence[int]
+    ) -> AdapterSpans:
         """Spans of one layer that is called apart from the model; places of their gradients are in order.
 
         Args: tokens: of each adapter, one after the other.
         """
-        return self._routes_of(adapters).spans((name,), (width,), tuple(tokens), in_order=True)
+        return self._find_routes(adapters).build_spans(
+            (name,), (width,), tuple(tokens), in_order=True
+        )
 
     @property
     def gradients(self) -> AdapterGradients | None:
@@ -124,13 +139,17 @@ class AdapterGradients:
     def __init__(self, size: int, device: torch.device) -> None:
         """size: numbers of all adapters' factors."""
         self.flat = torch.empty(size, device=device)
-        self.anchor = torch.zeros((), requires_grad=True, device=device)  # the input by which autograd finds the way
-        self.found: set[str] = set()  # layers whose gradients have been written
+        self.anchor = torch.zeros(
+            (), requires_grad=True, device=device
+        )  # the input by which autograd finds the way
+        self.written_layers: set[str] = set()  # layers whose gradients have been written
 
-    def take(self, names: Sequence[str], compute: Callable[[torch.Tensor], _Result]) -> _Result:
+    def accumulate_layers(
+        self, names: Sequence[str], compute: Callable[[torch.Tensor], _Result]
+    ) -> _Result:
         """Gradients of some layers, which `compute` writes into a tensor as `flat`; a layer's second ones are added."""
-        if self.found.isdisjoint(names):
-            self.found.update(names)
+        if self.written_layers.isdisjoint(names):
+            self.written_layers.update(names)
             return compute(self.flat)
         more = torch.zeros_like(self.flat)
         result = compute(more)
@@ -143,44 +162,60 @@ class _Routes:
 
     def __init__(self, adapters: Sequence[Adapter | None]) -> None:
         self._adapters = list(adapters)
-        self._kept: dict[tuple[bool | str, ...], tuple[tuple[int, ...], AdapterSpans]] = {}
-        self._places: list[dict[str, tuple[int, int]]] = []  # of A and B of each layer among all gradients
+        self._cached_spans: dict[tuple[bool | str, ...], tuple[tuple[int, ...], AdapterSpans]] = {}
+        self._factor_offsets: list[
+            dict[str, tuple[int, int]]
+        ] = []  # of A and B of each layer among all gradients
         place = 0
         for adapter in self._adapters:
-            self._places.append({})
+            self._factor_offsets.append({})
             for name, update in ({} if adapter is None else adapter).items():
-                self._places[-1][name] = (place, place + update.down_RI.numel())
+                self._factor_offsets[-1][name] = (place, place + update.down_RI.numel())
                 place += update.down_RI.numel() + update.up_OR.numel()
 
-    def spans(
-        self, names: tuple[str, ...], widths: Sequence[int], tokens: tuple[int, ...], *, in_order: bool = False
+    def build_spans(
+        self,
+        names: tuple[str, ...],
+        widths: Sequence[int],
+        tokens: tuple[int, ...],
+        *,
+        in_order: bool = False,
     ) -> AdapterSpans:
         """See `AdapterRouter.spans`. Args: tokens: of each adapter. in_order: see `AdapterRouter.apart`."""
-        before, spans = self._kept.get((in_order, *names), (None, None))
+        before, spans = self._cached_spans.get((in_order, *names), (None, None))
         if spans is None or before != tokens:
-            if spans is not None and len(spans) == len(tokens) and all(tokens):  # every adapter has updates here
-                spans = spans.over(tokens)
+            if (
+                spans is not None and len(spans) == len(tokens) and all(tokens)
+            ):  # every adapter has updates here
+                spans = spans.with_token_counts(tokens)
             else:
-                spans = self._spans(names, widths, tokens, in_order=in_order)
-            self._kept[in_order, *names] = tokens, spans
+                spans = self._compute_spans(names, widths, tokens, in_order=in_order)
+            self._cached_spans[in_order, *names] = tokens, spans
         return spans
 
-    def _spans(
+    def _compute_spans(
         self, names: Sequence[str], widths: Sequence[int], tokens: Sequence[int], *, in_order: bool
     ) -> AdapterSpans:
         ends = list(itertools.accumulate(widths))
         spans, places, start = [], [], 0
-        for count, adapter, own in zip(tokens, self._adapters, self._places, strict=True):
-            found = [(end - width, end, adapter[name]) for name, width, end in zip(names, widths, ends, strict=True)
-                     if adapter is not None and name in adapter]  # fmt: skip
+        for count, adapter, own in zip(tokens, self._adapters, self._factor_offsets, strict=True):
+            found = [
+                (end - width, end, adapter[name])
+                for name, width, end in zip(names, widths, ends, strict=True)
+                if adapter is not None and name in adapter
+            ]
             if found and count:
                 updates = [update for *_, update in found]
                 spans.append(
                     AdapterSpan(
-                        start, start + count, [(begin, end) for begin, end, _ in found], updates[0].scale,
-                        [update.down_RI for update in updates], [update.up_OR for update in updates],
+                        start,
+                        start + count,
+                        [(begin, end) for begin, end, _ in found],
+                        updates[0].scale,
+                        [update.down_RI for update in updates],
+                        [update.up_OR for update in updates],
                     )
-                )  # fmt: skip
+                )
                 placed = [own[name] for name in names if name in own]
                 places.append([*(down for down, _ in placed), *(up for _, up in placed)])
             start += count
@@ -205,19 +240,27 @@ class _RoutedLinear(nn.Module):
         if x.ndim == 2:
             return self.joined(x, [self])
         out = self.base_layer(x)
-        return self._updated(out.flatten(0, -2), x.flatten(0, -2), [self], [out.shape[-1]]).view(out.shape)
+        return self._add_updates(
+            out.flatten(0, -2), x.flatten(0, -2), [self], [out.shape[-1]]
+        ).view(out.shape)
 
     def joined(self, x_NI: torch.Tensor, layers: Sequence[_RoutedLinear]) -> torch.Tensor:
         """Outputs of several routed layers of one input, side by side (see `cpu.kernels.linears`)."""
         plain = [layer.base_layer for layer in layers]
-        return self._updated(linears(x_NI, plain), x_NI, layers, [layer.weight.shape[0] for layer in layers])
+        return self._add_updates(
+            apply_linears(x_NI, plain), x_NI, layers, [layer.weight.shape[0] for layer in layers]
+        )
 
-    def _updated(
-        self, out_NO: torch.Tensor, x_NI: torch.Tensor, layers: Sequence[_RoutedLinear], widths: Sequence[int]
+    def _add_updates(
+        self,
+        out_NO: torch.Tensor,
+        x_NI: torch.Tensor,
+        layers: Sequence[_RoutedLinear],
+        widths: Sequence[int],
     ) -> torch.Tensor:
         router: AdapterRouter = self.__dict__["_router"]
         names = tuple([layer._name for layer in layers])
-        spans = router.spans(names, widths)
+        spans = router.build_spans(names, widths)
         if not spans:
             return out_NO
         gradients = router.gradients if torch.is_grad_enabled() else None
@@ -255,7 +298,7 @@ class _AddLowRank(torch.autograd.Function):
         x_NI, *saved = ctx.saved_tensors
         grad_x_NI = ctx.gradients.take(
             ctx.names,
-            lambda flat: low_rank_grads_into(
+            lambda flat: write_low_rank_grads(
                 flat, grad_NO.contiguous(), x_NI, saved, ctx.spans, with_x=ctx.needs_input_grad[1]
             ),
         )

@@ -9,30 +9,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_core.distributed.sharded_types import is_sharded_tensor
+from rl_core.distributed.sharding import is_sharded_tensor
 from rl_core.errors import CheckpointError
 
-__all__ = ["load_trainable_weights", "swapped_weights", "trainable_weights"]
+
+def _list_frozen_names(model: nn.Module) -> set[str]:
+    return {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+    }
 
 
-def _frozen(model: nn.Module) -> set[str]:
-    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
-
-
-def trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+def collect_trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
     """Every trainable parameter and every persistent buffer; frozen weights (under LoRA) are those of the start.
 
     Args:
         copy: a snapshot on the CPU that later updates do not change; False = the live tensors. Of sharded weights it is
             this process's rows, on their device.
     """
-    frozen = _frozen(model)
-    weights = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in frozen}
+    frozen = _list_frozen_names(model)
+    weights = {
+        name: tensor.detach() for name, tensor in model.state_dict().items() if name not in frozen
+    }
     if any(is_sharded_tensor(tensor) for tensor in weights.values()):
-        return _sharded_weights(model, weights, copy=copy)
+        return _collect_sharded_weights(model, weights, copy=copy)
     if not copy:
         return weights
-    copies: dict[tuple[Any, ...], torch.Tensor] = {}  # tied weights: one copy for all names of one parameter
+    copies: dict[
+        tuple[Any, ...], torch.Tensor
+    ] = {}  # tied weights: one copy for all names of one parameter
     snapshot = {}
     for name, tensor in weights.items():
         memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -42,9 +48,13 @@ def trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torc
     return snapshot
 
 
-def _sharded_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
+def _collect_sharded_weights(
+    model: nn.Module, weights: dict[str, torch.Tensor], *, copy: bool
+) -> dict[str, torch.Tensor]:
     """Sharded weights, with one object for all names of a tied one: alike in every process, unlike memory addresses."""
-    owners = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    owners = {
+        name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     unique: dict[Any, torch.Tensor] = {}
     result = {}
     for name, tensor in weights.items():
@@ -56,21 +66,28 @@ def _sharded_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, copy
 
 
 def load_trainable_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Inverse of `trainable_weights`. Raises CheckpointError if names or shapes differ."""
-    expected = trainable_weights(model)
-    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    """Inverse of `collect_trainable_weights`. Raises CheckpointError if names or shapes differ."""
+    expected = collect_trainable_weights(model)
+    missing, unexpected = (
+        sorted(expected.keys() - weights.keys()),
+        sorted(weights.keys() - expected.keys()),
+    )
     if missing or unexpected:
-        raise CheckpointError(f"weights of another model: missing {missing[:3]}, unexpected {unexpected[:3]}")
+        raise CheckpointError(
+            f"weights of another model: missing {missing[:3]}, unexpected {unexpected[:3]}"
+        )
     for name, tensor in weights.items():
         if tensor.shape != expected[name].shape:
-            raise CheckpointError(f"{name}: shape {tuple(tensor.shape)}, the model has {tuple(expected[name].shape)}")
+            raise CheckpointError(
+                f"{name}: shape {tuple(tensor.shape)}, the model has {tuple(expected[name].shape)}"
+            )
     model.load_state_dict(dict(weights), strict=False)
 
 
 @contextmanager
-def swapped_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def swap_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """The model holds these weights inside, in place; afterwards its own, to the last bit."""
-    before = {name: tensor.clone() for name, tensor in trainable_weights(model).items()}
+    before = {name: tensor.clone() for name, tensor in collect_trainable_weights(model).items()}
     try:
         load_trainable_weights(model, weights)
         yield

@@ -1,4 +1,15 @@
-"""Policy and value networks for vector observations, discrete or continuous actions.
+"""Running mean and variance of observations.
+
+Suffixes: B rows, D numbers of an observation.
+
+Two networks of the same hidden widths on the same input, computed together: half as many operations, twice as wide.
+
+Layers as small as these cost little arithmetic and much bookkeeping. Each pair of hidden layers is one batched product,
+forward and backward; the result is that of the two networks one after the other, to rounding.
+
+Suffixes: B rows, D numbers of the input, H width of a hidden layer; a leading 2 is (first network, second network).
+
+Policy and value networks for vector observations, discrete or continuous actions.
 
 Suffixes: B rows, D numbers of an observation, A actions (discrete) or numbers of an action (continuous).
 """
@@ -9,17 +20,160 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from rl_core.errors import DataError, SettingsError
+from rl_core.losses.masking import check_finite
 from rl_core.losses.supervised import token_entropy
-from rl_core.networks.observation_statistics import ObservationStatistics
-from rl_core.networks.paired_layers import paired_layers, single_layers
 
-__all__ = ["ActionSpace", "ActorCritic", "NetworkShape", "PolicyNetwork", "ValueNetwork"]
+VARIANCE_EPSILON = 1e-8
+MAX_DEVIATIONS = 10.0  # standard deviations
+
+
+class ObservationStatistics(nn.Module):
+    """Normalises observations by the mean and variance of all that `update` was given, clipped to +-10 deviations.
+
+    Before the first update it changes nothing. The sums are float64 buffers: part of every state of the module.
+    """
+
+    count: torch.Tensor
+    mean_D: torch.Tensor
+    squares_D: torch.Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean_D", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer(
+            "squares_D", torch.zeros(size, dtype=torch.float64)
+        )  # sum of squared deviations
+
+    @torch.no_grad()
+    def update(self, observations_BD: torch.Tensor) -> None:
+        """Take rows in, exactly as if all rows so far had been averaged together.
+
+        Raises: NonFiniteTensor for an observation with NaN or infinity, before anything is changed.
+        Source: Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance", eq. 2.1.
+        """
+        check_finite(observations=observations_BD)
+        rows_BD = observations_BD.double()
+        added, mean_D = len(rows_BD), rows_BD.mean(0)
+        total = self.count + added
+        apart_D = mean_D - self.mean_D
+        self.squares_D += (rows_BD - mean_D).square().sum(
+            0
+        ) + apart_D.square() * self.count * added / total
+        self.mean_D += apart_D * added / total
+        self.count.copy_(total)
+
+    def forward(self, observations_BD: torch.Tensor) -> torch.Tensor:
+        """(x - mean) / sqrt(variance + 1e-8), float32, clipped."""
+        if not self.count:
+            return observations_BD
+        deviation_D = (self.squares_D / self.count + VARIANCE_EPSILON).sqrt()
+        return (
+            ((observations_BD - self.mean_D) / deviation_D)
+            .clamp(-MAX_DEVIATIONS, MAX_DEVIATIONS)
+            .float()
+        )
+
+
+def compute_paired_layers(
+    inputs_BD: torch.Tensor,
+    first: Sequence[torch.Tensor],
+    second: Sequence[torch.Tensor],
+    activation: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of both networks, float [B, outputs of each], with gradients of their weights (none of the input).
+
+    Args:
+        first, second: weight, offset, weight, offset, ... of each network's linear layers; hidden widths agree.
+        activation: tanh or relu, between the layers.
+    """
+    function: Any = _PairedLayers  # torch's `apply` has no types
+    outputs: tuple[torch.Tensor, torch.Tensor] = function.apply(
+        inputs_BD, activation, len(first), *first, *second
+    )
+    return outputs
+
+
+def compute_single_layers(
+    inputs_BD: torch.Tensor, weights: Sequence[torch.Tensor], activation: str
+) -> torch.Tensor:
+    """Outputs of one network, float [B, outputs]: the same bits as its `nn.Sequential`, without a call of each module.
+
+    Args:
+        weights: weight, offset, weight, offset, ... of its linear layers.
+        activation: tanh or relu, between the layers.
+    """
+    act = torch.tanh if activation == "tanh" else torch.relu
+    outputs = torch.nn.functional.linear(inputs_BD, weights[0], weights[1])
+    for place in range(2, len(weights), 2):
+        outputs = torch.nn.functional.linear(act(outputs), weights[place], weights[place + 1])
+    return outputs
+
+
+class _PairedLayers(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, inputs_BD: torch.Tensor, activation: str, count: int, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = weights[:count], weights[count:]
+        states: list[torch.Tensor] = []  # [2, B, H] after each hidden layer
+        matrices: list[torch.Tensor] = []  # [2, H, H'] of the hidden layers behind the first
+        act_ = torch.tanh_ if activation == "tanh" else torch.relu_
+        for place in range(0, count - 2, 2):
+            offset_21H = torch.stack((first[place + 1], second[place + 1]))[:, None]
+            matrix_2HH = torch.stack((first[place], second[place]))
+            before = states[-1] if states else inputs_BD.expand(2, -1, -1)
+            states.append(act_(torch.baddbmm(offset_21H, before, matrix_2HH.transpose(1, 2))))
+            if place:
+                matrices.append(matrix_2HH)
+        last = states[-1] if states else inputs_BD.expand(2, -1, -1)
+        context.save_for_backward(inputs_BD, first[-2], second[-2], *states, *matrices)
+        context.activation, context.depth = activation, len(states)
+        return torch.addmm(first[-1], last[0], first[-2].T), torch.addmm(
+            second[-1], last[1], second[-2].T
+        )
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs_BD, *heads = context.saved_tensors
+        heads, states, matrices = (
+            heads[:2],
+            heads[2 : 2 + context.depth],
+            heads[2 + context.depth :],
+        )
+        last = states[-1] if states else inputs_BD.expand(2, -1, -1)
+        found: list[list[torch.Tensor]] = [
+            [gradient.T @ last[side], gradient.sum(0)] for side, gradient in enumerate(gradients)
+        ]
+        if states:
+            back_2BH = torch.empty_like(states[-1])
+            for side in (0, 1):
+                torch.mm(gradients[side], heads[side], out=back_2BH[side])
+        for place in range(context.depth - 1, -1, -1):
+            back_2BH = _apply_activation_gradient(back_2BH, states[place], context.activation)
+            before = states[place - 1] if place else inputs_BD.expand(2, -1, -1)
+            matrix_2HH, offset_2H = torch.bmm(back_2BH.transpose(1, 2), before), back_2BH.sum(1)
+            for side in (0, 1):
+                found[side][:0] = [matrix_2HH[side], offset_2H[side]]
+            if place:
+                back_2BH = torch.bmm(back_2BH, matrices[place - 1])
+        return (None, None, None, *found[0], *found[1])
+
+
+def _apply_activation_gradient(
+    gradient: torch.Tensor, state: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """Gradient before the activation, from that behind it and the activation's value."""
+    if activation == "tanh":
+        return torch.ops.aten.tanh_backward(gradient, state)
+    return torch.ops.aten.threshold_backward(gradient, state, 0)
+
 
 Activation = Literal["tanh", "relu"]
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
@@ -55,13 +209,17 @@ class NetworkShape:
     normalises: bool = False  # observations, by running mean and variance
 
     def __post_init__(self) -> None:
-        if self.observation_size < 1 or self.actions.size < 1 or any(width < 1 for width in self.hidden):
+        if (
+            self.observation_size < 1
+            or self.actions.size < 1
+            or any(width < 1 for width in self.hidden)
+        ):
             raise SettingsError(
                 f"hidden: sizes {self.observation_size}, {self.hidden}, {self.actions.size} must all be at least 1"
             )
 
 
-def _layers(
+def _build_layers(
     sizes: Sequence[int], activation: Activation, gain: float, generator: torch.Generator | None
 ) -> nn.Sequential:
     """Linear layers with the activation between them; orthogonal weights, offsets 0.
@@ -72,7 +230,9 @@ def _layers(
     last = len(sizes) - 2
     for place, (before, after) in enumerate(itertools.pairwise(sizes)):
         layer = nn.Linear(before, after)
-        nn.init.orthogonal_(layer.weight, gain if place == last else math.sqrt(2), generator=generator)
+        nn.init.orthogonal_(
+            layer.weight, gain if place == last else math.sqrt(2), generator=generator
+        )
         nn.init.zeros_(layer.bias)
         parts += [layer] if place == last else [layer, _ACTIVATIONS[activation]()]
     return nn.Sequential(*parts)
@@ -85,7 +245,7 @@ class PolicyNetwork(nn.Module):
         super().__init__()
         self.actions = shape.actions
         sizes = (shape.observation_size, *shape.hidden, shape.actions.size)
-        self.layers = _layers(sizes, shape.activation, 0.01, generator)
+        self.layers = _build_layers(sizes, shape.activation, 0.01, generator)
         if not shape.actions.is_discrete:
             self.log_std_A = nn.Parameter(torch.full((shape.actions.size,), shape.initial_log_std))
 
@@ -94,7 +254,7 @@ class PolicyNetwork(nn.Module):
         outputs_BA: torch.Tensor = self.layers(observations_BD)
         return outputs_BA
 
-    def logprobs_and_entropy(
+    def compute_logprobs_and_entropy(
         self, observations_BD: torch.Tensor, actions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability (density) of the actions and entropy of their distribution, nats; float [B] each.
@@ -104,37 +264,43 @@ class PolicyNetwork(nn.Module):
         Raises: DataError on shapes.
         """
         outputs_BA = self(observations_BD)
-        return self.logprobs_of(outputs_BA, actions), self.entropy_of(outputs_BA)
+        return self.compute_logprobs(outputs_BA, actions), self.compute_entropy(outputs_BA)
 
-    def logprobs_of(self, outputs_BA: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    def compute_logprobs(self, outputs_BA: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the actions from the outputs of `forward`, float [B]. Raises: DataError on shapes."""
-        return self.logprob_column(outputs_BA, actions).squeeze(1)
+        return self.compute_logprob_column(outputs_BA, actions).squeeze(1)
 
-    def logprob_column(self, outputs_BA: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    def compute_logprob_column(
+        self, outputs_BA: torch.Tensor, actions: torch.Tensor
+    ) -> torch.Tensor:
         """The same as a column [B, 1], as losses take it."""
         expected = outputs_BA.shape[:1] if self.actions.is_discrete else outputs_BA.shape
         if actions.shape != expected:
             raise DataError(f"actions: shape {tuple(actions.shape)}, expected {tuple(expected)}")
         if self.actions.is_discrete:
             return outputs_BA.log_softmax(-1).gather(1, actions[:, None])
-        return gaussian_logprobs(actions, outputs_BA, self.log_std_A)[:, None]
+        return compute_gaussian_logprobs(actions, outputs_BA, self.log_std_A)[:, None]
 
-    def entropy_of(self, outputs_BA: torch.Tensor) -> torch.Tensor:
+    def compute_entropy(self, outputs_BA: torch.Tensor) -> torch.Tensor:
         """Entropies of the distributions from the outputs of `forward`, float [B]."""
         if self.actions.is_discrete:
             return token_entropy(outputs_BA.log_softmax(-1))
-        return gaussian_entropy(self.log_std_A).expand(len(outputs_BA))
+        return compute_gaussian_entropy(self.log_std_A).expand(len(outputs_BA))
 
-    def act(self, observations_BD: torch.Tensor, noise_BA: torch.Tensor | None = None) -> torch.Tensor:
+    def act(
+        self, observations_BD: torch.Tensor, noise_BA: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Actions, int64 [B] counted from 0 or float [B, A] (not clipped): drawn by the noise, or the likeliest.
 
         Args:
             noise_BA: standard Gumbel noise for alternatives (the largest of logit + noise is a sample of the softmax:
                 Gumbel 1954), standard normal noise for numbers; None = the mode.
         """
-        return self.drawn(self(observations_BD), noise_BA)
+        return self.sample_actions(self(observations_BD), noise_BA)
 
-    def drawn(self, outputs_BA: torch.Tensor, noise_BA: torch.Tensor | None) -> torch.Tensor:
+    def sample_actions(
+        self, outputs_BA: torch.Tensor, noise_BA: torch.Tensor | None
+    ) -> torch.Tensor:
         """Actions from the outputs of `forward`; see `act`."""
         if self.actions.is_discrete:
             return (outputs_BA if noise_BA is None else outputs_BA + noise_BA).argmax(-1)
@@ -146,7 +312,9 @@ class ValueNetwork(nn.Module):
 
     def __init__(self, shape: NetworkShape, generator: torch.Generator | None = None) -> None:
         super().__init__()
-        self.layers = _layers((shape.observation_size, *shape.hidden, 1), shape.activation, 1.0, generator)
+        self.layers = _build_layers(
+            (shape.observation_size, *shape.hidden, 1), shape.activation, 1.0, generator
+        )
 
     def forward(self, observations_BD: torch.Tensor) -> torch.Tensor:
         """Values, float [B]."""
@@ -165,43 +333,60 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
-        self.statistics = ObservationStatistics(shape.observation_size) if shape.normalises else None
+        self.statistics = (
+            ObservationStatistics(shape.observation_size) if shape.normalises else None
+        )
         self.policy = PolicyNetwork(shape, generator)
         self.value = ValueNetwork(shape, generator)
         # asked for at every pass, and slow to look up; weights change in place only
-        self._weights = (tuple(self.policy.layers.parameters()), tuple(self.value.layers.parameters()))
+        self._weights = (
+            tuple(self.policy.layers.parameters()),
+            tuple(self.value.layers.parameters()),
+        )
 
-    def normalised(self, observations_BD: torch.Tensor) -> torch.Tensor:
+    def normalise_observations(self, observations_BD: torch.Tensor) -> torch.Tensor:
         """Observations as the networks see them."""
         return observations_BD if self.statistics is None else self.statistics(observations_BD)
 
     def forward(self, observations_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs of the policy, float [B, A], and values, float [B], from raw observations."""
-        outputs_BA, values_B1 = self.outputs_and_values(observations_BD)
+        outputs_BA, values_B1 = self.compute_outputs_and_values(observations_BD)
         return outputs_BA, values_B1.squeeze(1)
 
-    def outputs_and_values(self, observations_BD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_outputs_and_values(
+        self, observations_BD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same with the values as a column [B, 1], as losses take them."""
-        return paired_layers(self.normalised(observations_BD), *self._weights, self.shape.activation)
+        return compute_paired_layers(
+            self.normalise_observations(observations_BD), *self._weights, self.shape.activation
+        )
 
     @torch.no_grad()
-    def values(self, observations_BD: torch.Tensor) -> torch.Tensor:
+    def compute_values(self, observations_BD: torch.Tensor) -> torch.Tensor:
         """Values of raw observations, float [B], no gradient."""
-        return single_layers(self.normalised(observations_BD), self._weights[1], self.shape.activation).squeeze(1)
+        return compute_single_layers(
+            self.normalise_observations(observations_BD), self._weights[1], self.shape.activation
+        ).squeeze(1)
 
     @torch.no_grad()
-    def act(self, observations_BD: torch.Tensor, noise_BA: torch.Tensor | None = None) -> torch.Tensor:
+    def act(
+        self, observations_BD: torch.Tensor, noise_BA: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Actions for raw observations; see `PolicyNetwork.act`."""
-        outputs_BA = single_layers(self.normalised(observations_BD), self._weights[0], self.shape.activation)
-        return self.policy.drawn(outputs_BA, noise_BA)
+        outputs_BA = compute_single_layers(
+            self.normalise_observations(observations_BD), self._weights[0], self.shape.activation
+        )
+        return self.policy.sample_actions(outputs_BA, noise_BA)
 
 
-def gaussian_logprobs(actions_BA: torch.Tensor, means_BA: torch.Tensor, log_std_A: torch.Tensor) -> torch.Tensor:
+def compute_gaussian_logprobs(
+    actions_BA: torch.Tensor, means_BA: torch.Tensor, log_std_A: torch.Tensor
+) -> torch.Tensor:
     """Log-density of a Gaussian with independent numbers: -sum((a - m)^2 / (2 s^2) + log s + log(2 pi) / 2); [B]."""
     scaled_BA = (actions_BA - means_BA) * (-log_std_A).exp()
     return -(0.5 * scaled_BA.square() + log_std_A + 0.5 * LOG_2PI).sum(-1)
 
 
-def gaussian_entropy(log_std_A: torch.Tensor) -> torch.Tensor:
+def compute_gaussian_entropy(log_std_A: torch.Tensor) -> torch.Tensor:
     """Entropy of that Gaussian, sum(log s + (1 + log(2 pi)) / 2), nats; scalar."""
     return (log_std_A + 0.5 * (1 + LOG_2PI)).sum()

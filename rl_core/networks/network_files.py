@@ -16,14 +16,11 @@ import torch
 
 from rl_core.errors import ModelError, PosttrainError
 from rl_core.networks.actor_critic import ActionSpace, ActorCritic, NetworkShape
-from rl_core.storage.folders import put_bytes
-from rl_core.storage.replaced_folders import replace_folder
-from rl_core.storage.single_files import make_folder
+from rl_core.storage.atomic_files import make_folder
+from rl_core.storage.folders import replace_folder, write_folder_file
 
-__all__ = ["load_network", "publish_network", "save_network"]
-
-CONFIG, WEIGHTS = "network.json", "network.safetensors"
-FORMAT = 1
+CONFIG_FILE, WEIGHTS_FILE = "network.json", "network.safetensors"
+CONFIG_FORMAT = 1
 MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -31,21 +28,25 @@ def save_network(model: ActorCritic, folder: Path, environment: str) -> None:
     """Write the network's two files into `folder`, which the caller publishes."""
     shape, actions = model.shape, model.shape.actions
     config = {
-        "format": FORMAT,
+        "format": CONFIG_FORMAT,
         "environment": environment,
         "observation_size": shape.observation_size,
         "hidden": list(shape.hidden),
         "activation": shape.activation,
         "normalises": shape.normalises,
         "actions": {
-            "kind": actions.kind, "size": actions.size, "start": actions.start, "shape": list(actions.shape),
-            "low": [repr(bound) for bound in actions.low], "high": [repr(bound) for bound in actions.high],
+            "kind": actions.kind,
+            "size": actions.size,
+            "start": actions.start,
+            "shape": list(actions.shape),
+            "low": [repr(bound) for bound in actions.low],
+            "high": [repr(bound) for bound in actions.high],
         },
-    }  # fmt: skip
+    }
     make_folder(folder)
-    put_bytes(folder / CONFIG, json.dumps(config, indent=2).encode())
+    write_folder_file(folder / CONFIG_FILE, json.dumps(config, indent=2).encode())
     weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    put_bytes(folder / WEIGHTS, safetensors.torch.save(weights))
+    write_folder_file(folder / WEIGHTS_FILE, safetensors.torch.save(weights))
 
 
 def publish_network(model: ActorCritic, folder: str | Path, environment: str) -> None:
@@ -53,49 +54,68 @@ def publish_network(model: ActorCritic, folder: str | Path, environment: str) ->
 
     Raises: CheckpointError where the disk refuses, or the folder holds other files.
     """
-    replace_folder(folder, lambda temporary: save_network(model, temporary, environment), {"kind": "network"})
+    replace_folder(
+        folder, lambda temporary: save_network(model, temporary, environment), {"kind": "network"}
+    )
 
 
 def load_network(folder: str | Path) -> ActorCritic:
     """The network in a folder that `Training.save` or the stage `network` wrote. Raises: ModelError naming the file."""
     place = Path(folder).expanduser()
-    config = _config(place / CONFIG)
+    config = _read_config(place / CONFIG_FILE)
     try:
         actions = config["actions"]
         low, high = (tuple(float(bound) for bound in actions[name]) for name in ("low", "high"))
         space = ActionSpace(
-            actions["kind"], int(actions["size"]), int(actions["start"]), low, high, tuple(actions["shape"])
+            actions["kind"],
+            int(actions["size"]),
+            int(actions["start"]),
+            low,
+            high,
+            tuple(actions["shape"]),
         )
         hidden = tuple(int(width) for width in config["hidden"])
         shape = NetworkShape(
-            int(config["observation_size"]), space, hidden, config["activation"], normalises=bool(config["normalises"])
+            int(config["observation_size"]),
+            space,
+            hidden,
+            config["activation"],
+            normalises=bool(config["normalises"]),
         )
         model = ActorCritic(shape)
     except PosttrainError as error:
-        raise ModelError(f"'{place / CONFIG}': {error}") from error
+        raise ModelError(f"'{place / CONFIG_FILE}': {error}") from error
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ModelError(f"'{place / CONFIG}' is no network's config ({type(error).__name__}: {error})") from error
+        raise ModelError(
+            f"'{place / CONFIG_FILE}' is no network's config ({type(error).__name__}: {error})"
+        ) from error
     try:
-        model.load_state_dict(_weights(place / WEIGHTS))
+        model.load_state_dict(_read_weights(place / WEIGHTS_FILE))
     except RuntimeError as error:
         lines = " ".join(str(error).split())[:200]
-        raise ModelError(f"'{place / WEIGHTS}' does not fit {CONFIG} beside it: {lines}") from error
+        raise ModelError(
+            f"'{place / WEIGHTS_FILE}' does not fit {CONFIG_FILE} beside it: {lines}"
+        ) from error
     return model.eval()
 
 
-def _config(path: Path) -> Mapping[str, Any]:
+def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ModelError(f"'{path}' is larger than {MAX_CONFIG_BYTES // 2**20} MiB, so it is no network's config")
+            raise ModelError(
+                f"'{path}' is larger than {MAX_CONFIG_BYTES // 2**20} MiB, so it is no network's config"
+            )
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"'{path}' cannot be read ({error}); name the folder of a trained network") from error
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise ModelError(f"'{path}' is no config of a network in format {FORMAT}")
+        raise ModelError(
+            f"'{path}' cannot be read ({error}); name the folder of a trained network"
+        ) from error
+    if not isinstance(config, dict) or config.get("format") != CONFIG_FORMAT:
+        raise ModelError(f"'{path}' is no config of a network in format {CONFIG_FORMAT}")
     return config
 
 
-def _weights(path: Path) -> dict[str, torch.Tensor]:
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:

@@ -1,4 +1,9 @@
-"""Update of an actor-critic on the steps of an iteration: epochs x minibatches of PPO's loss.
+"""Fixed-size buffer of the steps of one iteration, and their advantages by GAE or V-trace.
+
+Suffixes: T steps of an iteration, N environments, M = real steps of the buffer, D numbers of an observation, E parts of
+episodes within the buffer, L steps of the longest of them.
+
+Update of an actor-critic on the steps of an iteration: epochs x minibatches of PPO's loss.
 
 Suffixes: M rows, D numbers of an observation. Losses take columns: M1 is [M, 1].
 """
@@ -6,7 +11,7 @@ Suffixes: M rows, D numbers of an observation. Losses take columns: M1 is [M, 1]
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +19,186 @@ import numpy as np
 import torch
 
 from rl_core.errors import DataError
+from rl_core.losses.advantages import gae, vtrace
 from rl_core.losses.importance import importance_ratios
-from rl_core.losses.masking import full_mask, masked_whiten
+from rl_core.losses.masking import build_full_mask, masked_whiten
 from rl_core.losses.policy import clipped_policy_loss
 from rl_core.losses.supervised import entropy_bonus
 from rl_core.losses.value import explained_variance, value_loss
-from rl_core.networks.actor_critic import ActorCritic
-from rl_core.networks.step_buffer import StepBuffer
-from rl_core.rollouts.rollout_metrics import mean_metrics
+from rl_core.networks.actor_critic import ActionSpace, ActorCritic
+from rl_core.networks.vector_environment import VectorStep
+from rl_core.rollouts.rollout_metrics import aggregate_step_metrics
 from rl_core.settings import NetworkSettings
 from rl_core.timing import span
 from rl_core.training.optimizer_step import OptimizerStep
 
-__all__ = ["NetworkBatch", "NetworkUpdate", "adapted_rate_scale", "policy_logprobs"]
+ValueFunction = Callable[[torch.Tensor], torch.Tensor]  # observations [B, D] to values [B]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSegments:
+    """Places of the real steps in a table with one row for each part of an episode, in the order of time."""
+
+    rows_M: torch.Tensor  # int64
+    columns_M: torch.Tensor  # int64
+    mask_EL: torch.Tensor  # bool, True = a real step
+    last_E: torch.Tensor  # int64, index among the M steps of each part's last one
+
+    def arrange_by_segment(self, values_M: torch.Tensor) -> torch.Tensor:
+        """[M] to [E, L], 0 beyond a part's end."""
+        table_EL = values_M.new_zeros(self.mask_EL.shape)
+        table_EL[self.rows_M, self.columns_M] = values_M
+        return table_EL
+
+    def flatten_table(self, table_EL: torch.Tensor) -> torch.Tensor:
+        """[E, L] to [M]."""
+        return table_EL[self.rows_M, self.columns_M]
+
+
+class StepBuffer:
+    """The steps of T x N actions: allocated once, filled step by step, read flat.
+
+    Steps in which an environment only reset itself are in it, and left out of everything that is read.
+    """
+
+    def __init__(
+        self, steps: int, environments: int, observation_size: int, actions: ActionSpace
+    ) -> None:
+        shape = (steps, environments)
+        self.shape = shape
+        self.num_filled = 0
+        self.observations = np.zeros((*shape, observation_size), np.float32)
+        self.after = np.zeros(
+            (*shape, observation_size), np.float32
+        )  # observations that the actions led to
+        self.actions = (
+            np.zeros(shape, np.int64)
+            if actions.is_discrete
+            else np.zeros((*shape, actions.size), np.float32)
+        )
+        self.rewards = np.zeros(shape, np.float32)
+        self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
+        self.is_action = np.zeros(shape, bool)
+        self.behaviour_logprobs_M = torch.zeros(
+            0
+        )  # of the policy that acted, nats; set once the buffer is full
+
+    def add_step(self, observations_ND: np.ndarray, actions: np.ndarray, step: VectorStep) -> None:
+        """Add one step of all environments. Raises: DataError where the buffer is full."""
+        if self.num_filled == self.shape[0]:
+            raise DataError(
+                f"the buffer holds {self.shape[0]} steps already; read it, then `clear`"
+            )
+        place = self.num_filled
+        self.observations[place], self.actions[place] = observations_ND, actions
+        self.after[place], self.rewards[place] = step.after_ND, step.rewards_N
+        self.terminated[place], self.truncated[place] = step.terminated_N, step.truncated_N
+        self.is_action[place] = step.is_action_N
+        self.num_filled += 1
+
+    def clear_steps(self) -> None:
+        """Empty the buffer; its memory is used again."""
+        self.num_filled = 0
+
+    @property
+    def num_steps(self) -> int:
+        """M, the real steps."""
+        return int(self.is_action.sum())
+
+    def read_real_steps(self, name: str) -> torch.Tensor:
+        """A field's real steps, [M] or [M, ...], environment after environment; a copy."""
+        values, mask = getattr(self, name).swapaxes(0, 1), self.is_action.swapaxes(0, 1)
+        return torch.from_numpy(values[mask])
+
+    def split_into_segments(self) -> EpisodeSegments:
+        """The real steps cut behind every end of an episode, and at the end of the buffer."""
+        mask_NT = self.is_action.swapaxes(0, 1)
+        ended_NT = (self.terminated | self.truncated).swapaxes(0, 1) & mask_NT
+        ended_M = ended_NT[mask_NT]
+        counts_N = mask_NT.sum(1)
+        stops = np.flatnonzero(ended_M) + 1
+        borders = np.unique(np.concatenate([[0], stops, np.cumsum(counts_N)]))
+        lengths_E = np.diff(borders)
+        rows_M = np.repeat(np.arange(len(lengths_E)), lengths_E)
+        columns_M = np.arange(len(ended_M)) - np.repeat(borders[:-1], lengths_E)
+        mask_EL = np.arange(lengths_E.max())[None, :] < lengths_E[:, None]
+        return EpisodeSegments(
+            *(torch.from_numpy(part) for part in (rows_M, columns_M, mask_EL, borders[1:] - 1))
+        )
+
+    def estimate_advantages(
+        self,
+        values: ValueFunction,
+        *,
+        gamma: float,
+        trace_lambda: float,
+        reward_scale: float = 1.0,
+        ratios_M: torch.Tensor | None = None,
+        rho_cap: float = 1.0,
+        c_cap: float = 1.0,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Advantages, targets of the value network and present values of the real steps; float [M] each.
+
+        A part of an episode that ends in a truncation, or with the buffer, goes on with the value of the observation
+        that its last action led to; one that terminated is worth 0 from there.
+
+        Args:
+            ratios_M: probability of each action under the present policy over that of the policy that acted: V-trace.
+                None = the steps are the present policy's own: GAE.
+        """
+        parts = self.split_into_segments()
+        values_M = values(self.read_real_steps("observations"))
+        alive_E = ~self.read_real_steps("terminated")[parts.last_E]
+        bootstrap_E = values(self.read_real_steps("after")[parts.last_E]) * alive_E
+        rewards_EL, values_EL = (
+            parts.arrange_by_segment(self.read_real_steps("rewards") * reward_scale),
+            parts.arrange_by_segment(values_M),
+        )
+        if ratios_M is None:
+            found = gae(
+                rewards_EL,
+                values_EL,
+                parts.mask_EL,
+                gamma=gamma,
+                gae_lambda=trace_lambda,
+                bootstrap_B=bootstrap_E,
+            )
+        else:
+            found = vtrace(
+                rewards_EL,
+                values_EL,
+                parts.arrange_by_segment(ratios_M),
+                parts.mask_EL,
+                gamma=gamma,
+                trace_lambda=trace_lambda,
+                rho_cap=rho_cap,
+                c_cap=c_cap,
+                bootstrap_B=bootstrap_E,
+            )
+        return parts.flatten_table(found[0]), parts.flatten_table(found[1]), values_M
+
+    def state_dict(self) -> dict[str, Any]:
+        """All fields, of a full buffer that is replayed."""
+        names = (
+            "observations",
+            "after",
+            "actions",
+            "rewards",
+            "terminated",
+            "truncated",
+            "is_action",
+        )
+        return {name: getattr(self, name) for name in names} | {
+            "behaviour_logprobs": self.behaviour_logprobs_M
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        for name, value in state.items():
+            if name != "behaviour_logprobs":
+                getattr(self, name)[:] = value
+        self.behaviour_logprobs_M = state["behaviour_logprobs"]
+        self.num_filled = self.shape[0]
 
 
 @dataclass
@@ -40,12 +212,12 @@ class NetworkBatch:
     targets_M1: torch.Tensor  # of the value network
     values_M1: torch.Tensor  # of the value network before the first optimizer step
 
-    def rows(self, index: torch.Tensor | slice) -> NetworkBatch:
+    def select_rows(self, index: torch.Tensor | slice) -> NetworkBatch:
         """Some of the rows."""
-        return NetworkBatch(*(getattr(self, name)[index] for name in NAMES))
+        return NetworkBatch(*(getattr(self, name)[index] for name in BATCH_FIELDS))
 
 
-NAMES = tuple(field.name for field in dataclasses.fields(NetworkBatch))
+BATCH_FIELDS = tuple(field.name for field in dataclasses.fields(NetworkBatch))
 
 
 class NetworkUpdate:
@@ -70,69 +242,92 @@ class NetworkUpdate:
         self.num_rows = 1  # of the current optimizer step, the denominator of its losses
         self._mask_M1: torch.Tensor | None = None  # of the newest micro-batch; most are of one size
 
-    def run(self, rng: np.random.Generator) -> dict[str, float]:
+    def run_update(self, rng: np.random.Generator) -> dict[str, float]:
         """All optimizer steps; metrics are means over them (`_max`: the largest)."""
         settings = self.settings
         with span("measure"):
-            rows = self._rows()
-        metrics = self._metrics(rows)
+            rows = self._build_rows()
+        metrics = self._compute_metrics(rows)
         if settings.normalise_advantages == "iteration" or self._is_one_minibatch:
-            rows.advantages_M1 = whitened(rows.advantages_M1)
+            rows.advantages_M1 = whiten_advantages(rows.advantages_M1)
         parts: list[dict[str, float]] = []
         for _ in range(settings.epochs):
-            parts += [self._step(minibatch) for minibatch in self._minibatches(rows, rng)]
-        metrics |= mean_metrics(parts)
+            parts += [
+                self._run_optimizer_step(minibatch)
+                for minibatch in self._split_into_minibatches(rows, rng)
+            ]
+        metrics |= aggregate_step_metrics(parts)
         metrics["train/skipped_steps"] = float(self.optimizer_step.skipped_steps)
         if settings.kl_target is not None:
-            last = mean_metrics(parts[-settings.minibatches :])
-            self._adapt(last.get("policy/update_kl"))
+            last = aggregate_step_metrics(parts[-settings.minibatches :])
+            self._adapt_learning_rate(last.get("policy/update_kl"))
         return metrics
 
-    def _rows(self) -> NetworkBatch:
+    def _build_rows(self) -> NetworkBatch:
         """Old log-probs, values, advantages and targets of every buffer's steps, under the model as it is."""
-        found = [self._rows_of(buffer) for buffer in self.buffers]
-        return NetworkBatch(*(torch.cat([getattr(part, name) for part in found]) for name in NAMES))
+        found = [self._build_buffer_rows(buffer) for buffer in self.buffers]
+        return NetworkBatch(
+            *(torch.cat([getattr(part, name) for part in found]) for name in BATCH_FIELDS)
+        )
 
     @torch.no_grad()
-    def _rows_of(self, buffer: StepBuffer) -> NetworkBatch:
+    def _build_buffer_rows(self, buffer: StepBuffer) -> NetworkBatch:
         settings = self.settings
-        observations_MD, actions = buffer.flat("observations"), buffer.flat("actions")
-        seen_MD = self.model.normalised(observations_MD)
-        logprobs_M, entropy_M = self.model.policy.logprobs_and_entropy(seen_MD, actions)
+        observations_MD, actions = (
+            buffer.read_real_steps("observations"),
+            buffer.read_real_steps("actions"),
+        )
+        seen_MD = self.model.normalise_observations(observations_MD)
+        logprobs_M, entropy_M = self.model.policy.compute_logprobs_and_entropy(seen_MD, actions)
         self._entropies.append(entropy_M)
         ratios_M = None
         if settings.advantages == "vtrace":
             behaviour_M1 = buffer.behaviour_logprobs_M[:, None]
             everything_M1 = torch.ones_like(behaviour_M1, dtype=torch.bool)
             ratios_M = importance_ratios(logprobs_M[:, None], behaviour_M1, everything_M1)[:, 0]
-        advantages_M, targets_M, values_M = buffer.estimate(
-            self.model.values, gamma=settings.gamma, trace_lambda=settings.gae_lambda,
-            reward_scale=settings.reward_scale, ratios_M=ratios_M, rho_cap=settings.vtrace_rho, c_cap=settings.vtrace_c,
-        )  # fmt: skip
+        advantages_M, targets_M, values_M = buffer.estimate_advantages(
+            self.model.compute_values,
+            gamma=settings.gamma,
+            trace_lambda=settings.gae_lambda,
+            reward_scale=settings.reward_scale,
+            ratios_M=ratios_M,
+            rho_cap=settings.vtrace_rho,
+            c_cap=settings.vtrace_c,
+        )
         columns = (found[:, None] for found in (logprobs_M, advantages_M, targets_M, values_M))
         return NetworkBatch(observations_MD, actions, *columns)
 
-    def _metrics(self, rows: NetworkBatch) -> dict[str, float]:
-        everything_M1 = full_mask(len(rows.advantages_M1), 1)
+    def _compute_metrics(self, rows: NetworkBatch) -> dict[str, float]:
+        everything_M1 = build_full_mask(len(rows.advantages_M1), 1)
         metrics = {
             "train/advantages_mean": float(rows.advantages_M1.mean()),
             "train/advantages_std": float(rows.advantages_M1.std(correction=0)),
             "policy/entropy": float(torch.cat(self._entropies).mean()),
-            "value/explained_variance": explained_variance(rows.values_M1, rows.targets_M1, everything_M1),
+            "value/explained_variance": explained_variance(
+                rows.values_M1, rows.targets_M1, everything_M1
+            ),
         }
         if len(self.buffers) > 1:
-            metrics["train/replayed_steps"] = float(len(rows.advantages_M1) - self.buffers[0].num_steps)
+            metrics["train/replayed_steps"] = float(
+                len(rows.advantages_M1) - self.buffers[0].num_steps
+            )
         return metrics
 
-    def _minibatches(self, rows: NetworkBatch, rng: np.random.Generator) -> list[NetworkBatch]:
+    def _split_into_minibatches(
+        self, rows: NetworkBatch, rng: np.random.Generator
+    ) -> list[NetworkBatch]:
         """Rows of each optimizer step of one pass, in random order; in order if there is a single step."""
         if self.settings.minibatches == 1:
             return [rows]
         order = torch.from_numpy(rng.permutation(len(rows.advantages_M1)))
-        found = [rows.rows(index) for index in order.tensor_split(self.settings.minibatches) if len(index)]
+        found = [
+            rows.select_rows(index)
+            for index in order.tensor_split(self.settings.minibatches)
+            if len(index)
+        ]
         if self.settings.normalise_advantages == "minibatch":
             for minibatch in found:
-                minibatch.advantages_M1 = whitened(minibatch.advantages_M1)
+                minibatch.advantages_M1 = whiten_advantages(minibatch.advantages_M1)
         return found
 
     @property
@@ -140,54 +335,68 @@ class NetworkUpdate:
         """True = advantages are normalised over an optimizer step's rows, which are the same at every step."""
         return self.settings.normalise_advantages == "minibatch" and self.settings.minibatches == 1
 
-    def _step(self, rows: NetworkBatch) -> dict[str, float]:
+    def _run_optimizer_step(self, rows: NetworkBatch) -> dict[str, float]:
         """One optimizer step on these rows."""
         self.num_rows = len(rows.advantages_M1)
         size = self.settings.micro_batch_tokens
         if self.num_rows <= size:
-            return self.optimizer_step.apply([rows], self.loss)
-        batches = [rows.rows(slice(start, start + size)) for start in range(0, self.num_rows, size)]
-        return self.optimizer_step.apply(batches, self.loss)
+            return self.optimizer_step.run_step([rows], self.compute_loss)
+        batches = [
+            rows.select_rows(slice(start, start + size)) for start in range(0, self.num_rows, size)
+        ]
+        return self.optimizer_step.run_step(batches, self.compute_loss)
 
-    def loss(self, batch: NetworkBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+    def compute_loss(self, batch: NetworkBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of one micro-batch over the rows of the optimizer step; metrics per row."""
         settings, count = self.settings, self.num_rows
-        outputs_MA, values_M1 = self.model.outputs_and_values(batch.observations_MD)
-        logprobs_M1 = self.model.policy.logprob_column(outputs_MA, batch.actions)
+        outputs_MA, values_M1 = self.model.compute_outputs_and_values(batch.observations_MD)
+        logprobs_M1 = self.model.policy.compute_logprob_column(outputs_MA, batch.actions)
         if self._mask_M1 is None or len(self._mask_M1) != len(logprobs_M1):
-            self._mask_M1 = full_mask(len(logprobs_M1), 1)
+            self._mask_M1 = build_full_mask(len(logprobs_M1), 1)
         mask_M1 = self._mask_M1
         policy, parts = clipped_policy_loss(
-            logprobs_M1, batch.old_logprobs_M1, batch.advantages_M1, mask_M1, num_loss_tokens=count,
+            logprobs_M1,
+            batch.old_logprobs_M1,
+            batch.advantages_M1,
+            mask_M1,
+            num_loss_tokens=count,
             clip_eps=settings.clip_eps,
-        )  # fmt: skip
+        )
         value, value_parts = value_loss(
-            values_M1, batch.targets_M1, mask_M1, num_loss_tokens=count,
+            values_M1,
+            batch.targets_M1,
+            mask_M1,
+            num_loss_tokens=count,
             old_values_BT=batch.values_M1 if settings.value_clip_eps is not None else None,
             value_clip_eps=settings.value_clip_eps,
-        )  # fmt: skip
+        )
         loss = policy + (value if settings.value_coef == 1 else settings.value_coef * value)
         if settings.entropy_coef > 0:
-            entropy_M = self.model.policy.entropy_of(outputs_MA)
+            entropy_M = self.model.policy.compute_entropy(outputs_MA)
             bonus, entropy = entropy_bonus(entropy_M[:, None], mask_M1, num_loss_tokens=count)
             loss = loss + settings.entropy_coef * bonus
             parts |= entropy
         metrics = {f"policy/{name}": number for name, number in parts.items()}
         return loss, metrics | {f"value/{name}": number for name, number in value_parts.items()}
 
-    def _adapt(self, kl: float | None) -> None:
+    def _adapt_learning_rate(self, kl: float | None) -> None:
         """Adapt the learning rate to the KL of the iteration's last pass; None = every step of it was skipped."""
         settings, optimizer_step = self.settings, self.optimizer_step
         assert settings.kl_target is not None
         if kl is not None:
-            optimizer_step.learning_rate_scale = adapted_rate_scale(
-                optimizer_step.learning_rate_scale, kl, target=settings.kl_target, factor=settings.kl_factor,
+            optimizer_step.learning_rate_scale = adapt_learning_rate_scale(
+                optimizer_step.learning_rate_scale,
+                kl,
+                target=settings.kl_target,
+                factor=settings.kl_factor,
                 low=settings.learning_rate_low / settings.learning_rate,
                 high=settings.learning_rate_high / settings.learning_rate,
-            )  # fmt: skip
+            )
 
 
-def adapted_rate_scale(scale: float, kl: float, *, target: float, factor: float, low: float, high: float) -> float:
+def adapt_learning_rate_scale(
+    scale: float, kl: float, *, target: float, factor: float, low: float, high: float
+) -> float:
     """Scale of the learning rate after an iteration: over `factor` if kl > 2 target, times it if kl < target / 2.
 
     Args:
@@ -197,7 +406,9 @@ def adapted_rate_scale(scale: float, kl: float, *, target: float, factor: float,
     Source: Rudin et al. 2021, arXiv:2109.11978, appendix A.5 (adaptive learning rate).
     """
     if not np.isfinite(kl) or not 0 < low <= high or target <= 0 or factor <= 1:
-        raise DataError(f"kl {kl}, limits {low} to {high}, target {target} or factor {factor} is out of range")
+        raise DataError(
+            f"kl {kl}, limits {low} to {high}, target {target} or factor {factor} is out of range"
+        )
     if kl > 2 * target:
         scale = scale / factor
     elif kl < target / 2:
@@ -205,12 +416,16 @@ def adapted_rate_scale(scale: float, kl: float, *, target: float, factor: float,
     return min(max(scale, low), high)
 
 
-def policy_logprobs(model: ActorCritic, observations_MD: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+def compute_policy_logprobs(
+    model: ActorCritic, observations_MD: torch.Tensor, actions: torch.Tensor
+) -> torch.Tensor:
     """Log-probabilities of the actions under the present policy, nats, [M]; no gradient."""
     with torch.no_grad():
-        return model.policy.logprobs_and_entropy(model.normalised(observations_MD), actions)[0]
+        return model.policy.compute_logprobs_and_entropy(
+            model.normalise_observations(observations_MD), actions
+        )[0]
 
 
-def whitened(advantages_M1: torch.Tensor) -> torch.Tensor:
+def whiten_advantages(advantages_M1: torch.Tensor) -> torch.Tensor:
     """Advantages of mean 0 and variance 1."""
-    return masked_whiten(advantages_M1, full_mask(len(advantages_M1), 1))
+    return masked_whiten(advantages_M1, build_full_mask(len(advantages_M1), 1))

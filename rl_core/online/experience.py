@@ -4,6 +4,10 @@ The samples of a request stay together: they are the group whose rewards are com
 that a crash leaves all of them or none.
 
 Suffixes: T completion tokens, K recorded tokens.
+
+From served answers to an experience: ballots, rollouts, the recorded distribution.
+
+T completion tokens, K recorded tokens.
 """
 
 from __future__ import annotations
@@ -19,17 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.errors import DataError
-from rl_core.online.voting import VoteOutcome
-from rl_core.types import Conversation, Rollout, Trajectory
+from rl_core.inference.serving_requests import ServedAnswer, TopTokens
+from rl_core.online.voting import Ballot, VoteOutcome, tally_votes
+from rl_core.settings import VotingSettings
+from rl_core.storage.manifest import digest_bytes
+from rl_core.types import Conversation, Rollout, StopReason, Trajectory, Turn
 
-__all__ = ["Experience", "RecordedTop", "check_experience", "rollout_from_json", "rollout_to_json"]
-
-MAX_NAME = 256  # characters of a request's id or a caller's name
+MAX_NAME_CHARACTERS = 256  # characters of a request's id or a caller's name
 MASS_TOLERANCE = 1e-3  # of recorded probabilities, which are float32
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedTop:
+class RecordedTopK:
     """The sampler's most likely tokens at each completion token, and the mass of all others."""
 
     ids_TK: NDArray[np.int32]
@@ -40,30 +45,30 @@ class RecordedTop:
         """Shape and bytes in base64."""
         return {
             "shape": list(self.ids_TK.shape),
-            "ids": _encoded(self.ids_TK, "<i4"),
-            "logprobs": _encoded(self.logprobs_TK, "<f4"),
-            "rest": _encoded(self.rest_T, "<f4"),
+            "ids": _encode_array(self.ids_TK, "<i4"),
+            "logprobs": _encode_array(self.logprobs_TK, "<f4"),
+            "rest": _encode_array(self.rest_T, "<f4"),
         }
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> RecordedTop:
+    def from_json(cls, row: Mapping[str, Any]) -> RecordedTopK:
         """Inverse of `to_json`. Raises: DataError."""
         try:
             tokens, kept = (int(size) for size in row["shape"])
             return cls(
-                _decoded(row["ids"], "<i4").reshape(tokens, kept),
-                _decoded(row["logprobs"], "<f4").reshape(tokens, kept),
-                _decoded(row["rest"], "<f4").reshape(tokens),
+                _decode_array(row["ids"], "<i4").reshape(tokens, kept),
+                _decode_array(row["logprobs"], "<f4").reshape(tokens, kept),
+                _decode_array(row["rest"], "<f4").reshape(tokens),
             )
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise DataError(f"recorded top tokens: {error}") from error
 
 
-def _encoded(array: NDArray[Any], kind: str) -> str:
+def _encode_array(array: NDArray[Any], kind: str) -> str:
     return base64.b64encode(np.ascontiguousarray(array, dtype=kind).tobytes()).decode()
 
 
-def _decoded(text: str, kind: str) -> NDArray[Any]:
+def _decode_array(text: str, kind: str) -> NDArray[Any]:
     return np.frombuffer(base64.b64decode(text, validate=True), dtype=kind)
 
 
@@ -76,7 +81,7 @@ class Experience:
     time: float  # of the answer, seconds since 1970
     rollouts: tuple[Rollout, ...]  # [G] the samples, in the order of the ballots
     vote: VoteOutcome
-    recorded: tuple[RecordedTop | None, ...]  # [G] the sampler's distribution; None = not recorded
+    recorded: tuple[RecordedTopK | None, ...]  # [G] the sampler's distribution; None = not recorded
     is_voted: bool = False  # True = the caller got the vote's answer alone, else all of them
     conversation: Conversation | None = None  # None = a session, or a record of before it was kept
 
@@ -86,9 +91,13 @@ class Experience:
         return self.rollouts[0].trajectory.policy_version
 
     @property
-    def given(self) -> tuple[str | None, ...]:
+    def returned_answers(self) -> tuple[str | None, ...]:
         """Answers that the caller got, by choice; None = a choice without one."""
-        return (self.vote.answer,) if self.is_voted else tuple(ballot.answer for ballot in self.vote.ballots)
+        return (
+            (self.vote.answer,)
+            if self.is_voted
+            else tuple(ballot.answer for ballot in self.vote.ballots)
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -96,7 +105,7 @@ class Experience:
         return sum(len(r.prompt_ids) + len(r.completion_ids) for r in self.rollouts)
 
     @property
-    def place(self) -> tuple[str, str]:
+    def environment_level(self) -> tuple[str, str]:
         """(environment, level): requests that are compared with one running mean."""
         return self.rollouts[0].trajectory.environment, self.rollouts[0].trajectory.level
 
@@ -107,11 +116,13 @@ class Experience:
             "request_id": self.request_id,
             "caller": self.caller,
             "time": self.time,
-            "rollouts": [rollout_to_json(rollout) for rollout in self.rollouts],
+            "rollouts": [encode_rollout(rollout) for rollout in self.rollouts],
             "vote": self.vote.to_json(),
             "recorded": [top.to_json() if top is not None else None for top in self.recorded],
             "is_voted": self.is_voted,
-            "conversation": {"messages": kept.messages, "tools": kept.tools} if kept is not None else None,
+            "conversation": {"messages": kept.messages, "tools": kept.tools}
+            if kept is not None
+            else None,
         }
 
     @classmethod
@@ -122,9 +133,12 @@ class Experience:
                 row["request_id"],
                 row["caller"],
                 row["time"],
-                tuple(rollout_from_json(rollout) for rollout in row["rollouts"]),
+                tuple(decode_rollout(rollout) for rollout in row["rollouts"]),
                 VoteOutcome.from_json(row["vote"]),
-                tuple(RecordedTop.from_json(top) if top is not None else None for top in row["recorded"]),
+                tuple(
+                    RecordedTopK.from_json(top) if top is not None else None
+                    for top in row["recorded"]
+                ),
                 bool(row.get("is_voted", False)),
                 Conversation(**kept) if (kept := row.get("conversation")) is not None else None,
             )
@@ -132,7 +146,7 @@ class Experience:
             raise DataError(f"experience: {type(error).__name__}: {error}") from error
 
 
-def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
+def encode_rollout(rollout: Rollout) -> dict[str, Any]:
     """Plain values of a rollout, tokens and log-probs as they are."""
     return {
         "prompt_ids": list(rollout.prompt_ids),
@@ -145,8 +159,8 @@ def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def rollout_from_json(row: Mapping[str, Any]) -> Rollout:
-    """Inverse of `rollout_to_json`."""
+def decode_rollout(row: Mapping[str, Any]) -> Rollout:
+    """Inverse of `encode_rollout`."""
     return Rollout(
         prompt_ids=row["prompt_ids"],
         completion_ids=row["completion_ids"],
@@ -166,8 +180,10 @@ def check_experience(experience: Experience, *, vocab_size: int, max_tokens: int
     """
     for name in ("request_id", "caller"):
         value = getattr(experience, name)
-        if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME:
-            raise DataError(f"{name}: {str(value)[:40]!r} must be a text of 1 to {MAX_NAME} characters")
+        if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARACTERS:
+            raise DataError(
+                f"{name}: {str(value)[:40]!r} must be a text of 1 to {MAX_NAME_CHARACTERS} characters"
+            )
     if not _is_number(experience.time) or not 0 <= experience.time < 1e11:
         raise DataError(f"time: {experience.time!r} is no time in seconds since 1970")
     count = len(experience.rollouts)
@@ -177,19 +193,25 @@ def check_experience(experience: Experience, *, vocab_size: int, max_tokens: int
             "distributions; there must be one of each for every sample, and at least one"
         )
     if experience.num_tokens > max_tokens:
-        raise DataError(f"rollouts: {experience.num_tokens} tokens; at most {max_tokens} (buffer.max_tokens)")
+        raise DataError(
+            f"rollouts: {experience.num_tokens} tokens; at most {max_tokens} (buffer.max_tokens)"
+        )
     versions = {rollout.trajectory.policy_version for rollout in experience.rollouts}
     if len(versions) != 1 or min(versions) < 0:
-        raise DataError(f"policy_version: {sorted(versions)}; all samples of a request come from one version")
-    if len({experience_place(rollout) for rollout in experience.rollouts}) != 1:
+        raise DataError(
+            f"policy_version: {sorted(versions)}; all samples of a request come from one version"
+        )
+    if len({read_environment_level(rollout) for rollout in experience.rollouts}) != 1:
         raise DataError("trajectory: the samples of a request are of one environment and level")
-    for index, (rollout, top) in enumerate(zip(experience.rollouts, experience.recorded, strict=True)):
+    for index, (rollout, top) in enumerate(
+        zip(experience.rollouts, experience.recorded, strict=True)
+    ):
         _check_rollout(rollout, index, vocab_size)
         if top is not None:
-            _check_recorded(top, rollout, index, vocab_size)
+            _check_recorded_top_k(top, rollout, index, vocab_size)
 
 
-def experience_place(rollout: Rollout) -> tuple[str, str]:
+def read_environment_level(rollout: Rollout) -> tuple[str, str]:
     """(environment, level)."""
     return rollout.trajectory.environment, rollout.trajectory.level
 
@@ -202,31 +224,45 @@ def _check_rollout(rollout: Rollout, index: int, vocab_size: int) -> None:
     count = len(rollout.completion_ids)
     for name in ("loss_mask", "sampler_logprobs"):
         if len(getattr(rollout, name)) != count:
-            raise DataError(f"rollouts.{index}.{name}: {len(getattr(rollout, name))} entries for {count} tokens")
+            raise DataError(
+                f"rollouts.{index}.{name}: {len(getattr(rollout, name))} entries for {count} tokens"
+            )
     if not rollout.prompt_ids:
-        raise DataError(f"rollouts.{index}.prompt_ids: empty; the first token would follow from nothing")
+        raise DataError(
+            f"rollouts.{index}.prompt_ids: empty; the first token would follow from nothing"
+        )
     for name in ("prompt_ids", "completion_ids"):
-        _check_ids(getattr(rollout, name), f"rollouts.{index}.{name}", vocab_size)
+        _check_token_ids(getattr(rollout, name), f"rollouts.{index}.{name}", vocab_size)
     if True not in rollout.loss_mask:
         raise DataError(f"rollouts.{index}.loss_mask: no token was sampled")
-    for place, (value, counts) in enumerate(zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True)):
+    for place, (value, counts) in enumerate(
+        zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True)
+    ):
         if not _is_number(value) or (counts and value > 1e-6):
-            raise DataError(f"rollouts.{index}.sampler_logprobs.{place}: {value!r} is no log-probability")
+            raise DataError(
+                f"rollouts.{index}.sampler_logprobs.{place}: {value!r} is no log-probability"
+            )
     temperature = rollout.temperature
     if not _is_number(temperature) or temperature <= 0:
-        raise DataError(f"rollouts.{index}: temperature {temperature!r}; greedy answers carry no learning signal")
+        raise DataError(
+            f"rollouts.{index}: temperature {temperature!r}; greedy answers carry no learning signal"
+        )
     starts = list(rollout.context_starts)
     if any(not 0 <= b < count for b in starts) or starts != sorted(set(starts)):
-        raise DataError(f"rollouts.{index}.context_starts: {starts} must rise within {count} tokens")
+        raise DataError(
+            f"rollouts.{index}.context_starts: {starts} must rise within {count} tokens"
+        )
 
 
-def _check_ids(ids: Sequence[Any], name: str, vocab_size: int) -> None:
+def _check_token_ids(ids: Sequence[Any], name: str, vocab_size: int) -> None:
     for place, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise DataError(f"{name}.{place}: {token!r} is no token of a vocabulary of {vocab_size}")
+            raise DataError(
+                f"{name}.{place}: {token!r} is no token of a vocabulary of {vocab_size}"
+            )
 
 
-def _check_recorded(top: RecordedTop, rollout: Rollout, index: int, vocab_size: int) -> None:
+def _check_recorded_top_k(top: RecordedTopK, rollout: Rollout, index: int, vocab_size: int) -> None:
     name, tokens = f"recorded.{index}", len(rollout.completion_ids)
     shape = top.ids_TK.shape
     if (
@@ -236,16 +272,159 @@ def _check_recorded(top: RecordedTop, rollout: Rollout, index: int, vocab_size: 
         or top.logprobs_TK.shape != shape
         or top.rest_T.shape != (tokens,)
     ):
-        raise DataError(f"{name}: shapes {shape}, {top.logprobs_TK.shape}, {top.rest_T.shape} for {tokens} tokens")
+        raise DataError(
+            f"{name}: shapes {shape}, {top.logprobs_TK.shape}, {top.rest_T.shape} for {tokens} tokens"
+        )
     mask_T = np.asarray(rollout.loss_mask, dtype=bool)
-    ids, logprobs, rest = top.ids_TK[mask_T], top.logprobs_TK[mask_T].astype(np.float64), top.rest_T[mask_T]
+    ids, logprobs, rest = (
+        top.ids_TK[mask_T],
+        top.logprobs_TK[mask_T].astype(np.float64),
+        top.rest_T[mask_T],
+    )
     if ids.min() < 0 or ids.max() >= vocab_size:
-        raise DataError(f"{name}.ids: {int(ids.min())} to {int(ids.max())}; the vocabulary has {vocab_size} tokens")
+        raise DataError(
+            f"{name}.ids: {int(ids.min())} to {int(ids.max())}; the vocabulary has {vocab_size} tokens"
+        )
     ordered = np.sort(ids, axis=1)
     if shape[1] > 1 and bool((ordered[:, 1:] == ordered[:, :-1]).any()):
         raise DataError(f"{name}.ids: a token occurs twice at one place")
-    if not np.isfinite(logprobs).all() or not np.isfinite(rest).all() or bool((rest < -MASS_TOLERANCE).any()):
+    if (
+        not np.isfinite(logprobs).all()
+        or not np.isfinite(rest).all()
+        or bool((rest < -MASS_TOLERANCE).any())
+    ):
         raise DataError(f"{name}: a log-probability or a mass is not finite, or below 0")
     mass = np.exp(logprobs).sum(1) + rest
     if bool((np.abs(mass - 1) > MASS_TOLERANCE).any()):
-        raise DataError(f"{name}: probabilities and rest add up to {float(mass[np.abs(mass - 1).argmax()]):.6f}, not 1")
+        raise DataError(
+            f"{name}: probabilities and rest add up to {float(mass[np.abs(mass - 1).argmax()]):.6f}, not 1"
+        )
+
+
+CHAT_ENVIRONMENT = "chat"  # environment and level of a conversation that no environment plays
+
+
+def build_ballot(answer: ServedAnswer) -> Ballot:
+    """The vote of one answer: a session votes with its final answer, a conversation with its text.
+
+    An answer that was cut off votes for nothing. The check of a session is that the answer follows from what was seen.
+    """
+    rollout = answer.rollout
+    if rollout is None:
+        text = answer.text if answer.finish_reason != "length" else None
+        logprobs = answer.sampler_logprobs
+    else:
+        text = rollout.trajectory.answer
+        logprobs = [
+            value
+            for value, sampled in zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True)
+            if sampled
+        ]
+    return Ballot(
+        text if text and text.strip() else None,
+        min(0.0, float(sum(logprobs))),
+        max(1, len(logprobs)),
+        rollout.trajectory.is_grounded if rollout is not None else None,
+        answer.choice,
+        answer.policy_version,
+    )
+
+
+def count_votes(
+    ballots: Sequence[Ballot], settings: VotingSettings, max_samples: int
+) -> VoteOutcome:
+    """`tally` with these settings."""
+    return tally_votes(
+        ballots,
+        max_samples=max_samples,
+        weights=settings.weights,
+        ties=settings.ties,
+        confidence_level=settings.confidence_level,
+    )
+
+
+def build_served_experience(
+    answers: Sequence[ServedAnswer], settings: VotingSettings, time: float
+) -> Experience:
+    """The experience of one request with all answers that were sampled for it.
+
+    Args:
+        time: of the answers, seconds since 1970.
+    Raises: DataError without answers, or for answers of several requests.
+    """
+    if len({answer.answer_id for answer in answers}) != 1:
+        raise DataError(f"answers: {len(answers)} of one request are needed")
+    first = answers[0]
+    outcome = count_votes(
+        [build_ballot(answer) for answer in answers], settings, first.max_votes or len(answers)
+    )
+    rollouts = tuple(build_served_rollout(answer) for answer in answers)
+    recorded = tuple(
+        _align_recorded_top_k(answer.top, rollout)
+        for answer, rollout in zip(answers, rollouts, strict=True)
+    )
+    return Experience(
+        first.answer_id,
+        _limit_caller_name(first.caller),
+        time,
+        rollouts,
+        outcome,
+        recorded,
+        is_voted=first.max_votes > 0,
+        conversation=first.conversation,
+    )
+
+
+def _limit_caller_name(caller: str) -> str:
+    """The caller's name within its bound; of a longer one its digest, which tells callers apart as well."""
+    if len(caller) > MAX_NAME_CHARACTERS:
+        return digest_bytes(caller.encode("utf-8", "surrogatepass"))
+    return caller or "anonymous"
+
+
+def build_served_rollout(answer: ServedAnswer) -> Rollout:
+    """The session's rollout, or that of a conversation of one turn."""
+    if answer.rollout is not None:
+        return answer.rollout
+    is_cut, count = answer.finish_reason == "length", len(answer.completion_ids)
+    trajectory = Trajectory(
+        environment=CHAT_ENVIRONMENT,
+        level=CHAT_ENVIRONMENT,
+        kind=CHAT_ENVIRONMENT,
+        seed=0,
+        prompt="",
+        target="",
+        turns=[Turn(answer.text, num_tokens=count)],
+        answer=None if is_cut else answer.text,
+        rewards={"task": 0.0},
+        stop_reason=StopReason.MAX_TOKENS if is_cut else StopReason.TERMINATED,
+        num_prompt_tokens=len(answer.prompt_ids),
+        num_completion_tokens=count,
+        num_action_tokens=count,
+        mean_logprob=sum(answer.sampler_logprobs) / max(1, count),
+        policy_version=answer.policy_version,
+        sample=answer.choice,
+        temperature=answer.temperature,
+    )
+    return Rollout(
+        list(answer.prompt_ids),
+        list(answer.completion_ids),
+        [True] * count,
+        list(answer.sampler_logprobs),
+        trajectory,
+        is_truncated=is_cut,
+    )
+
+
+def _align_recorded_top_k(top: TopTokens | None, rollout: Rollout) -> RecordedTopK | None:
+    """The recorded tokens at every token of the completion; zeros where the environment wrote it."""
+    if top is None:
+        return None
+    mask_T = np.asarray(rollout.loss_mask, dtype=bool)
+    if len(top.ids_TK) != mask_T.sum():
+        return None
+    shape = (len(mask_T), top.ids_TK.shape[1])
+    ids_TK, logprobs_TK = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    rest_T = np.zeros(len(mask_T), np.float32)
+    ids_TK[mask_T], logprobs_TK[mask_T], rest_T[mask_T] = top.ids_TK, top.logprobs_TK, top.rest_T
+    return RecordedTopK(ids_TK, logprobs_TK, rest_T)

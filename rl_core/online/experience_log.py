@@ -20,31 +20,31 @@ from typing import Any, NamedTuple
 from rl_core.errors import DataError
 from rl_core.online.experience import Experience
 from rl_core.online.labels import Label
-from rl_core.storage.checked_lines import read_checked, report_damage, sealed
-from rl_core.storage.faults import fault
-from rl_core.storage.folder_removal import clear_leftovers
+from rl_core.storage.atomic_files import append_bytes, make_folder, truncate_file
+from rl_core.storage.faults import inject_fault
+from rl_core.storage.folders import clear_leftovers
+from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.storage.locks import FolderLock
-from rl_core.storage.single_files import append_bytes, make_folder, truncate_file
-
-__all__ = ["ExperienceLog", "LogReader", "LogRecord", "oldest_number", "segments"]
 
 _SEGMENT = re.compile(r"segment-(\d{12})\.jsonl")
-KINDS = ("experience", "label", "control")
+RECORD_KINDS = ("experience", "label", "control")
 
 
-class LogRecord(NamedTuple):
+class ExperienceLogRecord(NamedTuple):
     """One record."""
 
     number: int  # from 1, rising by 1
     kind: str  # experience, label or control
-    value: dict[str, Any]  # plain values of the experience, of {"request_id", "label"}, or of the order
+    value: dict[
+        str, Any
+    ]  # plain values of the experience, of {"request_id", "label"}, or of the order
     size: int = 0  # bytes in the log
 
-    def experience(self) -> Experience:
+    def parse_experience(self) -> Experience:
         """The experience. Raises: DataError."""
         return Experience.from_json(self.value)
 
-    def label(self) -> tuple[str, Label]:
+    def parse_label(self) -> tuple[str, Label]:
         """(request, label). Raises: DataError."""
         try:
             return str(self.value["request_id"]), Label.from_json(self.value["label"])
@@ -52,7 +52,7 @@ class LogRecord(NamedTuple):
             raise DataError(f"label: {error}") from error
 
 
-def segments(folder: Path) -> list[tuple[int, Path]]:
+def list_segments(folder: Path) -> list[tuple[int, Path]]:
     """(number of the first record, path) of every segment, the oldest first."""
     if not folder.is_dir():
         return []
@@ -60,20 +60,22 @@ def segments(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found)
 
 
-def oldest_number(folder: Path) -> int | None:
+def find_oldest_number(folder: Path) -> int | None:
     """Number that the oldest segment begins with; None = there is none."""
-    found = segments(folder)
+    found = list_segments(folder)
     return found[0][0] if found else None
 
 
 class ExperienceLog:
     """The writer; a context manager that holds the folder's lock and mends what a killed writer left."""
 
-    def __init__(self, folder: Path | str, *, segment_bytes: int = 1 << 24, max_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self, folder: Path | str, *, segment_bytes: int = 1 << 24, max_bytes: int = 1 << 30
+    ) -> None:
         """segment_bytes: size at which a segment is closed. max_bytes: of all segments; beyond it nothing is taken."""
         self.folder = Path(folder)
         self.segment_bytes, self.max_bytes = segment_bytes, max_bytes
-        self.refused = 0  # records that found the log full
+        self.num_refused_records = 0  # records that found the log full
         self.next_number = 1
         self._path: Path | None = None
         self._sizes: dict[Path, int] = {}
@@ -91,7 +93,10 @@ class ExperienceLog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._lock.__exit__(kind, error, traceback)
 
@@ -103,28 +108,28 @@ class ExperienceLog:
         Returns: their numbers, once they are safe; None where the log is full: nothing was written, `refused` counts.
         Raises: DataError for a kind or a value that is none; CheckpointError where the disk refuses (nothing stays).
         """
-        assert self._lock.held, "append within the `with` block"
-        if wrong := next((kind for kind, _ in records if kind not in KINDS), None):
-            raise DataError(f"kind: '{wrong}' must be one of {', '.join(KINDS)}")
+        assert self._lock.is_held, "append within the `with` block"
+        if wrong := next((kind for kind, _ in records if kind not in RECORD_KINDS), None):
+            raise DataError(f"kind: '{wrong}' must be one of {', '.join(RECORD_KINDS)}")
         numbers = list(range(self.next_number, self.next_number + len(records)))
         try:
             data = b"".join(
-                sealed({"number": number, "kind": kind, kind: value})
+                encode_checked_line({"number": number, "kind": kind, kind: value})
                 for number, (kind, value) in zip(numbers, records, strict=True)
             )
         except ValueError as error:
             raise DataError(f"a record holds a value that JSON has no word for: {error}") from error
         self._forget_removed()
         if sum(self._sizes.values()) + len(data) > self.max_bytes:
-            self.refused += len(records)
+            self.num_refused_records += len(records)
             return None
         if not numbers:
             return []
-        path = self._segment()
+        path = self._choose_segment()
         append_bytes(path, data, synced=True)
         self._path, self._sizes[path] = path, self._sizes.get(path, 0) + len(data)
         self.next_number = numbers[-1] + 1
-        fault("online.appended")
+        inject_fault("online.appended")
         return numbers
 
     def append_experience(self, experience: Experience) -> int | None:
@@ -134,11 +139,11 @@ class ExperienceLog:
 
     def append_label(self, request_id: str, label: Label) -> int | None:
         """`append` of a label for an earlier request."""
-        label.check()
+        label.check_content()
         numbers = self.append([("label", {"request_id": request_id, "label": label.to_json()})])
         return None if numbers is None else numbers[0]
 
-    def _segment(self) -> Path:
+    def _choose_segment(self) -> Path:
         if self._path is not None and self._sizes.get(self._path, 0) < self.segment_bytes:
             return self._path
         return self.folder / f"segment-{self.next_number:012d}.jsonl"
@@ -150,22 +155,22 @@ class ExperienceLog:
 
     def _recover(self) -> None:
         """Find the end; cut off a line that a killed writer left unfinished."""
-        found = segments(self.folder)
+        found = list_segments(self.folder)
         self._sizes = {path: path.stat().st_size for _, path in found}
         self._path, self.next_number = None, 1
         for first, path in reversed(found):
             end, last = 0, first - 1
-            for line in read_checked(path):
+            for line in read_checked_lines(path):
                 end = line.end
                 if line.record is not None:
                     last = max(last, int(line.record["number"]))
                 else:
-                    report_damage(path, line)
+                    report_damaged_line(path, line)
                     last += 1  # its number is not given again
             if end < self._sizes[path]:
                 truncate_file(path, end)
                 self._sizes[path] = end
-                fault("online.cut")
+                inject_fault("online.cut")
             self.next_number = max(self.next_number, last + 1)
             if self._path is None:
                 self._path = path
@@ -173,52 +178,62 @@ class ExperienceLog:
                 break
 
 
-class LogReader:
+class ExperienceLogReader:
     """Follows the log from a record on; damaged lines are left out and counted, each once."""
 
     def __init__(self, folder: Path | str, after: int = 0) -> None:
         """after: number of the last record that is known already."""
         self.folder = Path(folder)
-        self.last = after
-        self.damaged = 0
+        self.last_number = after
+        self.num_damaged = 0
         self._path: Path | None = None
         self._offset = 0
 
-    def read(self) -> Iterator[LogRecord]:
+    def read_records(self) -> Iterator[ExperienceLogRecord]:
         """Records that are there by now, in order."""
-        if (self._path is None or not self._path.exists()) and not self._locate():
+        if (self._path is None or not self._path.exists()) and not self._find_next_segment():
             return
         while True:
             assert self._path is not None
-            following = self._following()  # looked for first: a segment that has a successor grows no more
-            yield from self._rest()
+            following = (
+                self._find_following_segment()
+            )  # looked for first: a segment that has a successor grows no more
+            yield from self._read_rest_of_segment()
             if following is None:
                 return
             self._path, self._offset = following, 0
 
-    def _rest(self) -> Iterator[LogRecord]:
+    def _read_rest_of_segment(self) -> Iterator[ExperienceLogRecord]:
         assert self._path is not None
-        for line in read_checked(self._path, self._offset):
+        for line in read_checked_lines(self._path, self._offset):
             self._offset = line.end
             record = line.record
-            if record is None or record.get("kind") not in KINDS or not isinstance(record.get("number"), int):
-                self.damaged += 1
-                report_damage(self._path, line)
+            if (
+                record is None
+                or record.get("kind") not in RECORD_KINDS
+                or not isinstance(record.get("number"), int)
+            ):
+                self.num_damaged += 1
+                report_damaged_line(self._path, line)
                 continue
-            if record["number"] > self.last:
-                self.last = record["number"]
-                yield LogRecord(record["number"], record["kind"], record[record["kind"]], line.end - line.start)
+            if record["number"] > self.last_number:
+                self.last_number = record["number"]
+                yield ExperienceLogRecord(
+                    record["number"], record["kind"], record[record["kind"]], line.end - line.start
+                )
 
-    def _locate(self) -> bool:
+    def _find_next_segment(self) -> bool:
         """Find the segment that holds the next record."""
-        found = segments(self.folder)
+        found = list_segments(self.folder)
         if not found:
             return False
-        self._path = next((path for first, path in reversed(found) if first <= self.last + 1), found[0][1])
+        self._path = next(
+            (path for first, path in reversed(found) if first <= self.last_number + 1), found[0][1]
+        )
         self._offset = 0
         return True
 
-    def _following(self) -> Path | None:
+    def _find_following_segment(self) -> Path | None:
         assert self._path is not None
-        later = [path for _, path in segments(self.folder) if path.name > self._path.name]
+        later = [path for _, path in list_segments(self.folder) if path.name > self._path.name]
         return later[0] if later else None

@@ -9,13 +9,11 @@ from typing import Any, Literal
 
 from rl_core.analysis.statistics import wilson_interval
 from rl_core.errors import DataError
-from rl_core.online.voting import VoteOutcome, plain_text
-
-__all__ = ["Label", "LabelSource", "PseudoLabelPrecision", "feedback_label", "prevailing", "pseudo_label"]
+from rl_core.online.voting import VoteOutcome, normalise_answer
 
 LabelSource = Literal["consensus", "environment", "feedback"]
-_RANK = {"environment": 0, "consensus": 1, "feedback": 2}
-MAX_TEXT = 65_536  # characters of an answer or a comment
+_SOURCE_RANK = {"environment": 0, "consensus": 1, "feedback": 2}
+MAX_TEXT_CHARACTERS = 65_536  # characters of an answer or a comment
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +31,23 @@ class Label:
     confidence: float = 1.0
     comment: str = ""
 
-    def check(self) -> None:
+    def check_content(self) -> None:
         """Raise DataError for a label that says nothing, or is too long."""
-        if self.source not in _RANK or self.kind not in ("answer", "score", "played"):
+        if self.source not in _SOURCE_RANK or self.kind not in ("answer", "score", "played"):
             raise DataError(f"label: kind {self.kind!r} of source {self.source!r} is unknown")
         if self.kind == "answer" and (self.text is None or not self.text.strip()):
             raise DataError("label: an answer needs a text")
-        if self.kind == "score" and (self.score is None or not math.isfinite(self.score) or abs(self.score) > 1):
+        if self.kind == "score" and (
+            self.score is None or not math.isfinite(self.score) or abs(self.score) > 1
+        ):
             raise DataError(f"label: score {self.score} must be a number from -1 to 1")
         if not 0 <= self.confidence <= 1:
             raise DataError(f"label: confidence {self.confidence} must lie between 0 and 1")
         for name, value in (("text", self.text), ("comment", self.comment)):
-            if value is not None and len(value) > MAX_TEXT:
-                raise DataError(f"label: {name} of {len(value)} characters; at most {MAX_TEXT}")
+            if value is not None and len(value) > MAX_TEXT_CHARACTERS:
+                raise DataError(
+                    f"label: {name} of {len(value)} characters; at most {MAX_TEXT_CHARACTERS}"
+                )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` is the inverse."""
@@ -56,14 +58,18 @@ class Label:
         """Inverse of `to_json`. Raises: DataError."""
         try:
             label = cls(**row)
-            label.check()
+            label.check_content()
         except TypeError as error:
             raise DataError(f"label: {error}") from error
         return label
 
 
-def pseudo_label(
-    vote: VoteOutcome, *, min_confidence: float, min_votes: int, confidence: Literal["share", "wilson"] = "share"
+def create_pseudo_label(
+    vote: VoteOutcome,
+    *,
+    min_confidence: float,
+    min_votes: int,
+    confidence: Literal["share", "wilson"] = "share",
 ) -> Label | None:
     """The vote's answer as a label, where at least `min_votes` ballots were cast with this confidence; else None.
 
@@ -79,10 +85,10 @@ def pseudo_label(
     return Label("answer", "consensus", text=vote.answer, confidence=vote.confidence)
 
 
-def feedback_label(
-    given: str | None,
+def create_feedback_label(
+    returned_answer: str | None,
     *,
-    right: str | None = None,
+    right_answer: str | None = None,
     score: float | None = None,
     thumbs: Literal["up", "down"] | None = None,
     comment: str = "",
@@ -94,24 +100,26 @@ def feedback_label(
         right: the right answer. score: of the answer given, -1 to 1. thumbs: up = it is right, down = it is worth 0.
     Raises: DataError unless exactly one of the three is there.
     """
-    if sum(value is not None for value in (right, score, thumbs)) != 1:
-        raise DataError("feedback: needs exactly one of a right answer, a score, and thumbs up or down")
+    if sum(value is not None for value in (right_answer, score, thumbs)) != 1:
+        raise DataError(
+            "feedback: needs exactly one of a right answer, a score, and thumbs up or down"
+        )
     if thumbs not in (None, "up", "down"):
         raise DataError(f"feedback: thumbs {thumbs!r} must be up or down")
-    if right is not None:
-        label = Label("answer", "feedback", text=right, comment=comment)
-    elif thumbs == "up" and given is not None and given.strip():
-        label = Label("answer", "feedback", text=given, comment=comment)
+    if right_answer is not None:
+        label = Label("answer", "feedback", text=right_answer, comment=comment)
+    elif thumbs == "up" and returned_answer is not None and returned_answer.strip():
+        label = Label("answer", "feedback", text=returned_answer, comment=comment)
     else:
         value = score if score is not None else float(thumbs == "up")
-        label = Label("score", "feedback", text=given, score=value, comment=comment)
-    label.check()
+        label = Label("score", "feedback", text=returned_answer, score=value, comment=comment)
+    label.check_content()
     return label
 
 
-def prevailing(old: Label | None, new: Label) -> Label:
+def choose_prevailing_label(old: Label | None, new: Label) -> Label:
     """The label that counts: feedback over consensus over the environment's reward; of equal rank the later one."""
-    return new if old is None or _RANK[new.source] >= _RANK[old.source] else old
+    return new if old is None or _SOURCE_RANK[new.source] >= _SOURCE_RANK[old.source] else old
 
 
 @dataclass(slots=True)
@@ -121,18 +129,20 @@ class PseudoLabelPrecision:
     agreed: int = 0
     disagreed: int = 0
 
-    def observe(self, pseudo: Label, feedback: Label, normal: Callable[[str], str] = plain_text) -> bool | None:
+    def observe(
+        self, pseudo: Label, feedback: Label, normalise: Callable[[str], str] = normalise_answer
+    ) -> bool | None:
         """Count one pair. Returns: True = they agree; None = the feedback does not tell (a score of another answer).
 
         A right answer agrees where it has the same normal form. A score of the consensus agrees at 0.5 or more.
         """
-        verdict = _agreement(pseudo, feedback, normal)
+        verdict = _check_agreement(pseudo, feedback, normalise)
         if verdict is not None:
             self.agreed += verdict
             self.disagreed += not verdict
         return verdict
 
-    def take_back(self, verdict: bool | None) -> None:
+    def remove_observation(self, verdict: bool | None) -> None:
         """Undo a pair whose feedback has been replaced."""
         if verdict is not None:
             self.agreed -= verdict
@@ -143,7 +153,7 @@ class PseudoLabelPrecision:
         count = self.agreed + self.disagreed
         return not count or wilson_interval(self.agreed, count)[1] >= share
 
-    def metrics(self) -> dict[str, float]:
+    def compute_metrics(self) -> dict[str, float]:
         """online/pseudo_label_precision with its 95% Wilson interval, and the number of pairs; {} without a pair."""
         count = self.agreed + self.disagreed
         if not count:
@@ -157,10 +167,16 @@ class PseudoLabelPrecision:
         }
 
 
-def _agreement(pseudo: Label, feedback: Label, normal: Callable[[str], str]) -> bool | None:
+def _check_agreement(
+    pseudo: Label, feedback: Label, normalise: Callable[[str], str]
+) -> bool | None:
     assert pseudo.text is not None, "a consensus has an answer"
     if feedback.kind == "answer" and feedback.text is not None:
-        return normal(feedback.text) == normal(pseudo.text)
-    if feedback.kind == "score" and feedback.text is not None and normal(feedback.text) == normal(pseudo.text):
+        return normalise(feedback.text) == normalise(pseudo.text)
+    if (
+        feedback.kind == "score"
+        and feedback.text is not None
+        and normalise(feedback.text) == normalise(pseudo.text)
+    ):
         return feedback.score is not None and feedback.score >= 0.5
     return None

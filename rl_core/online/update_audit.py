@@ -18,18 +18,15 @@ from types import TracebackType
 from typing import Any
 
 from rl_core.errors import CheckpointError
-from rl_core.online.service_files import AUDIT, CONTRIBUTION
-from rl_core.online.update_step import UpdateReport
-from rl_core.online.update_task import UpdateTask
+from rl_core.online.service_files import AUDIT_FILE, CONTRIBUTION_FILE
+from rl_core.online.update_step import UpdateReport, UpdateTask
 from rl_core.settings import OnlineAuditSettings
-from rl_core.storage.rotated_lines import RotatedLines
-
-__all__ = ["AUDIT", "CONTRIBUTION", "UpdateAudit", "audit_line", "contribution_record"]
+from rl_core.storage.line_logs import RotatingLineLog
 
 logger = logging.getLogger(__name__)
 
 
-def audit_line(report: UpdateReport, seconds: float) -> str:
+def format_audit_line(report: UpdateReport, seconds: float) -> str:
     """One update for a person; `seconds` since 1970."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     verdict = f"REFUSED ({report.refused})" if report.refused else "taken"
@@ -47,18 +44,24 @@ def audit_line(report: UpdateReport, seconds: float) -> str:
     )
 
 
-def contribution_record(report: UpdateReport, task: UpdateTask | None, seconds: float) -> dict[str, Any]:
+def build_contribution_record(
+    report: UpdateReport, task: UpdateTask | None, seconds: float
+) -> dict[str, Any]:
     """One update for programs: every number of the report, and per experience label, rewards and advantages."""
     record: dict[str, Any] = {"time": seconds, **report.to_json(), "experiences": []}
     for item in task.items if task is not None else ():
         record["experiences"].append(
             {
-                "request_id": item.kept.experience.request_id,
-                "number": item.kept.number,
-                "policy_version": item.kept.experience.policy_version,
+                "request_id": item.buffered.experience.request_id,
+                "number": item.buffered.number,
+                "policy_version": item.buffered.experience.policy_version,
                 "importance_weight": item.weight,
-                "is_fresh": item.experience is not item.kept.experience,
-                "label": {"source": item.label.source, "kind": item.label.kind, "confidence": item.label.confidence},
+                "is_fresh": item.experience is not item.buffered.experience,
+                "label": {
+                    "source": item.label.source,
+                    "kind": item.label.kind,
+                    "confidence": item.label.confidence,
+                },
                 "rewards": item.rewards.to_json(),
                 "advantages": item.advantages_R.tolist(),
                 "error": item.error,
@@ -73,44 +76,53 @@ class UpdateAudit:
     def __init__(self, folder: Path | str, settings: OnlineAuditSettings) -> None:
         folder = Path(folder)
         options = {"max_bytes": settings.max_bytes, "keep": settings.keep}
-        self._audit = RotatedLines(folder / AUDIT, **options)
-        self._contribution = RotatedLines(folder / CONTRIBUTION, **options)
-        self._queue: queue.Queue[tuple[UpdateReport, UpdateTask | None, float] | None] = queue.Queue(settings.queue)
+        self._audit = RotatingLineLog(folder / AUDIT_FILE, **options)
+        self._contribution = RotatingLineLog(folder / CONTRIBUTION_FILE, **options)
+        self._queue: queue.Queue[tuple[UpdateReport, UpdateTask | None, float] | None] = (
+            queue.Queue(settings.queue)
+        )
         self._thread: threading.Thread | None = None
-        self.dropped = 0
+        self.num_dropped = 0
 
     def __enter__(self) -> UpdateAudit:
-        self._thread = threading.Thread(target=self._run, name="update-audit", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_queued_updates, name="update-audit", daemon=True
+        )
         self._thread.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._thread is not None:
             try:
                 self._queue.put(None, timeout=5.0)
                 self._thread.join(5.0)
             except queue.Full:
-                logger.warning("update audit: the disk takes nothing; %d records are lost", self._queue.qsize())
+                logger.warning(
+                    "update audit: the disk takes nothing; %d records are lost", self._queue.qsize()
+                )
             self._thread = None
 
-    def write(self, report: UpdateReport, task: UpdateTask | None) -> None:
+    def enqueue_update(self, report: UpdateReport, task: UpdateTask | None) -> None:
         """Hand an update over; dropped and counted where the queue is full."""
         try:
             self._queue.put_nowait((report, task, time.time()))
         except queue.Full:
-            self.dropped += 1
+            self.num_dropped += 1
 
-    def _run(self) -> None:
+    def _write_queued_updates(self) -> None:
         while (taken := self._queue.get()) is not None:
             try:
-                self._write(*taken)
+                self._append_update(*taken)
             except CheckpointError as error:  # learning goes on without its log
-                self.dropped += 1
+                self.num_dropped += 1
                 logger.warning("update audit: %s", error)
 
-    def _write(self, report: UpdateReport, task: UpdateTask | None, seconds: float) -> None:
-        record: Mapping[str, Any] = contribution_record(report, task, seconds)
-        self._audit.append((audit_line(report, seconds) + "\n").encode())
-        self._contribution.append((json.dumps(record, allow_nan=False) + "\n").encode())
+    def _append_update(self, report: UpdateReport, task: UpdateTask | None, seconds: float) -> None:
+        record: Mapping[str, Any] = build_contribution_record(report, task, seconds)
+        self._audit.append_lines((format_audit_line(report, seconds) + "\n").encode())
+        self._contribution.append_lines((json.dumps(record, allow_nan=False) + "\n").encode())

@@ -1,4 +1,12 @@
-"""One guarded update: policy loss and KL to the old policy, with a hard KL limit, clipping and an average of weights.
+"""Update tasks: the experiences of one update with rewards, advantages, learning rate and old distribution.
+
+R rollouts of an experience, N loss tokens of a rollout, V vocabulary.
+
+The distribution that an experience was sampled from: exact from a snapshot, or what was recorded of it.
+
+N loss tokens of a rollout, K recorded tokens, V vocabulary.
+
+One guarded update: policy loss and KL to the old policy, with a hard KL limit, clipping and an average of weights.
 
 B rows of a micro-batch, S whole sequence, N loss tokens of a micro-batch, V vocabulary.
 """
@@ -11,19 +19,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from rl_core.errors import NonFiniteTensor
-from rl_core.losses.kl import banded_kl_coef
+from rl_core.errors import DataError, NonFiniteTensor
+from rl_core.losses.advantages import GroupMethod, group_advantages
+from rl_core.losses.kl import banded_kl_coef, exact_forward_kl, truncated_forward_kl
 from rl_core.losses.policy import clipped_policy_loss
-from rl_core.memory import MemoryFit
-from rl_core.models.causal_lm import evaluating
-from rl_core.models.logprobs import check_contexts, vocabulary_logprobs
-from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
-from rl_core.online.old_policy import OldDistribution, forward_kl, old_distributions
-from rl_core.online.update_task import UpdateTask
+from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.logprobs import check_contexts, compute_vocabulary_logprobs
+from rl_core.models.trainable_weights import (
+    collect_trainable_weights,
+    load_trainable_weights,
+    swap_weights,
+)
+from rl_core.online.experience import Experience, RecordedTopK
+from rl_core.online.experience_buffer import BufferedExperience
+from rl_core.online.labelled_rewards import RewardTable
+from rl_core.online.labels import Label
 from rl_core.online.weight_snapshots import WeightSnapshots
-from rl_core.rollouts.batching import TrainRow, make_batches, train_row
+from rl_core.out_of_memory import MemoryFit
+from rl_core.rollouts.batching import TrainRow, build_batches, build_train_row
 from rl_core.settings import OnlineUpdateSettings
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
@@ -31,9 +48,215 @@ from rl_core.types import TrainBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["GuardedLearner", "UpdateReport"]
 
-_ENDLESS = 2**31  # optimizer steps of a service without an end; its schedule is constant after the warm-up
+def compute_adaptive_learning_rate(
+    error: float, *, base: float, reference: float, low: float, high: float
+) -> float:
+    """base error / reference, within [low, high].
+
+    Args:
+        error: root mean square of reward minus baseline over the update's rollouts; 0 or more.
+        base: learning rate at `reference`. low, high: bounds.
+    Raises: DataError for an error that is none, or bounds out of order.
+    """
+    if not 0 <= error < math.inf or not 0 < low <= high or reference <= 0 or base <= 0:
+        raise DataError(
+            f"learning rate: error {error}, reference {reference}, base {base}, bounds {low} to {high}"
+        )
+    return min(max(base * error / reference, low), high)
+
+
+def compute_request_advantages(
+    rewards_R: NDArray[np.float64],
+    is_known_R: NDArray[np.bool_],
+    baseline: float,
+    method: GroupMethod,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Advantages and errors (reward minus baseline) of one request's rollouts; 0 where nothing is known.
+
+    Two or more known rollouts are compared with each other (`group_advantages`); a single one with the running mean of
+    its environment and level.
+    """
+    advantages_R, errors_R = np.zeros(len(rewards_R)), np.zeros(len(rewards_R))
+    known = np.flatnonzero(is_known_R)
+    if len(known) > 1:
+        values = rewards_R[known]
+        advantages_R[known] = group_advantages(torch.from_numpy(values)[None], method=method)[
+            0
+        ].numpy()
+        errors_R[known] = values - values.mean()
+    elif len(known) == 1:
+        advantages_R[known] = errors_R[known] = rewards_R[known] - baseline
+    return advantages_R, errors_R
+
+
+class RunningRewardBaseline:
+    """Running mean of rewards by environment and level, its start corrected: m_t / (1 - decay^t)."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def read_mean(self, environment_level: tuple[str, str]) -> float:
+        """The mean; 0 before the first reward."""
+        total, count = self._sums.get("/".join(environment_level), (0.0, 0))
+        return total / (1 - self.decay**count) if count else 0.0
+
+    def add_reward(self, environment_level: tuple[str, str], reward: float) -> None:
+        """Take one reward in."""
+        total, count = self._sums.get("/".join(environment_level), (0.0, 0))
+        self._sums["/".join(environment_level)] = (
+            self.decay * total + (1 - self.decay) * reward,
+            count + 1,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sums and counts by place."""
+        return {place: [total, count] for place, (total, count) in self._sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self._sums = {place: (float(total), int(count)) for place, (total, count) in state.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredExperience:
+    """An experience of an update with its rewards."""
+
+    buffered: BufferedExperience
+    experience: Experience  # that is learned from: the recorded one, or one with fresh rollouts
+    label: Label  # as it was for this update; a better one may come
+    weight: float  # importance weight of its draw
+    rewards: RewardTable
+    advantages_R: NDArray[np.float64]
+    errors_R: NDArray[np.float64]
+
+    @property
+    def error(self) -> float:
+        """Root mean square error of its known rollouts: its next priority."""
+        known = self.errors_R[self.rewards.is_known_R]
+        return float(np.sqrt(np.square(known).mean())) if len(known) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTask:
+    """Everything that one update takes in."""
+
+    number: int  # of the update, from 1
+    items: tuple[ScoredExperience, ...]
+    learning_rate: float
+    kl_coef: float
+
+    @property
+    def error(self) -> float:
+        """Root mean square error over all known rollouts."""
+        return compute_rms_error(self.items)
+
+
+def compute_rms_error(items: Sequence[ScoredExperience]) -> float:
+    """Root mean square of reward minus baseline over the known rollouts of all experiences; 0 without one."""
+    errors = [item.errors_R[item.rewards.is_known_R] for item in items]
+    flat = np.concatenate(errors) if errors else np.zeros(0)
+    return float(np.sqrt(np.square(flat).mean())) if len(flat) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OldPolicyDistribution:
+    """One rollout's old distribution at its loss tokens; one of the two forms."""
+
+    logprobs_NV: torch.Tensor | None = None  # exact
+    top_ids_NK: torch.Tensor | None = None  # recorded
+    top_logprobs_NK: torch.Tensor | None = None
+    rest_N: torch.Tensor | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """False = a divergence from it is a lower bound."""
+        return self.logprobs_NV is not None
+
+
+def compute_forward_kl(old: OldPolicyDistribution, new_logprobs_NV: torch.Tensor) -> torch.Tensor:
+    """KL(old || new) [N] at each loss token, with gradient to the new policy; a lower bound unless `old.is_exact`."""
+    if old.logprobs_NV is not None:
+        return exact_forward_kl(old.logprobs_NV.to(new_logprobs_NV), new_logprobs_NV)
+    assert old.top_ids_NK is not None and old.top_logprobs_NK is not None and old.rest_N is not None
+    device = new_logprobs_NV.device
+    new_NK = new_logprobs_NV.gather(1, old.top_ids_NK.to(device))
+    return truncated_forward_kl(old.top_logprobs_NK.to(device), old.rest_N.to(device), new_NK)
+
+
+def build_recorded_distribution(
+    top: RecordedTopK, loss_mask: Sequence[bool]
+) -> OldPolicyDistribution:
+    """The recorded tokens at the loss tokens."""
+    mask_T = np.asarray(loss_mask, dtype=bool)
+    return OldPolicyDistribution(
+        top_ids_NK=torch.from_numpy(top.ids_TK[mask_T].astype(np.int64)),
+        top_logprobs_NK=torch.from_numpy(top.logprobs_TK[mask_T].astype(np.float32)),
+        rest_N=torch.from_numpy(top.rest_T[mask_T].astype(np.float32)),
+    )
+
+
+def compute_old_distributions(
+    model: PreTrainedModel,
+    optimizer_step: OptimizerStep,
+    snapshots: WeightSnapshots,
+    rows: Sequence[TrainRow],
+    versions: Sequence[int],
+    recorded: Sequence[RecordedTopK | None],
+    *,
+    pad_id: int,
+) -> list[OldPolicyDistribution | None]:
+    """The old distribution of each row: of the snapshot of its version, else as recorded, else None.
+
+    Args:
+        rows, versions, recorded: of each rollout.
+    """
+    found: list[OldPolicyDistribution | None] = [None] * len(rows)
+    for version in sorted(set(versions)):
+        members = [index for index, other in enumerate(versions) if other == version]
+        weights = snapshots.load_weights_if_valid(version)
+        if weights is None:
+            for index in members:
+                top = recorded[index]
+                found[index] = (
+                    build_recorded_distribution(top, rows[index].loss_mask)
+                    if top is not None
+                    else None
+                )
+            continue
+        with swap_weights(model, weights):
+            _fill_exact_distributions(model, optimizer_step, rows, members, pad_id, found)
+    return found
+
+
+@torch.no_grad()
+def _fill_exact_distributions(
+    model: PreTrainedModel,
+    optimizer_step: OptimizerStep,
+    rows: Sequence[TrainRow],
+    members: Sequence[int],
+    pad_id: int,
+    found: list[OldPolicyDistribution | None],
+) -> None:
+    device = next(model.parameters()).device
+    batches = build_batches(
+        [rows[index] for index in members], optimizer_step.settings.micro_batch_tokens, pad_id
+    )
+
+    def fill(batch: TrainBatch) -> None:
+        logprobs_NV = compute_vocabulary_logprobs(model, batch.to(device))
+        counts = batch.loss_mask_BS.sum(1).tolist()
+        for place, part_NV in zip(batch.rows, logprobs_NV.split(counts), strict=True):
+            found[members[place]] = OldPolicyDistribution(logprobs_NV=part_NV.clone())
+
+    with use_eval_mode(model), optimizer_step.enable_autocast():
+        MemoryFit("old distributions").compute_batches(batches, fill)
+
+
+_UNLIMITED_STEPS = (
+    2**31
+)  # optimizer steps of a service without an end; its schedule is constant after the warm-up
 
 
 @dataclass(slots=True)
@@ -45,7 +268,9 @@ class UpdateReport:
     learning_rate: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)  # rl, kl (with its coefficient), total
     gradients: dict[str, float] = field(default_factory=dict)  # norm, clipped
-    kl_control: dict[str, float] = field(default_factory=dict)  # coefficient, mean_kl, target_kl, before
+    kl_control: dict[str, float] = field(
+        default_factory=dict
+    )  # coefficient, mean_kl, target_kl, before
     is_lower_bound: bool = False  # True = the KL is of recorded tokens, in part at least
     num_tokens: int = 0  # loss tokens
     num_rollouts: int = 0
@@ -57,7 +282,10 @@ class UpdateReport:
         """Plain values, as written to update_contribution.jsonl; what is not finite is a text there."""
         plain = {name: getattr(self, name) for name in self.__slots__}
         for name in ("losses", "gradients", "kl_control"):
-            plain[name] = {key: value if math.isfinite(value) else str(value) for key, value in plain[name].items()}
+            plain[name] = {
+                key: value if math.isfinite(value) else str(value)
+                for key, value in plain[name].items()
+            }
         return plain
 
 
@@ -67,7 +295,7 @@ class _UpdateRows:
 
     rows: list[TrainRow]
     advantages: list[float]  # with the importance weight of the draw
-    old: list[OldDistribution]
+    old_distributions: list[OldPolicyDistribution]
     without_old: int
 
     @property
@@ -85,86 +313,97 @@ class GuardedLearner:
     """
 
     def __init__(
-        self, model: PreTrainedModel, settings: OnlineUpdateSettings, snapshots: WeightSnapshots, *, pad_id: int
+        self,
+        model: PreTrainedModel,
+        settings: OnlineUpdateSettings,
+        snapshots: WeightSnapshots,
+        *,
+        pad_id: int,
     ) -> None:
         self.model = model
         self.settings = settings
         self.snapshots = snapshots
         self.pad_id = pad_id
         self.kl_coef = settings.kl_coef
-        self.taken = 0
+        self.num_taken = 0
         self.refused = {"empty": 0, "kl": 0, "nonfinite": 0, "paused": 0}
         self.refused_in_row = 0
-        self.optimizer_step = self._optimizer_step()
+        self.optimizer_step = self._build_optimizer_step()
         self.device = next(model.parameters()).device
 
-    def _optimizer_step(self) -> OptimizerStep:
-        return OptimizerStep(self.model, self.settings, _ENDLESS, max_nonfinite=_ENDLESS)
+    def _build_optimizer_step(self) -> OptimizerStep:
+        return OptimizerStep(
+            self.model, self.settings, _UNLIMITED_STEPS, max_nonfinite=_UNLIMITED_STEPS
+        )
 
-    def update(self, task: UpdateTask) -> UpdateReport:
+    def apply_update(self, task: UpdateTask) -> UpdateReport:
         """Take the update, or refuse it."""
         report = UpdateReport(
-            task.number, learning_rate=task.learning_rate, error=task.error,
-            requests=[item.kept.experience.request_id for item in task.items],
-        )  # fmt: skip
-        found = self._rows(task)
+            task.number,
+            learning_rate=task.learning_rate,
+            error=task.error,
+            requests=[item.buffered.experience.request_id for item in task.items],
+        )
+        found = self._build_rows(task)
         report.without_old, report.num_rollouts, report.num_tokens = (
             found.without_old,
             len(found.rows),
             found.num_tokens,
         )
-        report.is_lower_bound = any(not old.is_exact for old in found.old)
+        report.is_lower_bound = any(not old.is_exact for old in found.old_distributions)
         if not found.rows:
-            return self.refuse(report, "empty")
-        batches = make_batches(found.rows, self.settings.micro_batch_tokens, self.pad_id)
-        weights = {name: tensor.clone() for name, tensor in trainable_weights(self.model).items()}
+            return self.refuse_update(report, "empty")
+        batches = build_batches(found.rows, self.settings.micro_batch_tokens, self.pad_id)
+        weights = {
+            name: tensor.clone() for name, tensor in collect_trainable_weights(self.model).items()
+        }
         state = copy.deepcopy(self.optimizer_step.state_dict())
         skipped = self.optimizer_step.skipped_steps
         self.optimizer_step.learning_rate_scale = task.learning_rate / self.settings.learning_rate
-        metrics = self._apply(batches, found, task.number)
-        self._describe(report, metrics)
+        metrics = self._apply_batches(batches, found, task.number)
+        self._fill_report(report, metrics)
         if self.optimizer_step.skipped_steps > skipped:
-            return self.refuse(report, "nonfinite")
-        kl = self._mean_kl(batches, found)
+            return self.refuse_update(report, "nonfinite")
+        kl = self._measure_mean_kl(batches, found)
         report.kl_control["mean_kl"] = kl
         if math.isfinite(kl) and task.error > 0:
-            self.kl_coef = self._next_coef(kl, report.kl_control["before"])
+            self.kl_coef = self._compute_next_kl_coef(kl, report.kl_control["before"])
         if not kl <= self.settings.kl_limit:
             # a step may be finite and still leave weights that give no finite number any more
             load_trainable_weights(self.model, weights)
             self.optimizer_step.load_state_dict(state)
             self.optimizer_step.num_steps += 1
-            return self.refuse(report, "kl" if math.isfinite(kl) else "nonfinite")
-        self.taken += 1
+            return self.refuse_update(report, "kl" if math.isfinite(kl) else "nonfinite")
+        self.num_taken += 1
         self.refused_in_row = 0
         return report
 
-    def refuse(self, report: UpdateReport, why: str) -> UpdateReport:
+    def refuse_update(self, report: UpdateReport, reason: str) -> UpdateReport:
         """Count a refused update."""
-        report.refused = why
-        self.refused[why] += 1
-        if why in ("kl", "nonfinite"):
+        report.refused = reason
+        self.refused[reason] += 1
+        if reason in ("kl", "nonfinite"):
             self.refused_in_row += 1
         return report
 
-    def served_weights(self) -> dict[str, torch.Tensor]:
+    def copy_served_weights(self) -> dict[str, torch.Tensor]:
         """A copy of what may be served: the average; before the first update the weights themselves."""
-        with self.optimizer_step.ema.swapped_in():
-            return trainable_weights(self.model, copy=True)
+        with self.optimizer_step.ema.use_averages():
+            return collect_trainable_weights(self.model, copy=True)
 
-    def restart_from(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def restart_from_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Go back to these weights, with a new optimizer, average and coefficient."""
         load_trainable_weights(self.model, weights)
-        self.optimizer_step = self._optimizer_step()
+        self.optimizer_step = self._build_optimizer_step()
         self.kl_coef = self.settings.kl_coef
         self.refused_in_row = 0
 
-    def metrics(self) -> dict[str, float]:
+    def collect_metrics(self) -> dict[str, float]:
         """Counts of updates and the coefficient."""
-        tried = self.taken + self.refused["kl"] + self.refused["nonfinite"]
+        tried = self.num_taken + self.refused["kl"] + self.refused["nonfinite"]
         return {
-            "online/updates_taken": float(self.taken),
-            "online/update_success_rate": self.taken / tried if tried else 1.0,
+            "online/updates_taken": float(self.num_taken),
+            "online/update_success_rate": self.num_taken / tried if tried else 1.0,
             "online/kl_coef": self.kl_coef,
             **{f"online/refused/{why}": float(count) for why, count in self.refused.items()},
         }
@@ -174,7 +413,7 @@ class GuardedLearner:
         return {
             "optimizer_step": self.optimizer_step.state_dict(),
             "kl_coef": self.kl_coef,
-            "taken": self.taken,
+            "taken": self.num_taken,
             "refused": dict(self.refused),
             "refused_in_row": self.refused_in_row,
         }
@@ -182,13 +421,13 @@ class GuardedLearner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; the model's weights are loaded before."""
         self.optimizer_step.load_state_dict(state["optimizer_step"])
-        self.kl_coef, self.taken = float(state["kl_coef"]), int(state["taken"])
+        self.kl_coef, self.num_taken = float(state["kl_coef"]), int(state["taken"])
         self.refused = {why: int(count) for why, count in state["refused"].items()}
         self.refused_in_row = int(state["refused_in_row"])
 
     # Passes over the model
 
-    def _rows(self, task: UpdateTask) -> _UpdateRows:
+    def _build_rows(self, task: UpdateTask) -> _UpdateRows:
         rows: list[TrainRow] = []
         advantages: list[float] = []
         versions, recorded = [], []
@@ -196,35 +435,51 @@ class GuardedLearner:
             experience = item.experience
             for index, rollout in enumerate(experience.rollouts):
                 if item.rewards.is_known_R[index]:
-                    rows.append(train_row(rollout))
+                    rows.append(build_train_row(rollout))
                     advantages.append(item.weight * float(item.advantages_R[index]))
                     versions.append(experience.policy_version)
                     recorded.append(experience.recorded[index])
         if any(row.context_starts for row in rows):
             check_contexts(self.model)
-        old = old_distributions(
-            self.model, self.optimizer_step, self.snapshots, rows, versions, recorded, pad_id=self.pad_id
+        old = compute_old_distributions(
+            self.model,
+            self.optimizer_step,
+            self.snapshots,
+            rows,
+            versions,
+            recorded,
+            pad_id=self.pad_id,
         )
         kept = [
-            (row, advantage, one) for row, advantage, one in zip(rows, advantages, old, strict=True) if one is not None
+            (row, advantage, one)
+            for row, advantage, one in zip(rows, advantages, old, strict=True)
+            if one is not None
         ]
-        return _UpdateRows([k[0] for k in kept], [k[1] for k in kept], [k[2] for k in kept], len(rows) - len(kept))
+        return _UpdateRows(
+            [k[0] for k in kept], [k[1] for k in kept], [k[2] for k in kept], len(rows) - len(kept)
+        )
 
-    def _apply(self, batches: Sequence[TrainBatch], found: _UpdateRows, number: int) -> dict[str, float]:
+    def _apply_batches(
+        self, batches: Sequence[TrainBatch], found: _UpdateRows, number: int
+    ) -> dict[str, float]:
         def loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-            return self._loss(batch.to(self.device), found)
+            return self._compute_loss(batch.to(self.device), found)
 
         if not self.settings.dropout:
-            return self.optimizer_step.apply(batches, loss)
+            return self.optimizer_step.run_step(batches, loss)
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):  # masks follow from the update, so a resumed worker draws the same
+        with torch.random.fork_rng(
+            devices=devices
+        ):  # masks follow from the update, so a resumed worker draws the same
             torch.manual_seed(number)
-            return self.optimizer_step.apply(batches, loss)
+            return self.optimizer_step.run_step(batches, loss)
 
-    def _loss(self, batch: TrainBatch, found: _UpdateRows) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _compute_loss(
+        self, batch: TrainBatch, found: _UpdateRows
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of a micro-batch over the denominator of the whole update."""
         count, mask_BS = float(found.num_tokens), batch.loss_mask_BS
-        new_NV = vocabulary_logprobs(self.model, batch)
+        new_NV = compute_vocabulary_logprobs(self.model, batch)
         targets_N = batch.input_ids_BS[mask_BS]
         logprobs_BS = new_NV.new_zeros(mask_BS.shape).masked_scatter(
             mask_BS, new_NV.gather(1, targets_N[:, None])[:, 0]
@@ -233,46 +488,59 @@ class GuardedLearner:
         advantages_BS = advantages_B[:, None].expand(mask_BS.shape)
         assert batch.sampler_logprobs_BS is not None
         rl, metrics = clipped_policy_loss(
-            logprobs_BS, batch.sampler_logprobs_BS.to(logprobs_BS), advantages_BS, mask_BS,
-            num_loss_tokens=count, clip_eps=self.settings.clip_eps,
-        )  # fmt: skip
-        kl = self._kl_sum(batch, found, new_NV) / count
+            logprobs_BS,
+            batch.sampler_logprobs_BS.to(logprobs_BS),
+            advantages_BS,
+            mask_BS,
+            num_loss_tokens=count,
+            clip_eps=self.settings.clip_eps,
+        )
+        kl = self._sum_kl(batch, found, new_NV) / count
         parts = {"rl": rl.detach(), "kl": kl.detach(), "clip_fraction": metrics["clip_fraction"]}
         return rl + self.kl_coef * kl, parts
 
-    def _kl_sum(self, batch: TrainBatch, found: _UpdateRows, new_NV: torch.Tensor) -> torch.Tensor:
+    def _sum_kl(self, batch: TrainBatch, found: _UpdateRows, new_NV: torch.Tensor) -> torch.Tensor:
         """Sum of KL(old || new) over the micro-batch's loss tokens."""
         counts = batch.loss_mask_BS.sum(1).tolist()
         parts = [
-            forward_kl(found.old[row], part_NV).sum()
+            compute_forward_kl(found.old_distributions[row], part_NV).sum()
             for row, part_NV in zip(batch.rows, new_NV.split(counts), strict=True)
         ]
         return torch.stack(parts).sum()
 
     @torch.no_grad()
-    def _mean_kl(self, batches: Sequence[TrainBatch], found: _UpdateRows) -> float:
+    def _measure_mean_kl(self, batches: Sequence[TrainBatch], found: _UpdateRows) -> float:
         """Mean KL(old || policy) per loss token, under the weights as they are; NaN where these give none."""
 
         def of_batch(batch: TrainBatch) -> float:
             batch = batch.to(self.device)
-            return float(self._kl_sum(batch, found, vocabulary_logprobs(self.model, batch)))
+            return float(self._sum_kl(batch, found, compute_vocabulary_logprobs(self.model, batch)))
 
-        with evaluating(self.model), self.optimizer_step.autocast():
+        with use_eval_mode(self.model), self.optimizer_step.enable_autocast():
             try:
-                return math.fsum(MemoryFit("KL after the update").compute(batches, of_batch)) / found.num_tokens
+                return (
+                    math.fsum(MemoryFit("KL after the update").compute_batches(batches, of_batch))
+                    / found.num_tokens
+                )
             except NonFiniteTensor:
                 return math.nan
 
-    def _describe(self, report: UpdateReport, metrics: Mapping[str, float]) -> None:
+    def _fill_report(self, report: UpdateReport, metrics: Mapping[str, float]) -> None:
         norm = metrics["train/grad_norm"]
         before = metrics.get("kl", math.nan)
         report.losses = {
-            "rl": metrics.get("rl", math.nan), "kl": self.kl_coef * before, "total": metrics["train/loss"]
-        }  # fmt: skip
+            "rl": metrics.get("rl", math.nan),
+            "kl": self.kl_coef * before,
+            "total": metrics["train/loss"],
+        }
         report.gradients = {"norm": norm, "clipped": min(norm, self.settings.max_grad_norm)}
-        report.kl_control = {"coefficient": self.kl_coef, "target_kl": self.settings.kl_target, "before": before}
+        report.kl_control = {
+            "coefficient": self.kl_coef,
+            "target_kl": self.settings.kl_target,
+            "before": before,
+        }
 
-    def _next_coef(self, kl: float, before: float) -> float:
+    def _compute_next_kl_coef(self, kl: float, before: float) -> float:
         """The coefficient after a step that moved the KL of its tokens from `before` to `kl`.
 
         The KL adds up over updates while the coefficient only changes its slope, so steering by its level alone swings
@@ -281,7 +549,12 @@ class GuardedLearner:
         settings = self.settings
         ahead = max(0.0, kl + settings.kl_lookahead * (kl - before))
         return banded_kl_coef(
-            self.kl_coef, ahead, target=settings.kl_target, tolerance=settings.kl_tolerance,
-            increase_factor=settings.kl_factor, decrease_factor=settings.kl_factor,
-            minimum=settings.kl_coef_min, maximum=settings.kl_coef_max,
-        )  # fmt: skip
+            self.kl_coef,
+            ahead,
+            target=settings.kl_target,
+            tolerance=settings.kl_tolerance,
+            increase_factor=settings.kl_factor,
+            decrease_factor=settings.kl_factor,
+            minimum=settings.kl_coef_min,
+            maximum=settings.kl_coef_max,
+        )

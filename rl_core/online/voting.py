@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rl_core.analysis.statistics import entropy, wilson_interval
+from rl_core.analysis.statistics import compute_entropy, wilson_interval
 from rl_core.errors import DataError
-
-__all__ = ["Ballot", "TieRule", "VoteOutcome", "VoteWeights", "is_settled", "plain_text", "samples_to_draw", "tally"]
 
 VoteWeights = Literal["equal", "logprob", "mean_logprob", "check"]
 TieRule = Literal["first", "logprob", "abstain"]
-NormalForm = Callable[[str], str]
+AnswerNormaliser = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +31,16 @@ class Ballot:
 class VoteOutcome:
     """Result of a vote, with every ballot and its weight."""
 
-    answer: str | None  # as the winner's first ballot wrote it; None = nobody answered, or a tie that abstains
+    answer: (
+        str | None
+    )  # as the winner's first ballot wrote it; None = nobody answered, or a tie that abstains
     confidence: float  # share of the weights, answerless ballots included; 0 without an answer
     low: float  # Wilson interval of that share
     high: float
     num_ballots: int
-    effective_ballots: float  # (sum w)^2 / sum w^2: the number of equal ballots behind the interval (Kish)
+    effective_ballots: (
+        float  # (sum w)^2 / sum w^2: the number of equal ballots behind the interval (Kish)
+    )
     entropy: float  # nats, of the weights over different answers; 0 = all agree
     is_tie: bool
     is_early: bool  # True = fewer samples than allowed: the rest could not have changed the answer
@@ -55,16 +57,21 @@ class VoteOutcome:
         """Inverse of `to_json`."""
         ballots = tuple(Ballot(**ballot) for ballot in row["ballots"])
         return cls(
-            **{**row, "ballots": ballots, "weights": tuple(row["weights"]), "supporters": tuple(row["supporters"])}
+            **{
+                **row,
+                "ballots": ballots,
+                "weights": tuple(row["weights"]),
+                "supporters": tuple(row["supporters"]),
+            }
         )
 
 
-def plain_text(answer: str) -> str:
+def normalise_answer(answer: str) -> str:
     """Answer up to case and white space: ballots with equal texts vote for the same."""
     return " ".join(answer.casefold().split())
 
 
-def ballot_weight(ballot: Ballot, weights: VoteWeights) -> float:
+def compute_ballot_weight(ballot: Ballot, weights: VoteWeights) -> float:
     """Weight of a ballot, 0 to 1.
 
     equal: 1. logprob: exp(logprob), the probability of the whole sequence. mean_logprob: exp(logprob / num_tokens).
@@ -76,33 +83,42 @@ def ballot_weight(ballot: Ballot, weights: VoteWeights) -> float:
     if weights == "check":
         return 0.0 if ballot.passed_check is False else 1.0
     if not -math.inf < ballot.logprob <= 0 or ballot.num_tokens < 1:
-        raise DataError(f"ballot {ballot.sample}: logprob {ballot.logprob} of {ballot.num_tokens} tokens; must be <= 0")
+        raise DataError(
+            f"ballot {ballot.sample}: logprob {ballot.logprob} of {ballot.num_tokens} tokens; must be <= 0"
+        )
     return math.exp(ballot.logprob if weights == "logprob" else ballot.logprob / ballot.num_tokens)
 
 
 @dataclass(slots=True)
-class _Candidate:
+class _VoteCandidate:
     weight: float
     first: int  # position of its first ballot
     logprob: float  # of its most probable ballot
     members: list[int]
 
 
-def _candidates(ballots: Sequence[Ballot], weights: Sequence[float], normal: NormalForm) -> dict[str, _Candidate]:
+def _group_ballots(
+    ballots: Sequence[Ballot], weights: Sequence[float], normalise: AnswerNormaliser
+) -> dict[str, _VoteCandidate]:
     """Answers by normal form. Ballots of weight 0 make no candidate."""
     found: dict[str, list[int]] = {}
     for index, ballot in enumerate(ballots):
         if ballot.answer is not None and weights[index] > 0:
-            found.setdefault(normal(ballot.answer), []).append(index)
+            found.setdefault(normalise(ballot.answer), []).append(index)
     return {
-        answer: _Candidate(
-            math.fsum(weights[i] for i in members), members[0], max(ballots[i].logprob for i in members), members
+        answer: _VoteCandidate(
+            math.fsum(weights[i] for i in members),
+            members[0],
+            max(ballots[i].logprob for i in members),
+            members,
         )
         for answer, members in found.items()
     }
 
 
-def _winner(candidates: Mapping[str, _Candidate], ties: TieRule) -> tuple[str | None, bool]:
+def _choose_winner(
+    candidates: Mapping[str, _VoteCandidate], ties: TieRule
+) -> tuple[str | None, bool]:
     """(answer, True = several share the largest weight)."""
     if not candidates:
         return None, False
@@ -125,7 +141,7 @@ def is_settled(
     min_samples: int = 1,
     weights: VoteWeights = "equal",
     ties: TieRule = "first",
-    normal: NormalForm = plain_text,
+    normalise: AnswerNormaliser = normalise_answer,
 ) -> bool:
     """True = no further samples could change the answer.
 
@@ -137,9 +153,9 @@ def is_settled(
         return True
     if len(ballots) < min_samples:
         return False
-    given = [ballot_weight(ballot, weights) for ballot in ballots]
-    candidates = _candidates(ballots, given, normal)
-    leader, is_tie = _winner(candidates, ties)
+    given = [compute_ballot_weight(ballot, weights) for ballot in ballots]
+    candidates = _group_ballots(ballots, given, normalise)
+    leader, is_tie = _choose_winner(candidates, ties)
     if leader is None:
         return False
     ahead = candidates.pop(leader)
@@ -148,34 +164,45 @@ def is_settled(
         return False
     for weight, first in others:
         most = weight + left
-        if most > ahead.weight or (most == ahead.weight and not (ties == "first" and ahead.first < first)):
+        if most > ahead.weight or (
+            most == ahead.weight and not (ties == "first" and ahead.first < first)
+        ):
             return False
     return True
 
 
-def samples_to_draw(
+def count_samples_to_draw(
     ballots: Sequence[Ballot],
     max_samples: int,
     *,
     min_samples: int = 1,
     weights: VoteWeights = "equal",
     ties: TieRule = "first",
-    normal: NormalForm = plain_text,
+    normalise: AnswerNormaliser = normalise_answer,
 ) -> int:
     """Samples to draw next, together: the fewest after which the vote may be settled; 0 = it is.
 
     As many as it takes if each of them votes for the present leader with weight 1 (for a new answer where there is
     none), so that a batch is never larger than one-by-one sampling would have needed in the best case.
     """
-    options: dict[str, Any] = {"min_samples": min_samples, "weights": weights, "ties": ties, "normal": normal}
+    options: dict[str, Any] = {
+        "min_samples": min_samples,
+        "weights": weights,
+        "ties": ties,
+        "normal": normalise,
+    }
     if is_settled(ballots, max_samples, **options):
         return 0
     left = max_samples - len(ballots)
-    given = [ballot_weight(ballot, weights) for ballot in ballots]
-    candidates = _candidates(ballots, given, normal)
-    leader, _ = _winner(candidates, "first")
+    given = [compute_ballot_weight(ballot, weights) for ballot in ballots]
+    candidates = _group_ballots(ballots, given, normalise)
+    leader, _ = _choose_winner(candidates, "first")
     text = (
-        "" if leader is None else next(b.answer for b in ballots if b.answer is not None and normal(b.answer) == leader)
+        ""
+        if leader is None
+        else next(
+            b.answer for b in ballots if b.answer is not None and normalise(b.answer) == leader
+        )
     )
     for count in range(1, left):
         hoped = [*ballots, *(Ballot(text, 0.0, 1, True, len(ballots) + i) for i in range(count))]
@@ -184,14 +211,14 @@ def samples_to_draw(
     return left
 
 
-def tally(
+def tally_votes(
     ballots: Sequence[Ballot],
     *,
     max_samples: int | None = None,
     weights: VoteWeights = "equal",
     ties: TieRule = "first",
     confidence_level: float = 0.95,
-    normal: NormalForm = plain_text,
+    normalise: AnswerNormaliser = normalise_answer,
 ) -> VoteOutcome:
     """Answer of the largest weight, its share with a Wilson interval, and the agreement of all ballots.
 
@@ -205,9 +232,9 @@ def tally(
     """
     if not ballots:
         raise DataError("a vote needs at least one ballot")
-    given = tuple(ballot_weight(ballot, weights) for ballot in ballots)
-    candidates = _candidates(ballots, given, normal)
-    winner, is_tie = _winner(candidates, ties)
+    given = tuple(compute_ballot_weight(ballot, weights) for ballot in ballots)
+    candidates = _group_ballots(ballots, given, normalise)
+    winner, is_tie = _choose_winner(candidates, ties)
     total, squares = math.fsum(given), math.fsum(weight * weight for weight in given)
     effective = total * total / squares if squares else 0.0
     members = candidates[winner].members if winner is not None else []
@@ -221,7 +248,7 @@ def tally(
         high=high,
         num_ballots=len(ballots),
         effective_ballots=effective,
-        entropy=entropy([*(candidate.weight for candidate in candidates.values()), silent]),
+        entropy=compute_entropy([*(candidate.weight for candidate in candidates.values()), silent]),
         is_tie=is_tie,
         is_early=max_samples is not None and len(ballots) < max_samples,
         ballots=tuple(ballots),

@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data.files import BadRow
-from rl_core.data.messages import checked_messages
+from rl_core.data.messages import validate_messages
 from rl_core.data.records import read_preferences
 from rl_core.errors import DataError
-from rl_core.storage.checked_lines import read_checked, report_damage, sealed
-from rl_core.storage.single_files import make_folder, replacing
+from rl_core.storage.atomic_files import make_folder, replace_file
+from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.types import Message, Trajectory
 
-__all__ = ["Answer", "RatedItem", "answer_of", "items_of_file", "opening", "read_items", "write_items"]
-
-Answer = str | list[dict[str, Any]]  # a text, or messages that begin and end with the assistant's
+RatedAnswer = (
+    str | list[dict[str, Any]]
+)  # a text, or messages that begin and end with the assistant's
 
 
 @dataclass(frozen=True, slots=True)
 class RatedItem:
     """One thing to rate."""
 
-    prompt: Answer  # text of the user, or messages
-    answers: tuple[Answer, ...]  # two to compare, or one to score
+    prompt: RatedAnswer  # text of the user, or messages
+    answers: tuple[RatedAnswer, ...]  # two to compare, or one to score
     sources: tuple[str, ...]  # model and version of each answer
     about: dict[str, Any] = field(default_factory=dict)  # level, seed, ... of the episode
 
@@ -38,10 +38,12 @@ class RatedItem:
     def id(self) -> str:
         """Digest of what is shown; the same texts are the same item, in whatever order the answers stand."""
         shown = [self.prompt, sorted(json.dumps(answer, sort_keys=True) for answer in self.answers)]
-        return hashlib.sha256(json.dumps(shown, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()[:24]
+        return hashlib.sha256(
+            json.dumps(shown, sort_keys=True).encode("utf-8", "surrogatepass")
+        ).hexdigest()[:24]
 
 
-def answer_of(trajectory: Trajectory) -> Answer:
+def extract_answer(trajectory: Trajectory) -> RatedAnswer:
     """A policy's part of an episode: its text, or its turns with the observations between them."""
     turns = trajectory.turns
     if len(turns) == 1:
@@ -54,7 +56,7 @@ def answer_of(trajectory: Trajectory) -> Answer:
     return messages
 
 
-def items_of_file(path: Path, *, answers: int) -> list[RatedItem]:
+def load_items(path: Path, *, answers: int) -> list[RatedItem]:
     """Items from rows {"prompt", "answers": [...], "sources": [...]}, or from preference rows in any format.
 
     Items that come twice are left out, and so are pairs with equal answers.
@@ -62,7 +64,7 @@ def items_of_file(path: Path, *, answers: int) -> list[RatedItem]:
         answers: 2 = pairs; 1 = each answer of a row is an item of its own.
     Raises: DataError naming a row that cannot be used, or a file without any.
     """
-    rows = list(_rows_with_answers(path)) or [
+    rows = list(_read_answer_rows(path)) or [
         RatedItem(row["prompt"], (row["chosen"], row["rejected"]), ("chosen", "rejected"))
         if "chosen" in row
         else RatedItem(row["prompt"], (row["completion"],), ("completion",))
@@ -70,22 +72,26 @@ def items_of_file(path: Path, *, answers: int) -> list[RatedItem]:
     ]
     found: dict[str, RatedItem] = {}
     for item in rows:
-        for one in _cut(item, answers):
+        for one in _split_item(item, answers):
             found.setdefault(one.id, one)
     if not found:
-        raise DataError(f"{path}: holds no item with {answers} different answer{'s' * (answers > 1)}")
+        raise DataError(
+            f"{path}: holds no item with {answers} different answer{'s' * (answers > 1)}"
+        )
     return list(found.values())
 
 
-def _cut(item: RatedItem, answers: int) -> Iterable[RatedItem]:
+def _split_item(item: RatedItem, answers: int) -> Iterable[RatedItem]:
     """The item as pairs, or as single answers."""
     if answers == 1:
         sides = zip(item.answers, item.sources, strict=True)
-        return [RatedItem(item.prompt, (answer,), (source,), item.about) for answer, source in sides]
+        return [
+            RatedItem(item.prompt, (answer,), (source,), item.about) for answer, source in sides
+        ]
     return [item] if len(item.answers) == 2 and item.answers[0] != item.answers[1] else []
 
 
-def _rows_with_answers(path: Path) -> Iterable[RatedItem]:
+def _read_answer_rows(path: Path) -> Iterable[RatedItem]:
     """Items of rows that have `answers`; nothing where the first row has none."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -100,55 +106,73 @@ def _rows_with_answers(path: Path) -> Iterable[RatedItem]:
                 if number == 1:
                     return
                 raise DataError(f"{place}: has no answers, as the rows before it have")
-            yield _item_of(row, place)
+            yield _parse_item(row, place)
 
 
-def _item_of(row: Mapping[str, Any], place: str) -> RatedItem:
+def _parse_item(row: Mapping[str, Any], row_location: str) -> RatedItem:
     answers = row["answers"]
     if not isinstance(answers, list) or not 1 <= len(answers) <= 2:
-        raise DataError(f"{place}: answers must be a list of one or two")
+        raise DataError(f"{row_location}: answers must be a list of one or two")
     sources = row.get("sources") or [""] * len(answers)
     if not isinstance(sources, list) or len(sources) != len(answers):
-        raise DataError(f"{place}: sources must name one model for each of the {len(answers)} answers")
-    checked = tuple(_checked(answer, f"{place}: answers[{index}]") for index, answer in enumerate(answers))
-    prompt = _checked(row.get("prompt"), f"{place}: prompt")
-    return RatedItem(prompt, checked, tuple(str(source) for source in sources), dict(row.get("about") or {}))
+        raise DataError(
+            f"{row_location}: sources must name one model for each of the {len(answers)} answers"
+        )
+    checked = tuple(
+        _check_answer(answer, f"{row_location}: answers[{index}]")
+        for index, answer in enumerate(answers)
+    )
+    prompt = _check_answer(row.get("prompt"), f"{row_location}: prompt")
+    return RatedItem(
+        prompt, checked, tuple(str(source) for source in sources), dict(row.get("about") or {})
+    )
 
 
-def _checked(value: Any, place: str) -> Answer:
+def _check_answer(value: Any, row_location: str) -> RatedAnswer:
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, list) and value:
         try:
-            return [dict(message) for message in checked_messages(value, place)]
+            return [dict(message) for message in validate_messages(value, row_location)]
         except BadRow as bad:
             raise DataError(str(bad)) from None
-    raise DataError(f"{place}: must be text or a list of messages")
+    raise DataError(f"{row_location}: must be text or a list of messages")
 
 
 def write_items(path: Path, items: Sequence[RatedItem]) -> None:
     """Write the items, whole or not at all."""
     make_folder(path.parent)
-    with replacing(path, binary=True) as file:
+    with replace_file(path, binary=True) as file:
         for item in items:
             file.write(
-                sealed({"prompt": item.prompt, "answers": item.answers, "sources": item.sources, "about": item.about})
+                encode_checked_line(
+                    {
+                        "prompt": item.prompt,
+                        "answers": item.answers,
+                        "sources": item.sources,
+                        "about": item.about,
+                    }
+                )
             )
 
 
 def read_items(path: Path) -> list[RatedItem]:
     """The items of a file, in order; damaged lines are named and left out."""
     items = []
-    for line in read_checked(path):
+    for line in read_checked_lines(path):
         if line.record is None:
-            report_damage(path, line)
+            report_damaged_line(path, line)
             continue
         row = line.record
-        items.append(RatedItem(row["prompt"], tuple(row["answers"]), tuple(row["sources"]), row["about"]))
+        items.append(
+            RatedItem(row["prompt"], tuple(row["answers"]), tuple(row["sources"]), row["about"])
+        )
     return items
 
 
-def opening(item: RatedItem) -> list[Message]:
+def build_prompt_messages(item: RatedItem) -> list[Message]:
     """The prompt as messages."""
-    prompt: Any = [{"role": "user", "content": item.prompt}] if isinstance(item.prompt, str) else item.prompt
+    prompt: Any = (
+        [{"role": "user", "content": item.prompt}] if isinstance(item.prompt, str) else item.prompt
+    )
     return list(prompt)

@@ -11,19 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.memory import first_line
-from rl_core.references.few_bits import weight_bytes
-from rl_core.references.loading import ReferenceSource, load_scorer
-from rl_core.references.own_process import receive, send, split
-from rl_core.references.scorer import ModelScorer
+from rl_core.out_of_memory import format_first_line
+from rl_core.references.quantized import count_weight_bytes
+from rl_core.references.scorer import ModelScorer, ReferenceSource, load_scorer
+from rl_core.references.scorer_process import receive_message, send_message, split_rows
 from rl_core.settings import ModelSettings
 
-__all__ = ["main", "start"]
-
-_NOTHING = np.zeros(0, dtype=np.float32)
+_EMPTY_ARRAY = np.zeros(0, dtype=np.float32)
 
 
-def start(source: dict[str, Any], pass_tokens: int, threads: int) -> ModelScorer:
+def load_requested_scorer(source: dict[str, Any], pass_tokens: int, threads: int) -> ModelScorer:
     """The scorer that an owner asks for. `source`: fields of a `ReferenceSource`."""
     import torch
 
@@ -35,30 +32,36 @@ def start(source: dict[str, Any], pass_tokens: int, threads: int) -> ModelScorer
 def main(descriptor: int) -> None:
     """Serve the owner at the other end of a connection."""
     connection: Connection = Connection(descriptor)
-    threading.Thread(target=_end_with_owner, args=(descriptor,), daemon=True).start()
+    threading.Thread(target=_exit_with_owner, args=(descriptor,), daemon=True).start()
     scorer: ModelScorer | None = None
     while True:
         try:
-            head, tokens = receive(connection)
+            head, tokens = receive_message(connection)
         except EOFError:
             return
         try:
             if scorer is None:
-                scorer = start(**head)
-                send(connection, {"bytes": weight_bytes(scorer.model)}, _NOTHING)
+                scorer = load_requested_scorer(**head)
+                send_message(connection, {"bytes": count_weight_bytes(scorer.model)}, _EMPTY_ARRAY)
                 continue
-            rows = [row.tolist() for row in split(tokens, head["lengths"])]
+            rows = [row.tolist() for row in split_rows(tokens, head["lengths"])]
             if "begin" in head:
-                send(connection, {}, scorer.logits(rows, head["begin"], head["end"]))
+                send_message(
+                    connection, {}, scorer.compute_logits(rows, head["begin"], head["end"])
+                )
                 continue
-            answer = scorer.score(rows, head["temperature"])
-            values = np.concatenate([_NOTHING, *answer])
-            send(connection, {"lengths": [len(row) for row in answer]}, values)
+            answer = scorer.score_rows(rows, head["temperature"])
+            values = np.concatenate([_EMPTY_ARRAY, *answer])
+            send_message(connection, {"lengths": [len(row) for row in answer]}, values)
         except Exception as error:
-            send(connection, {"error": str(error) or first_line(error), "kind": type(error).__name__}, _NOTHING)
+            send_message(
+                connection,
+                {"error": str(error) or format_first_line(error), "kind": type(error).__name__},
+                _EMPTY_ARRAY,
+            )
 
 
-def _end_with_owner(descriptor: int) -> None:
+def _exit_with_owner(descriptor: int) -> None:
     """End this process when the other end of the connection is closed, be it within a pass that nobody waits for."""
     closed = select.poll()
     closed.register(descriptor, select.POLLRDHUP)

@@ -14,25 +14,23 @@ from torch import nn
 
 from rl_core.errors import ModelError
 from rl_core.models import causal_lm, lora
-from rl_core.models.dropout import drops_out
+from rl_core.models.forward_modes import has_dropout
 from rl_core.settings import ModelSettings
-from rl_core.training.optimizers import hidden_matrices
-from rl_core.training.throughput import step_flops
+from rl_core.training.optimizers import find_hidden_matrices
+from rl_core.training.performance_metrics import count_step_flops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Flops", "ModelShape", "experts_of", "model_without_weights", "shape_of"]
-
 
 @dataclass(frozen=True, slots=True)
-class Flops:
+class FlopsPolynomial:
     """Operations of a sequence of S tokens: per_token S + per_pair S^2."""
 
     per_token: float
     per_pair: float
 
-    def of(self, tokens: float, pairs: float) -> float:
+    def compute_total(self, tokens: float, pairs: float) -> float:
         """Of some sequences: `tokens` = sum of their S, `pairs` = sum of S^2."""
         return self.per_token * tokens + self.per_pair * pairs
 
@@ -48,7 +46,9 @@ class ModelShape:
     linear: int  # weights of linear layers without the output head: what is packed or rounded
     adapted: int  # weights under an adapter, which are rounded or merged
     largest_block: int  # parameters of the largest transformer block
-    largest_product: int  # weights of the largest product of a block whose gradient is taken at once
+    largest_product: (
+        int  # weights of the largest product of a block whose gradient is taken at once
+    )
     embedding: int  # weights of the input embedding
     head: int  # outputs x inputs of the output head; 0 = none
     head_trains: bool
@@ -64,8 +64,8 @@ class ModelShape:
     vocabulary: int
     context: int  # longest sequence, tokens
     drops_out: bool
-    training: Flops  # forward and backward
-    forward: Flops
+    training: FlopsPolynomial  # forward and backward
+    forward: FlopsPolynomial
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -73,7 +73,9 @@ class ModelShape:
         return 4 * 2 * self.layers * self.kv_width
 
 
-def model_without_weights(settings: ModelSettings, *, adapters: bool = True) -> PreTrainedModel:
+def build_model_without_weights(
+    settings: ModelSettings, *, adapters: bool = True
+) -> PreTrainedModel:
     """The model of the settings on the meta device, built from its config alone: a preset, a folder or a hub name.
 
     Args:
@@ -83,25 +85,31 @@ def model_without_weights(settings: ModelSettings, *, adapters: bool = True) -> 
     chosen = settings if adapters else dataclasses.replace(settings, lora=None)
     if chosen.path is not None:
         if chosen.path.startswith("models:"):
-            raise ModelError(f"model.path: {chosen.path} is in the registry; name its folder with --set model.path=...")
-        return causal_lm.load_without_weights(Path(chosen.path) if Path(chosen.path).is_dir() else chosen.path, chosen)
+            raise ModelError(
+                f"model.path: {chosen.path} is in the registry; name its folder with --set model.path=..."
+            )
+        return causal_lm.load_without_weights(
+            Path(chosen.path) if Path(chosen.path).is_dir() else chosen.path, chosen
+        )
     from transformers import LlamaForCausalLM
 
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(causal_lm.preset_config(chosen, chosen.vocab_size))
+        model: Any = LlamaForCausalLM(causal_lm.build_preset_config(chosen, chosen.vocab_size))
         if chosen.lora is not None:
             model = lora.add_adapter(model, chosen.lora)
-    return model.to(causal_lm.dtype_of(chosen)).train()
+    return model.to(causal_lm.resolve_dtype(chosen)).train()
 
 
-def shape_of(model: PreTrainedModel, context: int, *, trunk_only: bool = False) -> ModelShape:
+def measure_model_shape(
+    model: PreTrainedModel, context: int, *, trunk_only: bool = False
+) -> ModelShape:
     """Sizes of a causal language model, or of its trunk with a scalar head (reward model, critic).
 
     Args:
         context: longest sequence, in tokens.
         trunk_only: without the output head; one weight vector for the scalar head is added.
     """
-    base: Any = lora.unwrap(model)
+    base: Any = lora.unwrap_model(model)
     part: nn.Module = base.base_model if trunk_only else model
     config = base.config.get_text_config()
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
@@ -110,45 +118,56 @@ def shape_of(model: PreTrainedModel, context: int, *, trunk_only: bool = False) 
     heads = int(getattr(config, "num_attention_heads", 1))
     head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    blocks = _blocks(base)
+    blocks = _list_blocks(base)
     trained = {name: p for name, p in part.named_parameters() if p.requires_grad}
-    by_muon = [trained[name].numel() for name in hidden_matrices(part) & trained.keys()]
-    linears = list(_linear_weights(base, head))
+    by_muon = [trained[name].numel() for name in find_hidden_matrices(part) & trained.keys()]
+    linears = list(_iter_linear_layers(base, head))
     return ModelShape(
         parameters=sum(p.numel() for p in part.parameters()) + extra,
         trainable=sum(p.numel() for p in trained.values()) + extra,
-        muon=sum(by_muon), largest_matrix=max(by_muon, default=0),
+        muon=sum(by_muon),
+        largest_matrix=max(by_muon, default=0),
         linear=sum(layer.weight.numel() for layer, _ in linears if isinstance(layer, nn.Linear)),
         adapted=sum(layer.weight.numel() for layer, adapted in linears if adapted),
-        largest_block=max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0),
+        largest_block=max(
+            (sum(p.numel() for p in block.parameters()) for block in blocks), default=0
+        ),
         largest_product=max((layer.weight.numel() for layer, _ in linears), default=0),
         embedding=embedding.weight.numel(),
-        head=0 if trunk_only else lora.plain_linear(head).weight.numel(),
+        head=0 if trunk_only else lora.unwrap_linear(head).weight.numel(),
         head_trains=not trunk_only and any(p.requires_grad for p in head.parameters()),
-        tied=lora.plain_linear(head).weight is embedding.weight,
-        layers=len(blocks), hidden=hidden, inner=int(getattr(config, "intermediate_size", None) or 4 * hidden),
-        query_width=heads * head_dim, kv_width=kv_heads * head_dim, query_heads=heads,
+        tied=lora.unwrap_linear(head).weight is embedding.weight,
+        layers=len(blocks),
+        hidden=hidden,
+        inner=int(getattr(config, "intermediate_size", None) or 4 * hidden),
+        query_width=heads * head_dim,
+        kv_width=kv_heads * head_dim,
+        query_heads=heads,
         head_norms=any(name.endswith("q_norm") for name, _ in base.named_modules()),
-        ranks=_ranks(model) // max(1, len(blocks)), vocabulary=int(config.vocab_size), context=context,
-        drops_out=drops_out(model), training=_flops(part), forward=_forward_flops(part),
-    )  # fmt: skip
+        ranks=_sum_adapter_ranks(model) // max(1, len(blocks)),
+        vocabulary=int(config.vocab_size),
+        context=context,
+        drops_out=has_dropout(model),
+        training=_fit_flops(part),
+        forward=_fit_forward_flops(part),
+    )
 
 
-def experts_of(model: PreTrainedModel) -> tuple[int, int] | None:
+def count_experts(model: PreTrainedModel) -> tuple[int, int] | None:
     """Experts of a layer, and those that a token meets; None for a model without."""
-    config: Any = lora.unwrap(model).config.get_text_config()
+    config: Any = lora.unwrap_model(model).config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     count = next((found for name in names if (found := getattr(config, name, None))), None)
     met = getattr(config, "num_experts_per_tok", None)
     return (int(count), int(met)) if count and met else None
 
 
-def _blocks(base: Any) -> list[nn.Module]:
+def _list_blocks(base: Any) -> list[nn.Module]:
     layers = getattr(base.base_model, "layers", None) or getattr(base.base_model, "h", None)
     return list(layers) if layers is not None else []
 
 
-def _linear_weights(base: nn.Module, head: Any) -> Iterator[tuple[Any, bool]]:
+def _iter_linear_layers(base: nn.Module, head: Any) -> Iterator[tuple[Any, bool]]:
     """(linear layer, True = it has an adapter) of all layers but the head; adapters' own matrices are none.
 
     GPT-2's layers, transposed ones of transformers, among them.
@@ -156,33 +175,33 @@ def _linear_weights(base: nn.Module, head: Any) -> Iterator[tuple[Any, bool]]:
     from transformers.pytorch_utils import Conv1D
 
     for name, module in base.named_modules():
-        plain = lora.plain_linear(module)
+        plain = lora.unwrap_linear(module)
         if plain is module and (name.endswith(".base_layer") or ".lora_" in name):
             continue
         if isinstance(plain, nn.Linear | Conv1D) and module is not head:
             yield plain, plain is not module
 
 
-def _ranks(model: nn.Module) -> int:
+def _sum_adapter_ranks(model: nn.Module) -> int:
     return sum(p.shape[0] for name, p in model.named_parameters() if ".lora_A." in name)
 
 
-def _flops(model: nn.Module) -> Flops:
-    """The two coefficients of `step_flops`, from sequences of 1 and 2 tokens: a + b and 2 a + 4 b."""
-    one, two = step_flops(model, [1]), step_flops(model, [2])
+def _fit_flops(model: nn.Module) -> FlopsPolynomial:
+    """The two coefficients of `count_step_flops`, from sequences of 1 and 2 tokens: a + b and 2 a + 4 b."""
+    one, two = count_step_flops(model, [1]), count_step_flops(model, [2])
     per_pair = (two - 2 * one) / 2
-    return Flops(one - per_pair, per_pair)
+    return FlopsPolynomial(one - per_pair, per_pair)
 
 
-def _forward_flops(model: nn.Module) -> Flops:
-    """A third of forward and backward; with nothing to train, `step_flops` counts 4 a parameter, of which 2 forward."""
-    with _frozen(model):
-        found = _flops(model)
-    return Flops(found.per_token / 2, found.per_pair / 3)
+def _fit_forward_flops(model: nn.Module) -> FlopsPolynomial:
+    """A third of forward and backward; with nothing to train, `count_step_flops` counts 4 a parameter, of which 2 forward."""
+    with _freeze_parameters(model):
+        found = _fit_flops(model)
+    return FlopsPolynomial(found.per_token / 2, found.per_pair / 3)
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def _freeze_parameters(model: nn.Module) -> Iterator[None]:
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

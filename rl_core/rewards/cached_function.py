@@ -1,26 +1,123 @@
-"""Reward component: user-defined function that its user declared pure, so that no value is computed twice."""
+"""Cache of a reward function that its user declared pure: a value by the digest of its code and its inputs.
+
+Pure means that a sample's value follows from its own texts, tools, outcome and data row; not from other samples, nor
+from what a policy thought of it (`VARYING`), nor from anything outside. Then values with and without the cache are the
+same bits. One value found in each call is computed again, and another one is an error.
+
+Reward component: user-defined function that its user declared pure, so that no value is computed twice.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_core.errors import RewardError
-from rl_core.models.turn_states import TurnStates
-from rl_core.rewards.component import describe
-from rl_core.rewards.user_function import RewardFunction, UserReward
-from rl_core.rewards.value_cache import MISSING, ValueCache
+import torch
+
+from rl_core.errors import RewardError, SettingsError
+from rl_core.models.hidden_states import TurnEmbeddings
+from rl_core.rewards.components import describe_rollout
+from rl_core.rewards.user_function import RewardFunction, RewardSignature, UserReward
 from rl_core.settings import RewardSettings
+from rl_core.storage.manifest import digest_bytes
 from rl_core.types import Rollout
+from rl_core.user_code import digest_user_code
 
-__all__ = ["CachedReward", "user_reward"]
+# Of a trajectory, what a pure function does not look at: another policy may play the same episode, beside others.
+VARYING_FIELDS = ("policy_version", "sample", "mean_logprob", "reward", "rewards", "temperature")
+_IMPURE_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")  # arguments of TRL's functions
+_KEY_BYTES = 16  # of a key
+MISSING = object()
 
-TooMany = Callable[[int, int], bool]
+
+class ValueCache:
+    """Values of one function; at most `entries`, the oldest go first. In the checkpoint, so it survives a resume."""
+
+    def __init__(self, signature: RewardSignature, entries: int) -> None:
+        """Raises: SettingsError for a function that asks for what changes from call to call."""
+        self._signature, self.entries = signature, entries
+        for name in _IMPURE_ARGUMENTS:
+            if name in signature.passed:
+                raise SettingsError(
+                    f"reward_options.cache: '{signature.name}' asks for `{name}`, so it is not pure; leave it out"
+                )
+        self._code = _digest_code(signature.name, signature.function)
+        self._values: dict[bytes, float | None] = {}
+
+    def compute_keys(self, rollouts: Sequence[Rollout]) -> list[bytes]:
+        """Key of each rollout; the columns of all rows, which decide how a function is called, are in each."""
+        call = json.dumps([self._code, *self._signature.resolve_call_form(rollouts)]).encode()
+        return [
+            hashlib.blake2b(call + self._encode_inputs(rollout), digest_size=_KEY_BYTES).digest()
+            for rollout in rollouts
+        ]
+
+    def _encode_inputs(self, rollout: Rollout) -> bytes:
+        plain = rollout.trajectory.to_json()
+        for name in VARYING_FIELDS:
+            plain.pop(name, None)
+        if self._signature.takes_ids:
+            plain["completion_ids"] = list(rollout.completion_ids)
+        return json.dumps(plain, sort_keys=True, default=repr).encode()
+
+    def find_value(self, key: bytes) -> Any:
+        """The value: a number, None where the function gave None; MISSING where there is none."""
+        return self._values.get(key, MISSING)
+
+    def store_value(self, key: bytes, value: float | None) -> None:
+        """Keep a value."""
+        self._values[key] = value
+        while len(self._values) > self.entries:
+            del self._values[next(iter(self._values))]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Keys (uint8 [N, 16]) and values (float64 [N], NaN = None), the oldest first."""
+        values = [float("nan") if value is None else value for value in self._values.values()]
+        keys = (
+            torch.frombuffer(bytearray(b"".join(self._values)), dtype=torch.uint8)
+            if values
+            else torch.empty(0)
+        )
+        return {
+            "keys": keys.reshape(-1, _KEY_BYTES).to(torch.uint8),
+            "values": torch.tensor(values, dtype=torch.float64),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`; values of another code stay unused, as their keys are others."""
+        flat = bytes(state["keys"].reshape(-1).tolist())
+        keys = [flat[place : place + _KEY_BYTES] for place in range(0, len(flat), _KEY_BYTES)]
+        values = [None if value != value else value for value in state["values"].tolist()]
+        self._values = dict(zip(keys, values, strict=True))
 
 
-def user_reward(name: str, options: RewardSettings, function: RewardFunction | None, too_many: TooMany) -> UserReward:
+def _digest_code(name: str, function: Callable[..., Any]) -> str:
+    """Digest of the user's modules behind an import path; of a function that was handed in its source."""
+    if ":" in name:
+        found = digest_user_code([name])
+        return digest_bytes(json.dumps([name, sorted(found.items())]).encode())
+    try:
+        return digest_bytes(inspect.getsource(function).encode())
+    except (OSError, TypeError):  # written in C, a callable object, or typed at a prompt
+        return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+FailureLimit = Callable[[int, int], bool]
+
+
+def build_user_reward(
+    name: str, options: RewardSettings, function: RewardFunction | None, has_too_many: FailureLimit
+) -> UserReward:
     """The component of a function; with a cache where the settings name it. Arguments: `UserReward`."""
-    return (CachedReward if name in options.cache else UserReward)(name, options, function, too_many)
+    return (CachedReward if name in options.cache else UserReward)(
+        name, options, function, has_too_many
+    )
 
 
 class CachedReward(UserReward):
@@ -30,16 +127,24 @@ class CachedReward(UserReward):
     for which the function was not called.
     """
 
-    def __init__(self, name: str, options: RewardSettings, function: RewardFunction | None, too_many: TooMany) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: RewardSettings,
+        function: RewardFunction | None,
+        has_too_many: FailureLimit,
+    ) -> None:
         """As `UserReward`. Raises: SettingsError for a function that cannot be pure."""
-        super().__init__(name, options, function, too_many)
+        super().__init__(name, options, function, has_too_many)
         self.cache = ValueCache(self.signature, options.cache_entries)
 
-    def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float | None]:
+    def __call__(
+        self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
+    ) -> list[float | None]:
         """See `UserReward`."""
         self._batch = rollouts
-        keys = self.cache.keys(rollouts)
-        kept = {key: value for key in keys if (value := self.cache.get(key)) is not MISSING}
+        keys = self.cache.compute_keys(rollouts)
+        kept = {key: value for key in keys if (value := self.cache.find_value(key)) is not MISSING}
         checked = next((key for key in keys if key in kept), None)
         places: dict[bytes, int] = {}  # of the rollouts that the function is called with, by key
         for index, key in enumerate(keys):
@@ -50,19 +155,27 @@ class CachedReward(UserReward):
             raise RewardError(
                 f"reward '{self.name}' logs metrics, so it is not pure; take it out of reward_options.cache"
             )
-        failed = {key: self.failed[place] for place, key in enumerate(places) if place in self.failed}
-        found: dict[bytes, float | None] = {}  # None = failed, or left untried; the function's own None is in `nones`
+        failed = {
+            key: self.failed[place] for place, key in enumerate(places) if place in self.failed
+        }
+        found: dict[
+            bytes, float | None
+        ] = {}  # None = failed, or left untried; the function's own None is in `nones`
         nones = {key for key, value in kept.items() if value is None}
         for place, (key, value) in enumerate(zip(places, values, strict=True)):
             found[key] = value
             if value is not None:
                 own = None if place in self.skipped else value
                 if key == checked and own != kept[key]:
-                    raise RewardError(_impure(self.name, rollouts[places[key]], kept[key], own))
-                self.cache.put(key, own)
+                    raise RewardError(
+                        _describe_impurity(self.name, rollouts[places[key]], kept[key], own)
+                    )
+                self.cache.store_value(key, own)
                 nones |= {key} if own is None else set()
         self.failed = {index: failed[key] for index, key in enumerate(keys) if key in failed}
-        self.skipped = {index for index, key in enumerate(keys) if key in nones and key not in failed}
+        self.skipped = {
+            index for index, key in enumerate(keys) if key in nones and key not in failed
+        }
         if "skipped" in self.metrics:
             self.metrics["skipped"] = len(self.skipped) / max(1, len(keys))
         self.metrics["cached"] = 1 - len(places) / max(1, len(keys))
@@ -79,8 +192,10 @@ class CachedReward(UserReward):
             self.cache.load_state_dict(state["cache"])
 
 
-def _impure(name: str, rollout: Rollout, kept: float | None, found: float | None) -> str:
+def _describe_impurity(
+    name: str, rollout: Rollout, cached: float | None, recomputed: float | None
+) -> str:
     return (
-        f"reward '{name}' gave {found!r} for {describe(rollout)}, and {kept!r} before, so it is not pure; take it out "
+        f"reward '{name}' gave {recomputed!r} for {describe_rollout(rollout)}, and {cached!r} before, so it is not pure; take it out "
         "of reward_options.cache"
     )

@@ -11,18 +11,16 @@ from statistics import fmean
 from typing import Any
 
 from rl_core.losses.advantages import STD_FLOOR
-from rl_core.rewards.hacking_monitor import point_biserial
-from rl_core.rewards.orchestrator import WEIGHTED
+from rl_core.rewards.hacking_monitor import compute_point_biserial
+from rl_core.rewards.orchestrator import WEIGHTED_PREFIX
 from rl_core.rewards.running_stats import RunningNorm
-from rl_core.storage.checked_lines import read_checked, report_damage
+from rl_core.storage.line_logs import read_checked_lines, report_damaged_line
 
-__all__ = ["Contribution", "compared_groups", "contributions"]
-
-Row = Mapping[str, Any]  # a line of the reward record, see `rewards.record`
+RewardRow = Mapping[str, Any]  # a line of the reward record, see `rewards.record`
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
+class RewardContribution:
     """One component's part in a run's reward. Rollouts are compared within groups: those of one prompt, as a rule.
 
     share: of the differences in reward within groups that differ, mean over these groups; all components and the
@@ -38,11 +36,14 @@ class Contribution:
     ranked: float | None
     correlation: float | None
 
-    def metrics(self) -> dict[str, float]:
+    def to_metrics(self) -> dict[str, float]:
         """The numbers that are defined, by name."""
         values = {
-            "share": self.share, "alone": self.alone, "ranked": self.ranked, "correlation": self.correlation
-        }  # fmt: skip
+            "share": self.share,
+            "alone": self.alone,
+            "ranked": self.ranked,
+            "correlation": self.correlation,
+        }
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -57,7 +58,9 @@ class _ComponentSums:
     won: RunningNorm = field(default_factory=RunningNorm)
 
 
-def contributions(groups: Iterable[Sequence[Row]], names: Sequence[str]) -> dict[str, Contribution]:
+def compute_contributions(
+    groups: Iterable[Sequence[RewardRow]], names: Sequence[str]
+) -> dict[str, RewardContribution]:
     """Contribution of each named component to the rewards of `groups`; {} without a group.
 
     A group's share of a component w is cov(w, r) / var(r): the differences of the reward r = sum of the weighted w
@@ -73,35 +76,37 @@ def contributions(groups: Iterable[Sequence[Row]], names: Sequence[str]) -> dict
             continue
         played += 1
         totals = [row["reward"] for row in rows]
-        differs = _differs(totals)
+        differs = _has_spread(totals)
         differing += differs
         won = [row for row in rows if row["success"]]
         failed = [row for row in rows if not row["success"]]
         pairs += len(won) * len(failed)
         for name, sums_of in sums.items():
             if differs:
-                added = [row["rewards"][WEIGHTED + name] for row in rows]
-                sums_of.shares += _share(added, totals)
+                added = [row["rewards"][WEIGHTED_PREFIX + name] for row in rows]
+                sums_of.shares += _compute_share(added, totals)
                 others = [total - part for total, part in zip(totals, added, strict=True)]
-                sums_of.alone += not _differs(others)
+                sums_of.alone += not _has_spread(others)
             right, wrong = ([row["rewards"][name] for row in rows_of] for rows_of in (won, failed))
-            sums_of.won.update(right)
-            sums_of.failed.update(wrong)
-            sums_of.ranked += _pairs_won(right, wrong)
+            sums_of.won.add_values(right)
+            sums_of.failed.add_values(wrong)
+            sums_of.ranked += _count_won_pairs(right, wrong)
     if not played:
         return {}
     return {
-        name: Contribution(
+        name: RewardContribution(
             share=found.shares / differing if differing else None,
             alone=found.alone / played,
             ranked=found.ranked / pairs if pairs else None,
-            correlation=point_biserial(found.failed, found.won),
+            correlation=compute_point_biserial(found.failed, found.won),
         )
         for name, found in sums.items()
     }
 
 
-def compared_groups(record: Path, *, by_iteration: bool = False) -> Iterator[list[dict[str, Any]]]:
+def iter_compared_groups(
+    record: Path, *, by_iteration: bool = False
+) -> Iterator[list[dict[str, Any]]]:
     """The rollouts of a reward record that were compared with each other, group by group, in order.
 
     Args:
@@ -109,11 +114,11 @@ def compared_groups(record: Path, *, by_iteration: bool = False) -> Iterator[lis
         by_iteration: one group an iteration, for algorithms that do not compare the rollouts of one prompt.
     """
     group: list[dict[str, Any]] = []
-    for line in read_checked(record):
+    for line in read_checked_lines(record):
         if line.record is None:
-            report_damage(record, line, "the reward of one rollout is lost")
+            report_damaged_line(record, line, "the reward of one rollout is lost")
             continue
-        if group and _begins_group(group[-1], line.record, by_iteration):
+        if group and _is_new_group(group[-1], line.record, by_iteration):
             yield group
             group = []
         group.append(line.record)
@@ -121,7 +126,7 @@ def compared_groups(record: Path, *, by_iteration: bool = False) -> Iterator[lis
         yield group
 
 
-def _begins_group(last: Row, row: Row, by_iteration: bool) -> bool:
+def _is_new_group(last: RewardRow, row: RewardRow, by_iteration: bool) -> bool:
     """An episode that is drawn twice in one iteration makes two groups: samples are numbered anew."""
     if by_iteration:
         return bool(row["iteration"] != last["iteration"])
@@ -129,21 +134,32 @@ def _begins_group(last: Row, row: Row, by_iteration: bool) -> bool:
     return any(row[key] != last[key] for key in keys) or bool(row["sample"] <= last["sample"])
 
 
-def _differs(values: Sequence[float]) -> bool:
+def _has_spread(values: Sequence[float]) -> bool:
     """The unbiased deviation reaches the floor below which advantages are 0."""
     if len(values) < 2:
         return False
     mean = fmean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)) >= STD_FLOOR
+    return (
+        math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+        >= STD_FLOOR
+    )
 
 
-def _pairs_won(right: Sequence[float], wrong: Sequence[float]) -> float:
+def _count_won_pairs(right: Sequence[float], wrong: Sequence[float]) -> float:
     """Pairs of one of each in which `right` is higher; ties count half (the Mann-Whitney statistic)."""
     ordered = sorted(wrong)
-    return sum(bisect.bisect_left(ordered, value) + bisect.bisect_right(ordered, value) for value in right) / 2
+    return (
+        sum(
+            bisect.bisect_left(ordered, value) + bisect.bisect_right(ordered, value)
+            for value in right
+        )
+        / 2
+    )
 
 
-def _share(parts: Sequence[float], totals: Sequence[float]) -> float:
+def _compute_share(parts: Sequence[float], totals: Sequence[float]) -> float:
     mean_part, mean = fmean(parts), fmean(totals)
-    shared = math.fsum((part - mean_part) * (total - mean) for part, total in zip(parts, totals, strict=True))
+    shared = math.fsum(
+        (part - mean_part) * (total - mean) for part, total in zip(parts, totals, strict=True)
+    )
     return shared / math.fsum((total - mean) ** 2 for total in totals)

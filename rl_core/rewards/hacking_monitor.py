@@ -13,13 +13,11 @@ from typing import Any
 from rl_core.rewards.running_stats import RunningNorm
 from rl_core.types import Rollout
 
-__all__ = ["HackingMonitor", "point_biserial", "rise"]
-
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Iteration:
+class _IterationStats:
     """Statistics of one iteration."""
 
     reward: float  # mean of the total
@@ -45,19 +43,21 @@ class HackingMonitor:
         self.margin = margin
         self.phase = ""
         self.alarmed = False
-        self._past: deque[_Iteration] = deque(maxlen=window)
+        self._past: deque[_IterationStats] = deque(maxlen=window)
 
-    def observe(self, rollouts: Sequence[Rollout], parts: Sequence[str], phase: str = "") -> dict[str, float]:
+    def record_iteration(
+        self, rollouts: Sequence[Rollout], parts: Sequence[str], phase: str = ""
+    ) -> dict[str, float]:
         """Add the scored rollouts of one iteration, without masked ones, and return the metrics."""
         if phase != self.phase:
             self.phase, self.alarmed = phase, False
             self._past.clear()
         scored = [rollout for rollout in rollouts if not rollout.is_masked]
         if scored:
-            self._past.append(_iteration(scored, parts))
-        metrics = {"reward/alarm": float(self._alarm())}
+            self._past.append(_summarize_iteration(scored, parts))
+        metrics = {"reward/alarm": float(self._update_alarm())}
         for name in ("total", *parts):
-            correlation = self._correlation(name)
+            correlation = self._compute_correlation(name)
             if correlation is not None:
                 metrics[f"reward/correlation/{name.replace(':', '.')}"] = correlation
         return metrics
@@ -72,7 +72,10 @@ class HackingMonitor:
                     "reward": past.reward,
                     "success": past.success,
                     "total": past.total.state_dict(),
-                    "split": {name: [norm.state_dict() for norm in pair] for name, pair in past.split.items()},
+                    "split": {
+                        name: [norm.state_dict() for norm in pair]
+                        for name, pair in past.split.items()
+                    },
                 }
                 for past in self._past
             ],
@@ -83,36 +86,48 @@ class HackingMonitor:
         self.phase, self.alarmed = str(state["phase"]), bool(state["alarmed"])
         self._past.clear()
         for row in state["past"]:
-            split = {name: (_norm(failed), _norm(won)) for name, (failed, won) in row["split"].items()}
-            self._past.append(_Iteration(float(row["reward"]), float(row["success"]), _norm(row["total"]), split))
+            split = {
+                name: (_load_norm(failed), _load_norm(won))
+                for name, (failed, won) in row["split"].items()
+            }
+            self._past.append(
+                _IterationStats(
+                    float(row["reward"]), float(row["success"]), _load_norm(row["total"]), split
+                )
+            )
 
-    def _correlation(self, name: str) -> float | None:
+    def _compute_correlation(self, name: str) -> float | None:
         failed, won = RunningNorm(), RunningNorm()
         for past in self._past:
             if name in past.split:
-                failed.merge(past.split[name][0])
-                won.merge(past.split[name][1])
-        return point_biserial(failed, won)
+                failed.merge_stats(past.split[name][0])
+                won.merge_stats(past.split[name][1])
+        return compute_point_biserial(failed, won)
 
-    def _alarm(self) -> bool:
+    def _update_alarm(self) -> bool:
         before = self.alarmed
         self.alarmed = False
         if len(self._past) == self._past.maxlen:
             total = RunningNorm()
             for past in self._past:
-                total.merge(past.total)
-            reward, success = rise([p.reward for p in self._past]), rise([p.success for p in self._past])
+                total.merge_stats(past.total)
+            reward, success = (
+                compute_rise([p.reward for p in self._past]),
+                compute_rise([p.success for p in self._past]),
+            )
             self.alarmed = reward > self.margin * total.std and success < -self.margin
             if self.alarmed and not before:
                 logger.warning(
                     "the reward rose by %.3g while success fell by %.3g over %d iterations: it may be hacked; "
                     "reward/correlation/ shows which part goes against success",
-                    reward, -success, len(self._past),
-                )  # fmt: skip
+                    reward,
+                    -success,
+                    len(self._past),
+                )
         return self.alarmed
 
 
-def point_biserial(failed: RunningNorm, won: RunningNorm) -> float | None:
+def compute_point_biserial(failed: RunningNorm, won: RunningNorm) -> float | None:
     """Correlation of a number with success: (mean won - mean failed) / s sqrt(n_w n_f / n^2), s over all, biased.
 
     None where it is undefined: nothing won, nothing failed, or nothing differs.
@@ -120,8 +135,8 @@ def point_biserial(failed: RunningNorm, won: RunningNorm) -> float | None:
     if not failed.count or not won.count:
         return None
     both = RunningNorm()
-    both.merge(failed)
-    both.merge(won)
+    both.merge_stats(failed)
+    both.merge_stats(won)
     deviation = math.sqrt(both.squares / both.count)
     if deviation < 1e-12 * max(1.0, abs(both.mean)):
         return None
@@ -129,7 +144,7 @@ def point_biserial(failed: RunningNorm, won: RunningNorm) -> float | None:
     return max(-1.0, min(1.0, (won.mean - failed.mean) / deviation * share))
 
 
-def rise(values: Sequence[float]) -> float:
+def compute_rise(values: Sequence[float]) -> float:
     """Rise of the least-squares line through the values, from the first to the last; 0 for fewer than two."""
     last = len(values) - 1
     if last < 1:
@@ -141,18 +156,22 @@ def rise(values: Sequence[float]) -> float:
     return slope * last
 
 
-def _iteration(rollouts: Sequence[Rollout], parts: Sequence[str]) -> _Iteration:
+def _summarize_iteration(rollouts: Sequence[Rollout], parts: Sequence[str]) -> _IterationStats:
     totals = [rollout.reward for rollout in rollouts]
-    past = _Iteration(fmean(totals), fmean(rollout.success for rollout in rollouts), RunningNorm(totals))
+    past = _IterationStats(
+        fmean(totals), fmean(rollout.success for rollout in rollouts), RunningNorm(totals)
+    )
     for name in ("total", *parts):
         sides: tuple[list[float], list[float]] = ([], [])
         for rollout in rollouts:
-            sides[rollout.success].append(rollout.reward if name == "total" else rollout.trajectory.rewards[name])
+            sides[rollout.success].append(
+                rollout.reward if name == "total" else rollout.trajectory.rewards[name]
+            )
         past.split[name] = (RunningNorm(sides[False]), RunningNorm(sides[True]))
     return past
 
 
-def _norm(state: Mapping[str, Any]) -> RunningNorm:
+def _load_norm(state: Mapping[str, Any]) -> RunningNorm:
     norm = RunningNorm()
     norm.load_state_dict(state)
     return norm

@@ -8,35 +8,34 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rl_core.environments.answer_checks import CHECKS, make_check
-from rl_core.environments.failed_episodes import EpisodeFailures, FailedEpisode
-from rl_core.errors import RewardError, SettingsError, nearest
-from rl_core.models.turn_states import Embed, TurnStates
-from rl_core.rewards.cached_function import CachedReward, user_reward
-from rl_core.rewards.coherence import CoherenceReward
-from rl_core.rewards.component import Component, describe
-from rl_core.rewards.curiosity import CuriosityReward
-from rl_core.rewards.format import FormatReward
+from rl_core.environments.answer_checks import ANSWER_CHECKS, build_answer_check
+from rl_core.environments.failed_episodes import EpisodeFailureMonitor, FailedEpisode
+from rl_core.errors import RewardError, SettingsError, suggest_name
+from rl_core.models.hidden_states import TurnEmbedder, TurnEmbeddings
+from rl_core.rewards.cached_function import CachedReward, build_user_reward
+from rl_core.rewards.components import (
+    FormatReward,
+    LengthReward,
+    RewardComponent,
+    TaskReward,
+    ToolUseReward,
+    VerifierReward,
+    describe_rollout,
+)
 from rl_core.rewards.hacking_monitor import HackingMonitor
-from rl_core.rewards.judge import JudgeReward
-from rl_core.rewards.learned import LearnedReward, Scorer
-from rl_core.rewards.length import LengthReward
+from rl_core.rewards.model_components import JudgeReward, LearnedReward, Scorer
 from rl_core.rewards.running_stats import RunningNorm
-from rl_core.rewards.task import TaskReward
-from rl_core.rewards.tool_use import ToolUseReward
+from rl_core.rewards.state_components import CoherenceReward, CuriosityReward
 from rl_core.rewards.user_function import RewardFunction, UserReward
-from rl_core.rewards.verifier import VerifierReward
 from rl_core.settings import RewardSettings
-from rl_core.storage.faults import fault
+from rl_core.storage.faults import inject_fault
 from rl_core.types import Rollout, RolloutGroup
-
-__all__ = ["COMPONENTS", "WEIGHTED", "RewardFunction", "RewardOrchestrator"]
 
 logger = logging.getLogger(__name__)
 
-WEIGHTED = "weighted/"  # prefix of a component's name in `trajectory.rewards`, for its contribution to the total
+WEIGHTED_PREFIX = "weighted/"  # prefix of a component's name in `trajectory.rewards`, for its contribution to the total
 
-COMPONENTS: dict[str, str] = {
+REWARD_COMPONENTS: dict[str, str] = {
     "task": "what the environment gave, for the final answer above all",
     "curiosity": "how badly the state after an action was foreseen; falls on what is known",
     "coherence": "turns follow from each other, without repetition and contradiction",
@@ -78,20 +77,30 @@ class RewardOrchestrator:
         Raises: SettingsError for an unknown name, a function that cannot be imported, or `learned` without a scorer.
         """
         if not weights:
-            raise SettingsError("rewards: names no component; task: 1.0 is what the environment gives")
+            raise SettingsError(
+                "rewards: names no component; task: 1.0 is what the environment gives"
+            )
         self.options = options if options is not None else RewardSettings()
         self.seed = seed
-        self.failures = EpisodeFailures(
-            self.options.max_failed_share, setting="reward_options.max_failed_share", error=RewardError
+        self.failures = EpisodeFailureMonitor(
+            self.options.max_failed_share,
+            setting="reward_options.max_failed_share",
+            error=RewardError,
         )
         self._functions = dict(functions or {})
         self._base = {n: w for n, w in weights.items() if n != "learned" or w or scorer is not None}
         self.weights = dict(self._base)
-        self.components: dict[str, Component] = {name: self._component(name, scorer) for name in self._base}
+        self.components: dict[str, RewardComponent] = {
+            name: self._build_component(name, scorer) for name in self._base
+        }
         for name in self.options.cache:
             if name in self.components and not isinstance(self.components[name], CachedReward):
-                raise SettingsError(f"reward_options.cache: '{name}' is no function of yours, whose values can be kept")
-        self.norms = {name: RunningNorm() for name in self.options.normalise if name in self.components}
+                raise SettingsError(
+                    f"reward_options.cache: '{name}' is no function of yours, whose values can be kept"
+                )
+        self.norms = {
+            name: RunningNorm() for name in self.options.normalise if name in self.components
+        }
         self.hacking_monitor = HackingMonitor(self.options.window, self.options.alarm_margin)
 
     @property
@@ -111,15 +120,17 @@ class RewardOrchestrator:
         """Set the weights to the initial ones with these changes. Raises: SettingsError for an unknown component."""
         for name in changes:
             if name not in self._base:
-                raise SettingsError(f"rewards.{name}: no component to weigh; {nearest(name, self._base)}")
+                raise SettingsError(
+                    f"rewards.{name}: no component to weigh; {suggest_name(name, self._base)}"
+                )
         self.weights = {**self._base, **changes}
 
     def score(
         self,
         groups: Iterable[RolloutGroup],
         *,
-        embed: Embed | None = None,
-        penalties: Mapping[str, Component] | None = None,
+        embed: TurnEmbedder | None = None,
+        penalties: Mapping[str, RewardComponent] | None = None,
     ) -> dict[str, float]:
         """Write each rollout's components (raw and weighted) and total into its trajectory, and `is_masked`.
 
@@ -139,36 +150,55 @@ class RewardOrchestrator:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if not rollouts:
             return {}
-        states = self._states(rollouts, embed)
-        raw = {name: self._score(name, component, rollouts, states) for name, component in self.components.items()}
-        masked = [any(values[index] is None for values in raw.values()) for index in range(len(rollouts))]
-        self._note_failures(rollouts)
-        weighted = {name: [self.weights[name] * v for v in self._scaled(name, values)] for name, values in raw.items()}
-        penalised = self._penalties(penalties or {}, rollouts, masked)
+        states = self._compute_states(rollouts, embed)
+        raw = {
+            name: self._score_component(name, component, rollouts, states)
+            for name, component in self.components.items()
+        }
+        masked = [
+            any(values[index] is None for values in raw.values()) for index in range(len(rollouts))
+        ]
+        self._record_failures(rollouts)
+        weighted = {
+            name: [self.weights[name] * v for v in self._scale_values(name, values)]
+            for name, values in raw.items()
+        }
+        penalised = self._score_penalties(penalties or {}, rollouts, masked)
         totals: list[float | None] = []
         for index, rollout in enumerate(rollouts):
-            found = {name: value for name, values in raw.items() if (value := values[index]) is not None}
-            adds = {} if masked[index] else {WEIGHTED + name: values[index] for name, values in weighted.items()}
+            found = {
+                name: value for name, values in raw.items() if (value := values[index]) is not None
+            }
+            adds = (
+                {}
+                if masked[index]
+                else {WEIGHTED_PREFIX + name: values[index] for name, values in weighted.items()}
+            )
             taken = {name: values[index] for name, values in penalised.items() if index in values}
             # The environment's own reward stays in the record also where training does not use it.
             rollout.trajectory.rewards = {**rollout.trajectory.rewards, **found, **adds, **taken}
             rollout.is_masked = masked[index]
             totals.append(None if masked[index] else sum(taken.values(), math.fsum(adds.values())))
-        for rollout, total in zip(rollouts, _fill_masked(groups, totals), strict=True):
+        for rollout, total in zip(rollouts, _fill_masked_rewards(groups, totals), strict=True):
             rollout.trajectory.reward = total
-        fault("rewards.scored")
-        metrics = self._metrics(raw, weighted, totals)
-        return metrics | {f"reward/{name}": statistics.fmean(values.values()) for name, values in penalised.items()}
+        inject_fault("rewards.scored")
+        metrics = self._compute_metrics(raw, weighted, totals)
+        return metrics | {
+            f"reward/{name}": statistics.fmean(values.values())
+            for name, values in penalised.items()
+        }
 
     def observe(self, groups: Iterable[RolloutGroup], phase: str = "") -> dict[str, float]:
         """Metrics of the hacking monitor after an iteration's scored rollouts: reward/correlation/..., reward/alarm."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return self.hacking_monitor.observe(rollouts, list(self.components), phase)
+        return self.hacking_monitor.record_iteration(rollouts, list(self.components), phase)
 
     def state_dict(self) -> dict[str, Any]:
         """Components, running statistics, and hacking monitor. Weights follow from settings and curriculum."""
         return {
-            "components": {name: component.state_dict() for name, component in self.components.items()},
+            "components": {
+                name: component.state_dict() for name, component in self.components.items()
+            },
             "norms": {name: norm.state_dict() for name, norm in self.norms.items()},
             "watch": self.hacking_monitor.state_dict(),
         }
@@ -181,10 +211,12 @@ class RewardOrchestrator:
             norm.load_state_dict(state["norms"][name])
         self.hacking_monitor.load_state_dict(state["watch"])
 
-    def _component(self, name: str, scorer: Scorer | None) -> Component:
+    def _build_component(self, name: str, scorer: Scorer | None) -> RewardComponent:
         options = self.options
         if name in self._functions:
-            return user_reward(name, options, self._functions[name], self.failures.too_many)
+            return build_user_reward(
+                name, options, self._functions[name], self.failures.has_too_many
+            )
         made: dict[str, Any] = {
             "task": TaskReward,
             "curiosity": lambda: CuriosityReward(options.curiosity, self.seed),
@@ -192,14 +224,16 @@ class RewardOrchestrator:
             "tool_use": lambda: ToolUseReward(options.tool_use),
             "format": lambda: FormatReward(options.format),
             "length": lambda: LengthReward(options.length),
-            "judge": lambda: JudgeReward(options.judge, self.failures.too_many),
+            "judge": lambda: JudgeReward(options.judge, self.failures.has_too_many),
         }
         if name in made:
-            component: Component = made[name]()
+            component: RewardComponent = made[name]()
             return component
-        if name in CHECKS:
+        if name in ANSWER_CHECKS:
             settings = getattr(options, name)
-            return VerifierReward(make_check(name, settings), getattr(settings, "workers", 1))
+            return VerifierReward(
+                build_answer_check(name, settings), getattr(settings, "workers", 1)
+            )
         if name == "learned":
             if scorer is None:
                 raise SettingsError(
@@ -208,21 +242,29 @@ class RewardOrchestrator:
             return LearnedReward(scorer)
         if ":" not in name:
             raise SettingsError(
-                f"rewards.{name}: no such component; {nearest(name, COMPONENTS)} "
+                f"rewards.{name}: no such component; {suggest_name(name, REWARD_COMPONENTS)} "
                 "A function of yours is named by its place, 'package.module:function' or 'file.py:function'"
             )
-        return user_reward(name, options, None, self.failures.too_many)
+        return build_user_reward(name, options, None, self.failures.has_too_many)
 
-    def _states(self, rollouts: Sequence[Rollout], embed: Embed | None) -> list[TurnStates]:
+    def _compute_states(
+        self, rollouts: Sequence[Rollout], embed: TurnEmbedder | None
+    ) -> list[TurnEmbeddings]:
         if not self.needs_states:
             return []
         if embed is None:
             names = [name for name, component in self.components.items() if component.needs_states]
-            raise RewardError(f"reward '{names[0]}' needs the policy's states, but score() was given no `embed`")
+            raise RewardError(
+                f"reward '{names[0]}' needs the policy's states, but score() was given no `embed`"
+            )
         return embed(rollouts)
 
-    def _score(
-        self, name: str, component: Component, rollouts: Sequence[Rollout], states: Sequence[TurnStates]
+    def _score_component(
+        self,
+        name: str,
+        component: RewardComponent,
+        rollouts: Sequence[Rollout],
+        states: Sequence[TurnEmbeddings],
     ) -> list[float | None]:
         """Values of one component, checked."""
         if isinstance(component, UserReward):
@@ -234,24 +276,33 @@ class RewardOrchestrator:
         except Exception as error:
             raise RewardError(f"reward '{name}' raised {type(error).__name__}: {error}") from error
         for value, rollout in zip(values, rollouts, strict=True):
-            if value is None and component.failed:  # those that were left untried after too many failures too
+            if (
+                value is None and component.failed
+            ):  # those that were left untried after too many failures too
                 continue
             if value is None or not math.isfinite(value):
-                raise RewardError(f"reward '{name}' gave {value!r}, no finite number, for {describe(rollout)}")
+                raise RewardError(
+                    f"reward '{name}' gave {value!r}, no finite number, for {describe_rollout(rollout)}"
+                )
         return values
 
-    def _penalties(
-        self, penalties: Mapping[str, Component], rollouts: Sequence[Rollout], masked: Sequence[bool]
+    def _score_penalties(
+        self,
+        penalties: Mapping[str, RewardComponent],
+        rollouts: Sequence[Rollout],
+        masked: Sequence[bool],
     ) -> dict[str, dict[int, float]]:
         """Penalties of the unmasked rollouts: name -> index of the rollout -> value."""
         kept = [index for index, is_masked in enumerate(masked) if not is_masked]
         found: dict[str, dict[int, float]] = {}
         for name, penalty in penalties.items():
-            values = self._score(name, penalty, [rollouts[index] for index in kept], [])
-            found[name] = {index: value for index, value in zip(kept, values, strict=True) if value is not None}
+            values = self._score_component(name, penalty, [rollouts[index] for index in kept], [])
+            found[name] = {
+                index: value for index, value in zip(kept, values, strict=True) if value is not None
+            }
         return found
 
-    def _metrics(
+    def _compute_metrics(
         self,
         raw: Mapping[str, Sequence[float | None]],
         weighted: Mapping[str, Sequence[float]],
@@ -262,45 +313,66 @@ class RewardOrchestrator:
         metrics = {"reward/mean": statistics.fmean(known), "reward/std": statistics.pstdev(known)}
         for name, values in raw.items():
             short = name.replace(":", ".")
-            metrics[f"reward/{short}"] = statistics.fmean(value for value in values if value is not None)
-            kept = [value for value, total in zip(weighted[name], totals, strict=True) if total is not None]
+            metrics[f"reward/{short}"] = statistics.fmean(
+                value for value in values if value is not None
+            )
+            kept = [
+                value
+                for value, total in zip(weighted[name], totals, strict=True)
+                if total is not None
+            ]
             metrics[f"reward/weighted/{short}"] = statistics.fmean(kept)
-            metrics |= {f"reward/{short}/{key}": value for key, value in self.components[name].metrics.items()}
-        if any(isinstance(component, UserReward | JudgeReward) for component in self.components.values()):
+            metrics |= {
+                f"reward/{short}/{key}": value
+                for key, value in self.components[name].metrics.items()
+            }
+        if any(
+            isinstance(component, UserReward | JudgeReward)
+            for component in self.components.values()
+        ):
             metrics["reward/masked_rate"] = (len(totals) - len(known)) / len(totals)
         return metrics
 
-    def _scaled(self, name: str, values: Sequence[float | None]) -> list[float]:
+    def _scale_values(self, name: str, values: Sequence[float | None]) -> list[float]:
         """Values normalised where the settings ask for it, then clipped; 0.0 for a missing one."""
         known = [value for value in values if value is not None]
         norm, clip = self.norms.get(name), self.options.clip
         if norm is not None:
-            norm.update(known)
-            known = norm.normalise(known)
+            norm.add_values(known)
+            known = norm.normalise_values(known)
         if clip is not None:
             known = [max(-clip, min(clip, value)) for value in known]
         scaled = iter(known)
         return [0.0 if value is None else next(scaled) for value in values]
 
-    def _note_failures(self, rollouts: Sequence[Rollout]) -> None:
+    def _record_failures(self, rollouts: Sequence[Rollout]) -> None:
         """Count and keep the rollouts on which a user function failed. Raises: RewardError where they are too many."""
         failed: dict[int, FailedEpisode] = {}
         for name, component in self.components.items():
             for index, failure in component.failed.items():
                 trajectory = rollouts[index].trajectory
-                failed.setdefault(index, FailedEpisode(trajectory, [], f"reward '{name}'", *failure))
+                failed.setdefault(
+                    index, FailedEpisode(trajectory, [], f"reward '{name}'", *failure)
+                )
         episodes = [failed[index] for index in sorted(failed)]
-        level = logging.INFO if self.failures.total else logging.WARNING  # the metrics count the later ones
-        self.failures.close(episodes, len(rollouts))
+        level = (
+            logging.INFO if self.failures.total else logging.WARNING
+        )  # the metrics count the later ones
+        self.failures.close_collection(episodes, len(rollouts))
         if episodes:
             logger.log(
                 level,
                 "%d of %d samples could not be scored and are masked; the first: %s: %s",
-                len(episodes), len(rollouts), episodes[0].place, episodes[0].what,
-            )  # fmt: skip
+                len(episodes),
+                len(rollouts),
+                episodes[0].episode_label,
+                episodes[0].failure_label,
+            )
 
 
-def _fill_masked(groups: Iterable[RolloutGroup], totals: Sequence[float | None]) -> list[float]:
+def _fill_masked_rewards(
+    groups: Iterable[RolloutGroup], totals: Sequence[float | None]
+) -> list[float]:
     """Totals in which a masked rollout (None) has the mean of its group's others; of all others where it has none."""
     overall = statistics.fmean(total for total in totals if total is not None)
     filled: list[float] = []

@@ -9,12 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rl_core.storage.checked_lines import read_checked, report_damage, sealed
-from rl_core.storage.faults import fault
-from rl_core.storage.single_files import append_bytes, truncate_file, write_text_unsynced
+from rl_core.storage.atomic_files import append_bytes, truncate_file, write_text_unsynced
+from rl_core.storage.faults import inject_fault
+from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.types import Rollout
-
-__all__ = ["RecentRollouts", "RewardRecord", "record_all"]
 
 
 class RewardRecord:
@@ -30,13 +28,18 @@ class RewardRecord:
     def __call__(self, iteration: int, rollouts: Iterable[Rollout]) -> None:
         """Write the rollouts of one iteration."""
         if not self._opened:
-            self._drop_from(iteration)
+            self._truncate_from_iteration(iteration)
             self._opened = True
-        lines = b"".join(sealed(_row(iteration, rollout), allow_nan=True) for rollout in rollouts)
-        append_bytes(self.path, lines, synced=True)  # a checkpoint that follows says that they were written
-        fault("rewards.recorded")
+        lines = b"".join(
+            encode_checked_line(_build_row(iteration, rollout), allow_nan=True)
+            for rollout in rollouts
+        )
+        append_bytes(
+            self.path, lines, synced=True
+        )  # a checkpoint that follows says that they were written
+        inject_fault("rewards.recorded")
 
-    def _drop_from(self, iteration: int) -> None:
+    def _truncate_from_iteration(self, iteration: int) -> None:
         """Cut the file before the first line of that iteration, or before a last line torn by a crash.
 
         A damaged line in the middle is named and stays: readers leave it out, and the lines behind it are kept.
@@ -44,21 +47,21 @@ class RewardRecord:
         if not self.path.is_file():
             return
         place = 0
-        for line in read_checked(self.path):
+        for line in read_checked_lines(self.path):
             if line.record is None:
-                report_damage(self.path, line, "the reward of one rollout is lost")
-            elif _number(line.record.get("iteration")) >= iteration:
+                report_damaged_line(self.path, line, "the reward of one rollout is lost")
+            elif _parse_iteration(line.record.get("iteration")) >= iteration:
                 break
             place = line.end
         truncate_file(self.path, place)
-        fault("rewards.cut")
+        inject_fault("rewards.cut")
 
 
-def _number(value: object) -> float:
+def _parse_iteration(value: object) -> float:
     return value if isinstance(value, int | float) else -math.inf
 
 
-def _row(iteration: int, rollout: Rollout) -> dict[str, object]:
+def _build_row(iteration: int, rollout: Rollout) -> dict[str, object]:
     trajectory = rollout.trajectory
     return {
         "iteration": iteration,
@@ -69,16 +72,19 @@ def _row(iteration: int, rollout: Rollout) -> dict[str, object]:
         "reward": rollout.reward,
         "masked": rollout.is_masked,
         "rewards": trajectory.rewards,
-        "turns": _turn_digests(rollout),
+        "turns": _digest_turns(rollout),
     }
 
 
-def _turn_digests(rollout: Rollout) -> list[str]:
+def _digest_turns(rollout: Rollout) -> list[str]:
     """Short digests of opening, action, observation, action, ...: where two plays of an episode part, and by whom."""
     texts = [repr(rollout.prompt_ids)]
     for turn in rollout.trajectory.turns:
         texts += [turn.action, repr((turn.observation, turn.tool_call, turn.is_error))]
-    return [hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=4).hexdigest() for text in texts]
+    return [
+        hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=4).hexdigest()
+        for text in texts
+    ]
 
 
 class RecentRollouts:
@@ -102,7 +108,9 @@ class RecentRollouts:
         write_text_unsynced(self.path, "".join(self._blocks))
 
 
-def record_all(*records: Callable[[int, list[Rollout]], None]) -> Callable[[int, Iterable[Rollout]], None]:
+def build_combined_record(
+    *records: Callable[[int, list[Rollout]], None],
+) -> Callable[[int, Iterable[Rollout]], None]:
     """A record that passes every iteration on to each of `records`."""
 
     def record(iteration: int, rollouts: Iterable[Rollout]) -> None:

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["RunningNorm"]
-
 
 class RunningNorm:
     """Mean and standard deviation of everything seen, merged batch by batch.
@@ -19,7 +17,7 @@ class RunningNorm:
         self.count = 0
         self.mean = 0.0
         self.squares = 0.0  # sum of (x - mean)^2
-        self.update(values)
+        self.add_values(values)
 
     @property
     def std(self) -> float:
@@ -31,19 +29,19 @@ class RunningNorm:
         """Root mean square; 0 without values."""
         return math.sqrt(self.mean**2 + self.squares / self.count) if self.count else 0.0
 
-    def update(self, values: Sequence[float]) -> None:
+    def add_values(self, values: Sequence[float]) -> None:
         """Add a batch."""
         if not values:
             return
         count, mean = len(values), math.fsum(values) / len(values)
-        self._merge(count, mean, math.fsum((value - mean) ** 2 for value in values))
+        self._merge_sums(count, mean, math.fsum((value - mean) ** 2 for value in values))
 
-    def merge(self, other: RunningNorm) -> None:
+    def merge_stats(self, other: RunningNorm) -> None:
         """Add everything that another one has seen."""
         if other.count:
-            self._merge(other.count, other.mean, other.squares)
+            self._merge_sums(other.count, other.mean, other.squares)
 
-    def normalise(self, values: Sequence[float], eps: float = 1e-8) -> list[float]:
+    def normalise_values(self, values: Sequence[float], eps: float = 1e-8) -> list[float]:
         """(x - mean) / std; 0 while the deviation is 0."""
         return [(value - self.mean) / self.std if self.std > eps else 0.0 for value in values]
 
@@ -53,9 +51,13 @@ class RunningNorm:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
-        self.count, self.mean, self.squares = int(state["count"]), float(state["mean"]), float(state["squares"])
+        self.count, self.mean, self.squares = (
+            int(state["count"]),
+            float(state["mean"]),
+            float(state["squares"]),
+        )
 
-    def _merge(self, count: int, mean: float, squares: float) -> None:
+    def _merge_sums(self, count: int, mean: float, squares: float) -> None:
         total = self.count + count
         difference = mean - self.mean
         self.squares += squares + difference**2 * self.count * count / total

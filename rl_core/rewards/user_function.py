@@ -1,32 +1,202 @@
-"""Reward component: user-defined function, run in a thread with a timeout and output validation."""
+"""Calls of a user's reward function: by its own signature, or by TRL's.
+
+    own     def correct(trajectories, answer, level):          columns of the rows by name, one list each
+    TRL     def correct(prompts, completions, answer, **kwargs):   everything by name, as GRPOTrainer calls it
+
+A function with a parameter `completions` is TRL's; any other takes the trajectories first. Both may be asynchronous.
+Source: TRL 1.16, trl/trainer/grpo_trainer.py, `_calculate_rewards`.
+
+Reward component: user-defined function, run in a thread with a timeout and output validation.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
-from rl_core.environments.failed_episodes import error_trace
-from rl_core.errors import RewardError, SettingsError
-from rl_core.importing import import_named
-from rl_core.models.turn_states import TurnStates
-from rl_core.rewards.component import Component, SampleFailure
-from rl_core.rewards.signature import Signature
+from rl_core.environments.failed_episodes import format_error_trace
+from rl_core.errors import RewardError, SettingsError, suggest_name
+from rl_core.models.hidden_states import TurnEmbeddings
+from rl_core.rewards.components import RewardComponent, SampleFailure
 from rl_core.settings import RewardSettings
-from rl_core.time_limits import CallTimeout, TooManyHung, call_within
-from rl_core.types import Rollout
+from rl_core.time_limits import CallTimeout, TooManyHungCalls, call_with_timeout
+from rl_core.types import Message, Rollout, Trajectory
+from rl_core.user_code import import_object
 
-__all__ = ["RewardFunction", "UserReward", "import_function"]
+_POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+# What TRL hands over besides the columns of the data set.
+_TRL_ARGUMENTS = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
+_NOT_PASSED_BY_TRL = ("prompt", "completion", "completion_ids")
+_UNKNOWN_TO_TRL = ("environments",)
+
+
+class RewardSignature:
+    """The way in which one reward function is called."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        """`name`: for messages. Raises: SettingsError for a function that takes no trajectories."""
+        self.function, self.name = function, name
+        self.logged: dict[
+            str, list[float]
+        ] = {}  # what a function of TRL's logged in its last calls
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):  # written in C: it shows no parameters
+            parameters = [inspect.Parameter("trajectories", inspect.Parameter.POSITIONAL_ONLY)]
+        self.passed: list[str] = []  # arguments of TRL's, besides columns, that it names
+        self.is_trl = any(parameter.name == "completions" for parameter in parameters)
+        self.takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        if self.is_trl:
+            self.passed = [p.name for p in named if p.name in _TRL_ARGUMENTS]
+            wanted = [p for p in named if p.name not in _TRL_ARGUMENTS]
+        else:
+            if not any(
+                p.kind in _POSITIONAL_KINDS or p.kind is p.VAR_POSITIONAL for p in parameters
+            ):
+                raise SettingsError(
+                    f"reward '{name}' takes {inspect.signature(function)}; its first argument is the list of "
+                    "trajectories, or name `completions` as TRL's do"
+                )
+            wanted = named[1:] if named and named[0].kind in _POSITIONAL_KINDS else named
+            self._first = named[0].name if len(wanted) < len(named) else ""
+        self.needed = [p.name for p in wanted if p.default is p.empty]
+        self.optional = [p.name for p in wanted if p.default is not p.empty]
+        if not self.is_trl and self.needed and {"prompts", "completion"} & set(self.needed):
+            raise SettingsError(
+                f"reward '{name}' takes {inspect.signature(function)}; TRL's signature has `completions`, this "
+                "library's own begins with the list of trajectories"
+            )
+
+    def check_columns(self, columns: Sequence[str] | None) -> None:
+        """Raise SettingsError where the function asks for a column that no row has; `columns`: None = not known."""
+        if columns is None:
+            return
+        for wanted in self.needed:
+            if wanted in columns:
+                continue
+            if self.is_trl and wanted in _UNKNOWN_TO_TRL:
+                raise SettingsError(
+                    f"reward '{self.name}' asks for `{wanted}`, which is of TRL's own environments"
+                )
+            if not columns:
+                raise SettingsError(
+                    f"reward '{self.name}' asks for the column '{wanted}', but the environment's episodes are no rows "
+                    "of data; environment: {name: prompts, options: {path: FILE}} has columns"
+                )
+            raise SettingsError(
+                f"reward '{self.name}' asks for the column '{wanted}', but the rows have {', '.join(columns)}; "
+                f"{suggest_name(wanted, columns)}"
+            )
+
+    @property
+    def takes_ids(self) -> bool:
+        """True = it gets the completions' token ids."""
+        return self.is_trl and (self.takes_all or "completion_ids" in self.passed)
+
+    def resolve_call_form(self, rollouts: Sequence[Rollout]) -> tuple[list[str], bool]:
+        """The batch's part in the call: columns of its rows; True = prompts and completions are messages."""
+        rows = [rollout.trajectory.row for rollout in rollouts]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        return columns, all(isinstance(row.get("prompt"), list) for row in rows)
+
+    def call_function(self, rollouts: Sequence[Rollout], batch: Sequence[Rollout] = ()) -> Any:
+        """Return value of the function for these rollouts; a coroutine is run to its end.
+
+        batch: rollouts that decide the way of calling, of which these are some; () = these.
+        """
+        trajectories = [rollout.trajectory for rollout in rollouts]
+        columns, conversational = self.resolve_call_form(batch or rollouts)
+        self.check_columns(columns)
+        if self.is_trl:
+            values = self.function(
+                **self._build_trl_arguments(rollouts, trajectories, columns, conversational)
+            )
+        else:
+            taken = [name for name in columns if self._is_accepted(name) and name != self._first]
+            values = self.function(
+                trajectories, **{name: _collect_column(trajectories, name) for name in taken}
+            )
+        return asyncio.run(_await_value(values)) if inspect.isawaitable(values) else values
+
+    def _build_trl_arguments(
+        self,
+        rollouts: Sequence[Rollout],
+        trajectories: Sequence[Trajectory],
+        columns: Sequence[str],
+        conversational: bool,
+    ) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "prompts": [_format_prompt(trajectory, conversational) for trajectory in trajectories],
+            "completions": [
+                _format_completion(trajectory, conversational) for trajectory in trajectories
+            ],
+            "completion_ids": [list(rollout.completion_ids) for rollout in rollouts],
+            "trainer_state": SimpleNamespace(
+                global_step=max((t.policy_version for t in trajectories), default=0)
+            ),
+            "log_extra": lambda *_, **__: None,  # columns of TRL's table of completions
+            "log_metric": lambda name, value: self.logged.setdefault(name, []).append(float(value)),
+        }
+        passed = values if self.takes_all else {name: values[name] for name in self.passed}
+        for name in columns:
+            if name not in _NOT_PASSED_BY_TRL and self._is_accepted(name):
+                passed[name] = _collect_column(trajectories, name)
+        return passed
+
+    def _is_accepted(self, column: str) -> bool:
+        return self.takes_all or column in self.needed or column in self.optional
+
+
+def _collect_column(trajectories: Sequence[Trajectory], name: str) -> list[Any]:
+    """Values of one column; None where a row has none."""
+    return [trajectory.row.get(name) for trajectory in trajectories]
+
+
+def _format_prompt(trajectory: Trajectory, conversational: bool) -> Any:
+    return (
+        trajectory.row["prompt"]
+        if conversational
+        else trajectory.row.get("prompt", trajectory.prompt)
+    )
+
+
+def _format_completion(trajectory: Trajectory, conversational: bool) -> Any:
+    """Text of a completion, or its messages: the policy's turns and what tools answered."""
+    if not conversational:
+        return trajectory.completion
+    messages: list[Message] = []
+    for turn in trajectory.turns:
+        messages.append(Message(role="assistant", content=turn.action))
+        if turn.observation is not None:
+            messages.append(Message(role="tool", content=turn.observation))
+    return messages
+
+
+async def _await_value(value: Any) -> Any:
+    return await value
+
 
 RewardFunction = Callable[..., Any]  # written by a user; see `signature` for its arguments
 
 
-class _Failure(Exception):
+class _CallFailure(Exception):
     """A call that returned no list; the message continues "reward 'name' ..."."""
 
 
-class UserReward(Component):
+class UserReward(RewardComponent):
     """A function at 'package.module:function' or 'file.py:function' that gives one number for each trajectory.
 
     Its arguments: `rewards.signature`. A None that a function of TRL's gives means there that it does not apply: it
@@ -35,7 +205,7 @@ class UserReward(Component):
     It runs in a thread of its own, which is made to end after `timeout_s` (`rl_core.time_limits`: one that waits in C
     goes on until that returns; with MAX_HUNG of them the stage ends). Where a call fails, the samples are tried one at
     a time; those that fail alone are in `failed`, and the others are scored together, so that a function may still
-    compare its samples. As soon as `too_many` failed, the rest is left untried and without a value.
+    compare its samples. As soon as `has_too_many` failed, the rest is left untried and without a value.
     A wrong number of values, or a failure of no sample in particular, is an error.
     """
 
@@ -44,7 +214,7 @@ class UserReward(Component):
         name: str,
         options: RewardSettings,
         function: RewardFunction | None = None,
-        too_many: Callable[[int, int], bool] = lambda failed, played: failed > 0,
+        has_too_many: Callable[[int, int], bool] = lambda failed, played: failed > 0,
     ) -> None:
         """Look the function up.
 
@@ -56,67 +226,83 @@ class UserReward(Component):
         super().__init__()
         self.name = name
         self.options = options
-        self.signature = Signature(import_function(name) if function is None else function, name)
-        self._too_many = too_many
-        self._batch: Sequence[Rollout] = ()  # that decides the way of calling; () = the rollouts of each call
-        self.skipped: set[int] = set()  # of the last call, by index of the rollout: the function gave None
+        self.signature = RewardSignature(
+            import_reward_function(name) if function is None else function, name
+        )
+        self._has_too_many = has_too_many
+        self._batch: Sequence[
+            Rollout
+        ] = ()  # that decides the way of calling; () = the rollouts of each call
+        self.skipped: set[int] = (
+            set()
+        )  # of the last call, by index of the rollout: the function gave None
 
-    def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float | None]:
+    def __call__(
+        self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
+    ) -> list[float | None]:
         """One number for each rollout; None = it failed. Raises: RewardError naming the function."""
         self.failed, self.skipped = {}, set()
         self.signature.logged.clear()
         try:
-            values = self._call(rollouts)
-        except _Failure as failure:
-            return self._one_by_one(rollouts, failure)
+            values = self._call_function(rollouts)
+        except _CallFailure as failure:
+            return self._score_individually(rollouts, failure)
         if self.signature.is_trl:
             self.metrics = {"skipped": sum(value is None for value in values) / max(1, len(values))}
             self.metrics |= {name: fmean(logged) for name, logged in self.signature.logged.items()}
-        return self._checked(values, range(len(rollouts)))
+        return self._check_values(values, range(len(rollouts)))
 
     def check_columns(self, columns: Sequence[str] | None) -> None:
         """See `Component`."""
-        self.signature.check(columns)
+        self.signature.check_columns(columns)
 
-    def _call(self, rollouts: Sequence[Rollout]) -> list[Any]:
+    def _call_function(self, rollouts: Sequence[Rollout]) -> list[Any]:
         """Return value of the function. Raises: _Failure when it raises, hangs, or returns no list."""
         seconds, name = self.options.timeout_s, f"reward {self.name}"
         try:
             if seconds is None:
-                return _as_list(self.signature.call, rollouts, self._batch)
-            return call_within(seconds, name, _as_list, self.signature.call, rollouts, self._batch)
-        except _Failure:
+                return _collect_values(self.signature.call_function, rollouts, self._batch)
+            return call_with_timeout(
+                seconds, name, _collect_values, self.signature.call_function, rollouts, self._batch
+            )
+        except _CallFailure:
             raise
-        except TooManyHung as error:
+        except TooManyHungCalls as error:
             raise RewardError(str(error)) from error
         except CallTimeout as error:
-            raise _Failure(f"did not return within {seconds:g} s (reward_options.timeout_s)") from error
+            raise _CallFailure(
+                f"did not return within {seconds:g} s (reward_options.timeout_s)"
+            ) from error
         except (Exception, SystemExit) as error:  # SystemExit: a reward must not end the run
-            raise _Failure(f"raised {type(error).__name__}: {error}") from error
+            raise _CallFailure(f"raised {type(error).__name__}: {error}") from error
 
-    def _checked(self, values: Sequence[Any], indices: Sequence[int]) -> list[float | None]:
+    def _check_values(self, values: Sequence[Any], indices: Sequence[int]) -> list[float | None]:
         """The values of the samples `indices` as numbers; None for those that are none, which are noted."""
         if len(values) != len(indices):
-            raise RewardError(f"reward '{self.name}' gave {len(values)} values for {len(indices)} trajectories")
+            raise RewardError(
+                f"reward '{self.name}' gave {len(values)} values for {len(indices)} trajectories"
+            )
         checked: list[float | None] = []
         for value, index in zip(values, indices, strict=True):
             if value is None and self.signature.is_trl:
                 self.skipped.add(index)
-            number = 0.0 if index in self.skipped else _finite(value)
+            number = 0.0 if index in self.skipped else _parse_finite(value)
             if number is None:
                 self.failed[index] = SampleFailure(f"gave {value!r}, no finite number")
             checked.append(number)
         return checked
 
-    def _one_by_one(self, rollouts: Sequence[Rollout], failure: _Failure) -> list[float | None]:
+    def _score_individually(
+        self, rollouts: Sequence[Rollout], failure: _CallFailure
+    ) -> list[float | None]:
         """Values of the samples that pass, None for those that fail alone."""
         for index, rollout in enumerate(rollouts):
             try:
-                self._call([rollout])
-            except _Failure as own:
-                trace = error_trace(own.__cause__) if own.__cause__ is not None else ""
+                self._call_function([rollout])
+            except _CallFailure as own:
+                trace = format_error_trace(own.__cause__) if own.__cause__ is not None else ""
                 self.failed[index] = SampleFailure(str(own), trace)
-                if self._too_many(len(self.failed), max(len(rollouts), len(self._batch))):
+                if self._has_too_many(len(self.failed), max(len(rollouts), len(self._batch))):
                     return [None] * len(rollouts)
         passing = [index for index in range(len(rollouts)) if index not in self.failed]
         if not self.failed:
@@ -124,8 +310,10 @@ class UserReward(Component):
                 f"reward '{self.name}' {failure}, though it takes each sample alone"
             ) from failure.__cause__
         try:
-            values = self._checked(self._call([rollouts[index] for index in passing]), passing)
-        except _Failure as again:
+            values = self._check_values(
+                self._call_function([rollouts[index] for index in passing]), passing
+            )
+        except _CallFailure as again:
             raise RewardError(
                 f"reward '{self.name}' {again}, without the samples that fail alone too"
             ) from again.__cause__
@@ -133,14 +321,16 @@ class UserReward(Component):
         return [found.get(index) for index in range(len(rollouts))]
 
 
-def _as_list(call: Callable[..., Any], rollouts: Sequence[Rollout], batch: Sequence[Rollout]) -> list[Any]:
+def _collect_values(
+    call: Callable[..., Any], rollouts: Sequence[Rollout], batch: Sequence[Rollout]
+) -> list[Any]:
     values = call(rollouts, batch)
     if not isinstance(values, Iterable):
-        raise _Failure(f"gave {type(values).__name__}, expected a list of numbers")
+        raise _CallFailure(f"gave {type(values).__name__}, expected a list of numbers")
     return list(values)
 
 
-def _finite(value: Any) -> float | None:
+def _parse_finite(value: Any) -> float | None:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -148,10 +338,12 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def import_function(path: str) -> RewardFunction:
+def import_reward_function(path: str) -> RewardFunction:
     """The function at an import path or in a file. Raises: SettingsError."""
-    function = import_named(path, f"rewards.{path}")
+    function = import_object(path, f"rewards.{path}")
     if not callable(function):
         name = path.partition(":")[2]
-        raise SettingsError(f"rewards.{path}: no function '{name}' there, but a {type(function).__name__} of that name")
+        raise SettingsError(
+            f"rewards.{path}: no function '{name}' there, but a {type(function).__name__} of that name"
+        )
     return function

@@ -1,33 +1,306 @@
-"""Rollout workers as Ray actors (`ray_session.py`)."""
+"""One Ray of this process: started on the loopback interface, or joined by its address; its actors and their results.
+
+The only module that imports Ray, and only within functions.
+
+Rollout workers as Ray actors (`ray_session.py`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rl_core.errors import SettingsError, WorkerFailed
-from rl_core.machine_memory import free_memory
-from rl_core.rollout_workers.ray_session import LEAST_STORE, RaySession
+from rl_core.machine_memory import measure_free_memory
+from rl_core.rollout_workers.cluster import WorkerLost
 from rl_core.settings import RolloutSettings
-from rl_core.settings.rollouts import check_ray
+from rl_core.settings.rollouts import check_ray_installed
+from rl_core.storage.session_resources import SessionFolder, remove_stale_session_folders
 
-__all__ = ["RayCluster", "check_store"]
+MIN_OBJECT_STORE_BYTES = 80 * 2**20  # Ray refuses less than 75 MiB
+MAX_START_ATTEMPTS = 3  # attempts to start Ray, which gives up after 30 s where the machine is busy
+COMPARED_PACKAGES = ("torch", "transformers")  # whose versions have to be the same on every node
+NODE_REPLY_TIMEOUT_S = (
+    120.0  # for nodes to say what they have installed: each starts a process for it
+)
+CONNECT_TIMEOUT_S = 3.0  # for a cluster's address to take a connection
+_BUSY_MESSAGES = (
+    "timed out",
+    "connect to GCS",
+)  # in the text of a start that a busy machine was too slow for
+# Ray listens on the address that it finds for this machine; a Ray of our own stays on the loopback interface.
+_LOCAL_ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+}
+
+
+def check_cluster_address(address: str, key: str = "rollouts.address") -> None:
+    """Raises: SettingsError for host:port that takes no connection; `auto` is looked up when Ray starts."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError, ValueError) as error:
+        raise SettingsError(
+            f"{key}: no Ray cluster answers at {address} within {CONNECT_TIMEOUT_S:g} s ({error}); start one with "
+            "`ray start --head`, or leave the address out"
+        ) from error
+
+
+class RaySession:
+    """A Ray of the process's own, or a running one."""
+
+    def __init__(self, address: str | None, cpus: int, key: str = "rollouts.address") -> None:
+        """Nothing is started yet.
+
+        Args:
+            address: of a running cluster, or `auto`; None = one of its own. cpus: that one of its own hands out.
+            key: name of the setting, for messages.
+        """
+        self.address, self._cpus, self._key = address, cpus, key
+        self._ray: Any = None
+        self._session: SessionFolder | None = None
+        self._handles: list[Any] = []
+
+    def connect_ray(self, store: int = MIN_OBJECT_STORE_BYTES) -> None:
+        """Start Ray on the loopback interface with an object store of so many bytes, or join the cluster.
+
+        Raises: SettingsError; WorkerFailed where it does not start.
+        """
+        if self._ray is not None:
+            return
+        with _preserve_signal_handlers():
+            if self.address is None:
+                self._start_local_ray(store)
+            else:
+                self._join_cluster(self.address)
+
+    def _start_local_ray(self, store: int) -> None:
+        remove_stale_session_folders()
+        self._session = SessionFolder()
+        with _set_environment(
+            {**_LOCAL_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        ):
+            ray = importlib.import_module("ray")
+            self._refuse_initialized_ray(ray)
+            for left in reversed(range(MAX_START_ATTEMPTS)):
+                try:
+                    ray.init(
+                        include_dashboard=False,
+                        num_cpus=self._cpus,
+                        object_store_memory=store,
+                        _temp_dir=str(self._session.path),
+                        log_to_driver=False,
+                        configure_logging=False,
+                        address="local",
+                    )
+                    break
+                except (
+                    Exception
+                ) as error:  # Ray's own class for it: its node was not there within 30 s
+                    if not any(sign in str(error) for sign in _BUSY_MESSAGES):
+                        raise
+                    ray.shutdown()
+                    if not left:
+                        raise WorkerFailed(
+                            f"Ray did not start in {MAX_START_ATTEMPTS} attempts ({_format_first_line(error)}): this machine is too busy, "
+                            "or out of memory; the same command tries again"
+                        ) from error
+        self._ray = ray
+
+    def _join_cluster(self, address: str) -> None:
+        check_cluster_address(address, self._key)
+        with _set_environment({"RAY_USAGE_STATS_ENABLED": "0"}):
+            ray = importlib.import_module("ray")
+            self._refuse_initialized_ray(ray)
+            try:
+                ray.init(address=address, log_to_driver=False, configure_logging=False)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                line = " ".join(str(error).split())[:400]
+                if "ersion" in line:
+                    raise SettingsError(
+                        f"{self._key}: the cluster at {address} has other versions than this process: {line}; "
+                        "install the same constraints.txt on every node"
+                    ) from error
+                raise SettingsError(
+                    f"{self._key}: the cluster at {address} cannot be joined: {line}"
+                ) from error
+        self._ray = ray
+
+    def _refuse_initialized_ray(self, ray: Any) -> None:
+        if ray.is_initialized():
+            raise SettingsError(
+                f"{self._key.partition('.')[0]}: this process uses Ray already; end that by ray.shutdown() before, or "
+                f"give its address as {self._key} in a process of its own"
+            )
+
+    def list_node_resources(self) -> list[Mapping[str, float]]:
+        """Resources of each living node: CPU, GPU, memory in bytes."""
+        return [dict(node["Resources"]) for node in self._ray.nodes() if node["Alive"]]
+
+    def check_node_versions(self) -> None:
+        """Ask every living node what it has installed. Raises: SettingsError for one with other versions, or none."""
+
+        def installed(
+            names: Sequence[str],
+        ) -> dict[str, str]:  # within: a node without posttrain can run it
+            import importlib.metadata
+            import os
+            import sys
+
+            found = {"": os.uname().nodename, "Python": ".".join(map(str, sys.version_info[:2]))}
+            for name in names:
+                try:
+                    found[name] = importlib.metadata.version(name)
+                except importlib.metadata.PackageNotFoundError:
+                    found[name] = "not installed"
+            return found
+
+        here = installed(COMPARED_PACKAGES)
+        affinity = importlib.import_module(
+            "ray.util.scheduling_strategies"
+        ).NodeAffinitySchedulingStrategy
+        task = self._ray.remote(num_cpus=0, max_retries=0)(installed)
+        nodes = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
+        calls = [
+            task.options(scheduling_strategy=affinity(node, soft=False)).remote(COMPARED_PACKAGES)
+            for node in nodes
+        ]
+        silent = list(calls)
+        end = time.monotonic() + NODE_REPLY_TIMEOUT_S
+        while silent and (left := end - time.monotonic()) > 0:
+            for call in self.wait_for_calls(silent, left):
+                silent.remove(call)
+                there = self.fetch_result(call)
+                for name in ("Python", *COMPARED_PACKAGES):
+                    if there[name] != here[name]:
+                        raise SettingsError(
+                            f"{self._key}: a node of the cluster ({there['']}) has {name} {there[name]}, this process "
+                            f"{here[name]}; install the same constraints.txt on every node"
+                        )
+        if silent:
+            raise SettingsError(
+                f"{self._key}: {len(silent)} of {len(calls)} nodes of the cluster did not say within {NODE_REPLY_TIMEOUT_S:g} s "
+                "what they have installed; look at `ray status`"
+            )
+
+    def create_actor(self, kind: type, *arguments: Any, **options: Any) -> Any:
+        """A new actor of this class, never restarted by Ray. `options`: its resources, see `ray.remote`."""
+        made = self._ray.remote(
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy="SPREAD" if self.address is not None else "DEFAULT",
+            **options,
+        )(kind)
+        handle = made.remote(*arguments)
+        self._handles.append(handle)
+        return handle
+
+    def wait_for_calls(self, calls: Sequence[Any], timeout_s: float) -> list[Any]:
+        """See `WorkerCluster`."""
+        if not calls:
+            return []
+        return list(self._ray.wait(list(calls), num_returns=1, timeout=timeout_s)[0])
+
+    def fetch_result(self, call: Any) -> Any:
+        """See `WorkerCluster`."""
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(call)
+        except errors.RayActorError as error:
+            raise WorkerLost(_format_first_line(error)) from error
+        except (
+            errors.ObjectLostError,
+            errors.OutOfMemoryError,
+            errors.WorkerCrashedError,
+        ) as error:
+            raise WorkerLost(_format_first_line(error)) from error
+        except errors.RayError as error:
+            raise WorkerFailed(f"a worker on Ray failed: {_format_first_line(error)}") from error
+
+    def stop_worker(self, worker: Any) -> None:
+        """See `WorkerCluster`."""
+        with contextlib.suppress(Exception):
+            self._ray.kill(worker)
+        if worker in self._handles:
+            self._handles.remove(worker)
+
+    def close(self) -> None:
+        """See `WorkerCluster`."""
+        if self._ray is not None:
+            for handle in list(self._handles):
+                self.stop_worker(handle)
+            with _preserve_signal_handlers():
+                self._ray.shutdown()
+        self._ray = None
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+
+
+def _format_first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+@contextlib.contextmanager
+def _set_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables inside, put back afterwards."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _preserve_signal_handlers() -> Iterator[None]:
+    """Signal handlers put back afterwards: Ray installs one that ends the process at SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
 
 MIB = 2**20
-_WATCH = "watch"  # group of the actor's methods that are answered beside a call that takes long
-_BESIDE = "beside"  # group of those that wait
-SLACK = 64 * MIB  # tasks, rollouts on their way back
+_PING_GROUP = (
+    "watch"  # group of the actor's methods that are answered beside a call that takes long
+)
+_BLOCKING_GROUP = "beside"  # group of those that wait
+OBJECT_STORE_SLACK = 64 * MIB  # tasks, rollouts on their way back
 
 
-def check_store(num_bytes: int, shared_memory: str = "/dev/shm") -> int:
+def check_object_store(num_bytes: int, shared_memory: str = "/dev/shm") -> int:
     """Bytes of the object store for values of this size.
 
     Raises: SettingsError where this machine's shared memory or free memory is less.
     """
-    needed = max(LEAST_STORE, num_bytes + SLACK)
+    needed = max(MIN_OBJECT_STORE_BYTES, num_bytes + OBJECT_STORE_SLACK)
     room = shutil.disk_usage(shared_memory).free if os.path.isdir(shared_memory) else 0
-    free = min(room, free_memory())
+    free = min(room, measure_free_memory())
     if needed > free:
         raise SettingsError(
             f"rollouts.workers: Ray's object store needs {needed / MIB:,.0f} MiB for the weights, and this machine has "
@@ -41,50 +314,57 @@ class RayCluster(RaySession):
     """A `WorkerCluster` on Ray: one of its own, or a running one at `settings.address`."""
 
     def __init__(self, settings: RolloutSettings) -> None:
-        check_ray()
+        check_ray_installed()
         super().__init__(settings.address, settings.count + 1)
         self._settings = settings
 
-    def open(self, num_bytes: int) -> None:
+    def open_cluster(self, num_bytes: int) -> None:
         """Start Ray on the loopback interface, or join the cluster. Raises: SettingsError."""
         if self._ray is None:
-            self.begin(check_store(num_bytes) if self.address is None else 0)
+            self.connect_ray(check_object_store(num_bytes) if self.address is None else 0)
 
-    def share(self, value: Any) -> Any:
+    def share_value(self, value: Any) -> Any:
         """An object of the store, of which each machine has one copy."""
         return self._ray.put(value)
 
-    def start(self, spec: Any, base: Any, *, is_live: bool) -> Any:
+    def start_worker(self, spec: Any, base: Any, *, is_live: bool) -> Any:
         """A new actor."""
-        return self.actor(
-            _Actor, is_live, spec, base, num_cpus=1, num_gpus=_gpu_share(self._settings.count),
-            concurrency_groups={_WATCH: 1, _BESIDE: 1},
-        )  # fmt: skip
+        return self.create_actor(
+            _RolloutActor,
+            is_live,
+            spec,
+            base,
+            num_cpus=1,
+            num_gpus=_compute_gpu_share(self._settings.count),
+            concurrency_groups={_PING_GROUP: 1, _BLOCKING_GROUP: 1},
+        )
 
-    def call(self, worker: Any, method: str, *arguments: Any) -> Any:
+    def call_worker(self, worker: Any, method: str, *arguments: Any) -> Any:
         """A method of the actor's worker."""
         return worker.answer.remote(method, *arguments)
 
-    def call_beside(self, worker: Any, method: str, *arguments: Any) -> Any:
+    def call_concurrently(self, worker: Any, method: str, *arguments: Any) -> Any:
         """See `WorkerCluster`: on a thread of the actor's own for it."""
-        return worker.answer.options(concurrency_group=_BESIDE).remote(method, *arguments)
+        return worker.answer.options(concurrency_group=_BLOCKING_GROUP).remote(method, *arguments)
 
-    def ping(self, worker: Any) -> Any:
+    def ping_worker(self, worker: Any) -> Any:
         """See `WorkerCluster`: on a thread of the actor's own for it."""
-        return worker.alive.options(concurrency_group=_WATCH).remote()
+        return worker.alive.options(concurrency_group=_PING_GROUP).remote()
 
 
-class _Actor:
+class _RolloutActor:
     """The actor: imports the worker, and passes calls on."""
 
     def __init__(self, is_live: bool, spec: Any, base: Any) -> None:
         self._error: Exception | None = None
         try:
-            from rl_core.rollout_workers.live_worker import LiveWorker
+            from rl_core.rollout_workers.async_worker import AsyncRolloutWorker
             from rl_core.rollout_workers.worker import RolloutWorker
 
-            self._worker = (LiveWorker if is_live else RolloutWorker)(spec, base)
-        except Exception as error:  # told by the first call, as a value: Ray would wrap it into a page of text
+            self._worker = (AsyncRolloutWorker if is_live else RolloutWorker)(spec, base)
+        except (
+            Exception
+        ) as error:  # told by the first call, as a value: Ray would wrap it into a page of text
             self._error = error
 
     def alive(self) -> bool:
@@ -99,10 +379,10 @@ class _Actor:
             is_ours = isinstance(self._error, PosttrainError)
             text = f"a rollout worker did not start: {type(self._error).__name__}: {self._error}"
             return self._error if is_ours else WorkerFailed(text)
-        return self._worker.answer(method, *arguments)
+        return self._worker.call_method(method, *arguments)
 
 
-def _gpu_share(count: int) -> float:
+def _compute_gpu_share(count: int) -> float:
     """GPUs of a worker: one, or a part of those that this machine has; 0 = it has none."""
     import torch
 

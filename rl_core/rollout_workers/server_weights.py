@@ -1,54 +1,164 @@
-"""The trainer's weights in an inference server: sent when they have changed, and verified before anything counts."""
+"""Weights on their way to an inference server: one folder a version, in a folder that no killed run leaves behind.
+
+The trainer's weights in an inference server: sent when they have changed, and verified before anything counts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from typing import TYPE_CHECKING
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from rl_core.errors import PosttrainError, SamplerMismatch, SettingsError
+from rl_core.errors import CheckpointError, PosttrainError, SamplerMismatch, SettingsError
 from rl_core.inference.sampling import RolloutBackend
-from rl_core.models.logprob_record import vocabulary_size
-from rl_core.models.trainable_weights import trainable_weights
-from rl_core.rollout_workers.http_connections import ServerAway, ServerRefusal
-from rl_core.rollout_workers.sampler_probe import Probe, play_probe, trainer_difference
-from rl_core.rollout_workers.server_dialect import InferenceServer, LoadedWeights, ServerDescription, ServerState
-from rl_core.rollout_workers.weight_folders import WeightFolder, WeightFolders
-from rl_core.rollout_workers.weights import digests
+from rl_core.json_client import ServerErrorResponse, ServerUnavailable
+from rl_core.models.causal_lm import save_weights
+from rl_core.models.export_records import read_vocabulary_size
+from rl_core.models.lora import is_servable_adapter, save_adapter
+from rl_core.models.trainable_weights import collect_trainable_weights
+from rl_core.rollout_workers.inference_server import (
+    InferenceServer,
+    LoadedWeights,
+    ServerDescription,
+    ServerState,
+)
+from rl_core.rollout_workers.sampler_probe import (
+    SamplerProbe,
+    measure_trainer_difference,
+    sample_probe,
+)
+from rl_core.rollout_workers.weight_transfer import combine_digests, digest_tensors
 from rl_core.settings import SamplingSettings
-from rl_core.settings.numerics import rounding_bound
+from rl_core.settings.rollouts import select_rounding_bound
+from rl_core.storage.session_resources import (
+    WEIGHTS_PREFIX,
+    SessionFolder,
+    remove_stale_session_folders,
+)
 from rl_core.timing import span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ServerWeights"]
 
-CLOSE_S = 10.0  # that the end of a run waits for its adapter to be dropped
+@dataclass(frozen=True, slots=True)
+class WeightFolder:
+    """One version of the weights as files."""
+
+    path: Path
+    digest: str  # of the tensors in it
+    num_bytes: int
+    is_adapter: bool  # False = a whole model, adapters merged
+
+
+class WeightFolders:
+    """Writes versions of one model; the newest stays, for a server that is started again."""
+
+    def __init__(self, model: PreTrainedModel, root: str | None = None) -> None:
+        """`root`: a folder that the server sees under the same path; None = the temporary folder. Nothing is made."""
+        self._model: Any = model
+        self._root = Path(root).expanduser().resolve() if root is not None else None
+        self._session: SessionFolder | None = None
+        self._number = 0
+        self._newest: Path | None = None
+
+    def write_version(self) -> WeightFolder:
+        """The present weights: the adapter where a server takes it alone, else the whole model.
+
+        Raises: SettingsError for a folder that cannot be made; CheckpointError where the disk refuses.
+        """
+        session = self._open_session()
+        folder = session.path / f"version-{self._number}"
+        self._number += 1
+        is_adapter = is_servable_adapter(self._model)
+        try:
+            with torch.no_grad():
+                (save_adapter if is_adapter else save_weights)(self._model, folder)
+            found = WeightFolder(
+                folder, digest_weight_folder(folder), _measure_folder_size(folder), is_adapter
+            )
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise CheckpointError(
+                f"{folder}: the weights for the inference server cannot be written ({error}); make room, or set "
+                "rollouts.server.folder"
+            ) from error
+        if self._newest is not None:
+            shutil.rmtree(self._newest, ignore_errors=True)
+        self._newest = folder
+        return found
+
+    def close(self) -> None:
+        """Remove everything that was written."""
+        if self._session is not None:
+            self._session.close()
+        self._session, self._newest = None, None
+
+    def _open_session(self) -> SessionFolder:
+        if self._session is None:
+            try:
+                remove_stale_session_folders(WEIGHTS_PREFIX, self._root)
+                self._session = SessionFolder(WEIGHTS_PREFIX, self._root)
+            except OSError as error:
+                raise SettingsError(
+                    f"rollouts.server.folder: {self._root or 'the temporary folder'} cannot be written ({error})"
+                ) from error
+        return self._session
+
+
+def digest_weight_folder(folder: Path) -> str:
+    """Digest of all tensors in a folder's safetensors files, whatever file each is in."""
+    found: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # no mapping
+                found |= digest_tensors({name: tensors.get_tensor(name)})
+    return combine_digests(found)
+
+
+def _measure_folder_size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+
+
+UNLOAD_TIMEOUT_S = 10.0  # that the end of a run waits for its adapter to be dropped
 
 
 class ServerWeights:
     """Keeps one server's weights those of one model."""
 
     def __init__(
-        self, server: InferenceServer, model: PreTrainedModel, description: ServerDescription, folders: WeightFolders,
+        self,
+        server: InferenceServer,
+        model: PreTrainedModel,
+        description: ServerDescription,
+        folders: WeightFolders,
         bound: float | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`bound`: largest difference of log-probs, nats; None = what rounding explains, by the model's dtype."""
         self.server, self.model, self.description = server, model, description
         self.sent_bytes = 0  # of the newest version
         self.difference = 0.0  # of the newest comparison, nats
-        self.is_exact = True  # False = the trainer's forward pass rounds to half the digits (autocast)
+        self.is_exact = (
+            True  # False = the trainer's forward pass rounds to half the digits (autocast)
+        )
         self._folders, self._bound = folders, bound
         self._prefix = f"posttrain-{secrets.token_hex(4)}"  # of adapters' names: other runs may share the server
         self._versions = 0
-        self._sent: dict[str, str] = {}  # digest of each trained tensor, as the server has it
+        self._sent_digests: dict[
+            str, str
+        ] = {}  # digest of each trained tensor, as the server has it
         self._folder: WeightFolder | None = None
         self._state: ServerState | None = None  # of the server, once it had them
         self._adapter: str | None = None
-        self._verified: set[float] = set()  # temperatures at which these weights were compared
+        self._verified_temperatures: set[float] = (
+            set()
+        )  # temperatures at which these weights were compared
         self._may_have_changed = True
 
     @property
@@ -67,17 +177,19 @@ class ServerWeights:
         if self._bound is not None:
             return self._bound
         is_float32 = next(self.model.parameters()).dtype == torch.float32
-        return rounding_bound(is_float32 and self.is_exact and "float32" in self.description.dtype)
+        return select_rounding_bound(
+            is_float32 and self.is_exact and "float32" in self.description.dtype
+        )
 
-    def refresh(self) -> None:
+    def mark_changed(self) -> None:
         """Notice that the model's weights may have changed."""
         self._may_have_changed = True
 
-    def forget(self) -> None:
+    def forget_server_state(self) -> None:
         """Notice that the server may have lost them."""
         self._state = None
 
-    def bring(self, sampler: RolloutBackend, sampling: SamplingSettings) -> None:
+    def sync_weights(self, sampler: RolloutBackend, sampling: SamplingSettings) -> None:
         """Have the server sample from the present weights, and prove it at this temperature.
 
         Args:
@@ -86,60 +198,66 @@ class ServerWeights:
         """
         with span("weight_sync"):
             if self._may_have_changed:
-                found = digests(trainable_weights(self.model))
-                if found != self._sent or self._folder is None:
-                    self._write()
-                    self._sent = found
+                found = digest_tensors(collect_trainable_weights(self.model))
+                if found != self._sent_digests or self._folder is None:
+                    self._write_folder()
+                    self._sent_digests = found
                 self._may_have_changed = False
-            if self._state is None or self.server.state() != self._state:
-                self._load()
-            if sampling.temperature not in self._verified:
-                self._verify(sampler, sampling)
+            if self._state is None or self.server.read_state() != self._state:
+                self._load_folder()
+            if sampling.temperature not in self._verified_temperatures:
+                self._verify_logprobs(sampler, sampling)
 
-    def check_unchanged(self) -> None:
+    def check_weights_unchanged(self) -> None:
         """Raises: SamplerMismatch where somebody else has changed the server's weights since `bring`."""
         try:
-            now = self.server.state()
-        except ServerAway:  # it has answered everything that was asked, under the right weights
+            now = self.server.read_state()
+        except (
+            ServerUnavailable
+        ):  # it has answered everything that was asked, under the right weights
             return
         if self._state is not None and now.instance == self._state.instance and now != self._state:
-            raise self._changed_by_others(now)
+            raise self._build_changed_error(now)
 
-    def _changed_by_others(self, now: ServerState) -> SamplerMismatch:
+    def _build_changed_error(self, now: ServerState) -> SamplerMismatch:
         assert self._folder is not None
         return SamplerMismatch(
-            f"{self.who}: its weights were changed by somebody else (digest {now.weights[:12] or 'of its start'}, ours "
+            f"{self.server_label}: its weights were changed by somebody else (digest {now.weights[:12] or 'of its start'}, ours "
             f"{self._folder.digest[:12]}) while rollouts were sampled, of which none is used; give each run a server "
             "of its own"
         )
 
     @property
-    def who(self) -> str:
+    def server_label(self) -> str:
         """Address and engine, for messages."""
-        return f"inference server {self.server.address} ({self.description.words})"
+        return f"inference server {self.server.address} ({self.description.engine_label})"
 
-    def _write(self) -> None:
-        self._folder = self._folders.write()
+    def _write_folder(self) -> None:
+        self._folder = self._folders.write_version()
         self.sent_bytes = self._folder.num_bytes
         self._state = None
 
-    def _load(self) -> None:
+    def _load_folder(self) -> None:
         """Have the newest version loaded. Raises: SamplerMismatch where something else has arrived."""
         assert self._folder is not None
-        self._verified.clear()
+        self._verified_temperatures.clear()
         try:
-            loaded = self._load_adapter() if self._folder.is_adapter else self.server.load_weights(self._folder.path)
-        except ServerRefusal as refusal:
-            self.server.state()  # an engine that has failed is a loss
-            raise ServerRefusal(
+            loaded = (
+                self._load_adapter()
+                if self._folder.is_adapter
+                else self.server.load_weights(self._folder.path)
+            )
+        except ServerErrorResponse as refusal:
+            self.server.read_state()  # an engine that has failed is a loss
+            raise ServerErrorResponse(
                 f"{refusal}; does it see {self._folder.path} under the same path (rollouts.server.folder)?",
                 refusal.status,
             ) from refusal
-        self._check(loaded, self._folder)
+        self._check_loaded_weights(loaded, self._folder)
         if not self._folder.is_adapter:
-            self.server.forget_prefixes()
-        state = self.server.state()
-        self._check_state(state, self._folder)
+            self.server.reset_prefix_cache()
+        state = self.server.read_state()
+        self._check_server_state(state, self._folder)
         self._state = state
 
     def _load_adapter(self) -> LoadedWeights:
@@ -153,49 +271,51 @@ class ServerWeights:
             self.server.unload_adapter(before)
         return loaded
 
-    def _check(self, loaded: LoadedWeights, folder: WeightFolder) -> None:
+    def _check_loaded_weights(self, loaded: LoadedWeights, folder: WeightFolder) -> None:
         if loaded.digest != folder.digest:
             raise SamplerMismatch(
-                f"{self.who}: it has read weights with the digest {loaded.digest[:12]}, the trainer wrote "
+                f"{self.server_label}: it has read weights with the digest {loaded.digest[:12]}, the trainer wrote "
                 f"{folder.digest[:12]}: the transfer did not arrive. Does it see {folder.path} under the same path?"
             )
         if loaded.differing:
             raise SamplerMismatch(
-                f"{self.who}: of {loaded.compared} weights that were looked at after the update "
+                f"{self.server_label}: of {loaded.num_compared} weights that were looked at after the update "
                 f"{len(loaded.differing)} are not what was sent, first {loaded.differing[0]}: the update was "
                 "not taken over"
             )
 
-    def _check_state(self, state: ServerState, folder: WeightFolder) -> None:
+    def _check_server_state(self, state: ServerState, folder: WeightFolder) -> None:
         """Raises: ServerAway, SamplerMismatch, SettingsError for other weights right after an update."""
         if folder.is_adapter:
             if state.weights:
                 raise SettingsError(
-                    f"rollouts.address: {self.who} holds whole weights of an earlier run (digest {state.weights[:12]}"
+                    f"rollouts.address: {self.server_label} holds whole weights of an earlier run (digest {state.weights[:12]}"
                     "), and adapters belong on those of its start; start it again"
                 )
         elif not state.weights:
-            raise ServerAway(f"{self.server.address}: it was started again while it took new weights")
+            raise ServerUnavailable(
+                f"{self.server.address}: it was started again while it took new weights"
+            )
         elif state.weights != folder.digest:
-            raise self._changed_by_others(state)
+            raise self._build_changed_error(state)
 
-    def _verify(self, sampler: RolloutBackend, sampling: SamplingSettings) -> None:
-        probe = Probe.of(vocabulary_size(self.model), sampling)
-        answers = play_probe(sampler, probe)
-        self.difference = trainer_difference(self.model, answers, probe)
+    def _verify_logprobs(self, sampler: RolloutBackend, sampling: SamplingSettings) -> None:
+        probe = SamplerProbe.from_sampling(read_vocabulary_size(self.model), sampling)
+        answers = sample_probe(sampler, probe)
+        self.difference = measure_trainer_difference(self.model, answers, probe)
         if not self.difference <= self.bound:
             raise SamplerMismatch(
-                f"{self.who}: on {len(answers)} fixed prompts its log-probs differ by up to {self.difference:.3g} "
+                f"{self.server_label}: on {len(answers)} fixed prompts its log-probs differ by up to {self.difference:.3g} "
                 f"nats from the trainer's (limit {self.bound:g}; numerics.bound): it does not sample from the weights, "
                 "adapter and temperature that are trained. None of its rollouts is used"
             )
-        self._verified.add(sampling.temperature)
+        self._verified_temperatures.add(sampling.temperature)
 
     def close(self) -> None:
         """Take the run's adapter out of the server, and remove what was written."""
         if self._adapter is not None:
             with contextlib.suppress(PosttrainError):  # one that is gone has forgotten it
-                self.server.unload_adapter(self._adapter, CLOSE_S)
+                self.server.unload_adapter(self._adapter, UNLOAD_TIMEOUT_S)
         self._adapter = None
-        self.forget()
+        self.forget_server_state()
         self._folders.close()

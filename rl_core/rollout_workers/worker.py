@@ -13,18 +13,23 @@ import torch
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import FailedEpisode
 from rl_core.errors import PosttrainError, SamplerMismatch, SettingsError, WorkerFailed
-from rl_core.inference.engine import Engine, make_backend
-from rl_core.models.trainable_weights import trainable_weights
-from rl_core.rollout_workers.sampler_probe import Probe, ProbeAnswer, play_probe
-from rl_core.rollout_workers.weights import PackedTensor, WeightUpdate, digest_of, digests, restore
-from rl_core.rollouts.collect import GroupPlan, Renderer, play_groups, with_native_tools
+from rl_core.inference.engine import Engine, create_rollout_backend
+from rl_core.models.trainable_weights import collect_trainable_weights
+from rl_core.rollout_workers.sampler_probe import ProbeCompletion, SamplerProbe, sample_probe
+from rl_core.rollout_workers.weight_transfer import (
+    PackedTensor,
+    WeightUpdate,
+    combine_digests,
+    digest_tensors,
+    restore_weights,
+)
+from rl_core.rollouts.collect import GroupPlan, enable_native_tools, play_groups
+from rl_core.rollouts.episode_sequence import Renderer
 from rl_core.settings import SamplingSettings
 from rl_core.types import RolloutGroup
 
-__all__ = ["PlayTask", "PlayedTask", "RolloutWorker", "TransferReport", "WorkerSpec", "runtime_versions"]
 
-
-def runtime_versions() -> dict[str, str]:
+def read_runtime_versions() -> dict[str, str]:
     """Versions that a worker's process has to share with its trainer's."""
     import transformers
 
@@ -47,11 +52,11 @@ class WorkerSpec:
     pad_id: int
     max_length: int
     threads: int  # of torch: the trainer's number, so that products are summed alike
-    versions: Mapping[str, str]  # of the trainer's process, see `runtime_versions`
+    versions: Mapping[str, str]  # of the trainer's process, see `read_runtime_versions`
 
     def check_versions(self) -> None:
         """Raises: SettingsError where this process has other versions than the trainer's."""
-        for name, here in runtime_versions().items():
+        for name, here in read_runtime_versions().items():
             if here != self.versions[name]:
                 raise SettingsError(
                     f"rollouts.workers: a node of the cluster ({os.uname().nodename}) has {name} {here}, the trainer "
@@ -65,12 +70,12 @@ class TransferReport:
 
     number: int  # of the version
     digest: str  # of the weights in its model
-    answers: list[ProbeAnswer]
+    answers: list[ProbeCompletion]
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
-class PlayTask:
+class RolloutBatch:
     """Groups to play in one run of the engine."""
 
     indices: list[int]  # of the groups in the collection
@@ -82,7 +87,7 @@ class PlayTask:
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedTask:
+class FinishedRolloutBatch:
     """The groups of a task, and the episodes that failed."""
 
     indices: list[int]
@@ -98,50 +103,63 @@ class RolloutWorker:
         spec.check_versions()
         torch.set_num_threads(spec.threads)
         self.spec = spec
-        self.model = restore(spec.skeleton, base, spec.device)
+        self.model = restore_weights(spec.skeleton, base, spec.device)
         self.model.train()  # as the trainer's between its updates; engines take no notice
         self.environment = spec.environment()
-        self.renderer = with_native_tools(spec.renderer, self.environment.tools)
-        self.backend = make_backend(
+        self.renderer = enable_native_tools(spec.renderer, self.environment.tools)
+        self.backend = create_rollout_backend(
             self.model, eos_ids=spec.eos_ids, pad_id=spec.pad_id, max_length=spec.max_length
-        )  # fmt: skip
+        )
         if isinstance(self.backend, Engine):
-            self.backend.keep_apart()
+            self.backend.disable_cross_row_batching()
         self.version = -1
 
-    def load(self, update: WeightUpdate, probe: Probe) -> TransferReport:
+    def load(self, update: WeightUpdate, probe: SamplerProbe) -> TransferReport:
         """Copy an update into the model, and say what it holds then and how it samples.
 
         Raises: SamplerMismatch for weights that this model does not have.
         """
         torch.set_num_threads(self.spec.threads)  # of this thread: a pool of them may call
-        own = trainable_weights(self.model)
+        own = collect_trainable_weights(self.model)
         with torch.no_grad():
             for name, packed in update.changed.items():
                 if name not in own or own[name].shape != torch.Size(packed.shape):
-                    raise SamplerMismatch(f"{name}: was sent to a worker whose model has no such weight")
-                own[name].copy_(packed.tensor())
+                    raise SamplerMismatch(
+                        f"{name}: was sent to a worker whose model has no such weight"
+                    )
+                own[name].copy_(packed.unpack_tensor())
         self.version = update.number
-        self.backend.refresh()
-        answers = play_probe(self.backend, probe)
-        return TransferReport(update.number, digest_of(digests(trainable_weights(self.model))), answers, os.getpid())
+        self.backend.refresh_weights()
+        answers = sample_probe(self.backend, probe)
+        return TransferReport(
+            update.number,
+            combine_digests(digest_tensors(collect_trainable_weights(self.model))),
+            answers,
+            os.getpid(),
+        )
 
-    def play(self, task: PlayTask) -> PlayedTask:
+    def play(self, task: RolloutBatch) -> FinishedRolloutBatch:
         """Play a task's groups. Raises: as `rollouts.collect.collect`."""
         torch.set_num_threads(self.spec.threads)
         failed: list[FailedEpisode] = []
         groups = play_groups(
-            self.environment, self.backend, self.renderer, task.plans,
-            group_size=task.group_size, sampling=task.sampling, seed=task.seed, policy_version=task.policy_version,
+            self.environment,
+            self.backend,
+            self.renderer,
+            task.plans,
+            group_size=task.group_size,
+            sampling=task.sampling,
+            seed=task.seed,
+            policy_version=task.policy_version,
             on_failure=failed.append,
-        )  # fmt: skip
-        return PlayedTask(task.indices, groups, failed)
+        )
+        return FinishedRolloutBatch(task.indices, groups, failed)
 
     def process(self) -> int:
         """Number of this worker's process."""
         return os.getpid()
 
-    def answer(self, method: str, *arguments: Any) -> Any:
+    def call_method(self, method: str, *arguments: Any) -> Any:
         """Result of a method, or its error as a value: it is raised again where it is for the user to see."""
         try:
             return getattr(self, method)(*arguments)

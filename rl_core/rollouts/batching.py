@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
-from rl_core.data.batches import attention_mask, micro_batches, pack, pad_rows
-from rl_core.data.lazy_rows import LazyRows
+from rl_core.data.batches import attention_mask, pack_sequences, pad_rows, plan_micro_batches
+from rl_core.data.row_sequences import LazyRows
 from rl_core.errors import DataError
-from rl_core.types import Rollout, TrainBatch, context_positions
-
-__all__ = ["TrainRow", "lazy_batches", "make_batches", "train_row"]
+from rl_core.types import Rollout, TrainBatch, compute_context_positions
 
 
 @dataclass(slots=True)
@@ -29,16 +27,22 @@ class TrainRow:
     completion_ids: Sequence[int]  # [T]
     loss_mask: Sequence[bool]  # [T] True = token carries loss
     sampler_logprobs: Sequence[float] | None = None  # [T] nats, of the policy that sampled it
-    temperature: float = 1.0  # of its sampling, and of all its log-probs; 0 = greedy: log-probs are taken at 1
-    context_starts: Sequence[int] = ()  # indices into completion_ids at which a context of its own begins
+    temperature: float = (
+        1.0  # of its sampling, and of all its log-probs; 0 = greedy: log-probs are taken at 1
+    )
+    context_starts: Sequence[
+        int
+    ] = ()  # indices into completion_ids at which a context of its own begins
 
     @property
     def positions(self) -> list[int]:
         """Position of each token, prompt included, within its context."""
-        return context_positions(len(self.prompt_ids), len(self.completion_ids), self.context_starts)
+        return compute_context_positions(
+            len(self.prompt_ids), len(self.completion_ids), self.context_starts
+        )
 
 
-def train_row(rollout: Rollout) -> TrainRow:
+def build_train_row(rollout: Rollout) -> TrainRow:
     """The tokens, loss mask, sampler log-probs and temperature of a rollout."""
     return TrainRow(
         prompt_ids=rollout.prompt_ids,
@@ -50,7 +54,7 @@ def train_row(rollout: Rollout) -> TrainRow:
     )
 
 
-def make_batches(
+def build_batches(
     rows: Sequence[TrainRow | Rollout], max_tokens: int, pad_id: int, *, packing: bool = False
 ) -> list[TrainBatch]:
     """Length-sorted, right-padded micro-batches of at most `max_tokens` padded tokens (a longer row stands alone).
@@ -67,53 +71,66 @@ def make_batches(
     Raises: DataError when a row has an empty prompt, lists of different lengths, fields that the first has not, or a
         negative temperature.
     """
-    plain = [train_row(row) if isinstance(row, Rollout) else row for row in rows]
-    return list(lazy_batches(plain, max_tokens, pad_id, packing=packing))
+    plain = [build_train_row(row) if isinstance(row, Rollout) else row for row in rows]
+    return list(build_lazy_batches(plain, max_tokens, pad_id, packing=packing))
 
 
-def lazy_batches(
+def build_lazy_batches(
     rows: Sequence[TrainRow], max_tokens: int, pad_id: int, *, packing: bool = False
 ) -> LazyRows[TrainBatch]:
-    """As `make_batches`; each is made where it is asked for, from rows that are asked for then."""
+    """As `build_batches`; each is made where it is asked for, from rows that are asked for then."""
     lengths, first = [], None
     for index, row in enumerate(rows):
         first = first or row
-        _check(row, first, index)
+        _check_row(row, first, index)
         lengths.append(len(row.prompt_ids) + len(row.completion_ids))
     if not packing:
-        groups = micro_batches(lengths, max_tokens)
-        return LazyRows(len(groups), lambda n: _batch([[rows[i]] for i in groups[n]], pad_id, groups[n]))
-    bins = pack(lengths)
-    filled = micro_batches([sum(lengths[i] for i in indices) for indices in bins], max_tokens)
+        groups = plan_micro_batches(lengths, max_tokens)
+        return LazyRows(
+            len(groups), lambda n: _build_batch([[rows[i]] for i in groups[n]], pad_id, groups[n])
+        )
+    bins = pack_sequences(lengths)
+    filled = plan_micro_batches([sum(lengths[i] for i in indices) for indices in bins], max_tokens)
     return LazyRows(
-        len(filled), lambda n: _batch([[rows[i] for i in bins[place]] for place in filled[n]], pad_id, None)
+        len(filled),
+        lambda n: _build_batch(
+            [[rows[i] for i in bins[place]] for place in filled[n]], pad_id, None
+        ),
     )
 
 
-def _check(row: TrainRow, first: TrainRow, index: int) -> None:
+def _check_row(row: TrainRow, first: TrainRow, index: int) -> None:
     if not row.prompt_ids:
         raise DataError(f"row {index} has no prompt; its first token could carry no loss")
     if not 0 <= row.temperature < math.inf:
-        raise DataError(f"row {index}: temperature {row.temperature} has to be at least 0, and finite")
+        raise DataError(
+            f"row {index}: temperature {row.temperature} has to be at least 0, and finite"
+        )
     count = len(row.completion_ids)
     for name in ("loss_mask", "sampler_logprobs"):
         values = getattr(row, name)
         if (values is None) != (getattr(first, name) is None):
             raise DataError(f"row {index}: {name} has to be given for all rows or for none")
         if values is not None and len(values) != count:
-            raise DataError(f"row {index}: {name} has {len(values)} entries, its completion {count} tokens")
+            raise DataError(
+                f"row {index}: {name} has {len(values)} entries, its completion {count} tokens"
+            )
     if any(b <= a for a, b in pairwise([-1, *row.context_starts, count])):
-        raise DataError(f"row {index}: context_starts {list(row.context_starts)} have to rise within {count} tokens")
+        raise DataError(
+            f"row {index}: context_starts {list(row.context_starts)} have to rise within {count} tokens"
+        )
 
 
-def _batch(bins: list[list[TrainRow]], pad_id: int, rows: list[int] | None) -> TrainBatch:
+def _build_batch(bins: list[list[TrainRow]], pad_id: int, rows: list[int] | None) -> TrainBatch:
     """One batch row for each bin; `rows` None = packed."""
 
     def joined(values_of: Callable[[TrainRow], Sequence[Any]]) -> list[list[Any]]:
         return [[value for row in parts for value in values_of(row)] for parts in bins]
 
     loss_mask_BS = pad_rows(
-        joined(lambda row: [False] * len(row.prompt_ids) + list(row.loss_mask)), False, dtype=torch.bool
+        joined(lambda row: [False] * len(row.prompt_ids) + list(row.loss_mask)),
+        False,
+        dtype=torch.bool,
     )
 
     sampler_logprobs_BS: torch.Tensor | None = None
@@ -126,7 +143,11 @@ def _batch(bins: list[list[TrainRow]], pad_id: int, rows: list[int] | None) -> T
     temperatures_BS: torch.Tensor | None = None
     if any(row.temperature not in (0, 1) for parts in bins for row in parts):
         temperatures_BS = pad_rows(
-            joined(lambda row: [row.temperature or 1.0] * (len(row.prompt_ids) + len(row.completion_ids))),
+            joined(
+                lambda row: (
+                    [row.temperature or 1.0] * (len(row.prompt_ids) + len(row.completion_ids))
+                )
+            ),
             1.0,
             dtype=torch.float32,
         )

@@ -10,16 +10,21 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.model_text import plain_json, printable
+from rl_core.data.model_text import convert_to_plain_json, replace_unprintable
 from rl_core.environments.environment import Environment, Episode, Step
-from rl_core.environments.failed_episodes import FailedEpisode, error_trace
-from rl_core.environments.step_pool import Call, NewContext, Observation, PendingTurn, StepPool, Turnover
+from rl_core.environments.failed_episodes import FailedEpisode, format_error_trace
+from rl_core.environments.step_pool import (
+    EnvironmentCall,
+    Observation,
+    PendingTurn,
+    ReplacementContext,
+    StepPool,
+    TurnOutcome,
+)
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.settings import SamplingSettings
 from rl_core.timing import span
 from rl_core.types import Message, Rollout, StopReason, ToolCall, Trajectory, Turn
-
-__all__ = ["EpisodeRequest", "EpisodeSequence", "Renderer", "plain_messages", "plain_step"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +64,15 @@ class EpisodeSequence:
         sample: int,
         on_failure: Callable[[FailedEpisode], None],
     ) -> None:
-        self.place = f"environment '{environment.name}', level '{request.level}', seed {request.seed}"
+        self.description = (
+            f"environment '{environment.name}', level '{request.level}', seed {request.seed}"
+        )
         self.seed = seed
         self.messages: list[Message] = []
         self.prompt_ids: list[int] = []
         self._environment_name = environment.name
         self._renderer = renderer
-        self._max_turns, self._room = sampling.max_turns, sampling.max_completion_tokens
+        self._max_turns, self._token_budget = sampling.max_turns, sampling.max_completion_tokens
         self._temperature = sampling.temperature
         self._stop = sampling.stop
         self._pool = pool  # None = the environment is called on the caller's thread
@@ -77,61 +84,77 @@ class EpisodeSequence:
         self._history: list[Message] = []  # messages so far, those of the policy included
         self._completion_ids: list[int] = []
         self._context_starts: list[int] = []
-        self._used = 0  # of the room: sampled and appended tokens
+        self._used_tokens = 0  # of the room: sampled and appended tokens
         self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
         self._reward = 0.0
-        self._last = Step()
+        self._last_step = Step()
         self._stop_reason: StopReason | None = None
         self._episode: Episode | None = None
-        self._reset: Call | None = None
+        self._reset_call: EnvironmentCall | None = None
         try:
-            self._episode = self._guard(environment.episode, seed=request.seed, level=request.level)
+            self._episode = self._call_environment(
+                environment.episode, seed=request.seed, level=request.level
+            )
         except EnvironmentFault as fault:
-            self._fail(fault, "the environment's episode()")
+            self._record_failure(fault, "the environment's episode()")
         else:
-            self._reset = pool.submit(f"{self.place}: its reset", self._guard, self._episode.reset) if pool else None
+            self._reset_call = (
+                pool.submit_call(
+                    f"{self.description}: its reset", self._call_environment, self._episode.reset
+                )
+                if pool
+                else None
+            )
 
     @property
     def is_over(self) -> bool:
         """True = it has come to its end."""
         return self._stop_reason is not None
 
-    def begin(self, max_length: int) -> None:
+    def begin_episode(self, max_length: int) -> None:
         """Take the opening messages, of which a context of `max_length` tokens has to leave some room."""
         if self._episode is None:
             return
         try:
             with span("environment"):
-                messages = self._reset.result() if self._reset else self._guard(self._episode.reset)
-                self.messages = self._guard(plain_messages, messages)
+                messages = (
+                    self._reset_call.wait_for_result()
+                    if self._reset_call
+                    else self._call_environment(self._episode.reset)
+                )
+                self.messages = self._call_environment(normalize_messages, messages)
             if not self.messages:
-                raise EnvironmentFault(f"{self.place}: the episode began without a message")
+                raise EnvironmentFault(f"{self.description}: the episode began without a message")
         except EnvironmentFault as fault:
-            self._fail(fault, "the environment's reset")
+            self._record_failure(fault, "the environment's reset")
             return
         self.prompt_ids = self._renderer.prompt_ids(self.messages)
         self._history = list(self.messages)
-        self._room = min(self._room, max_length - len(self.prompt_ids))
-        if self._room < 1:
+        self._token_budget = min(self._token_budget, max_length - len(self.prompt_ids))
+        if self._token_budget < 1:
             raise DataError(
-                f"{self.place}: a prompt of {len(self.prompt_ids)} tokens leaves no room in a context of {max_length}"
+                f"{self.description}: a prompt of {len(self.prompt_ids)} tokens leaves no room in a context of {max_length}"
             )
 
-    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> Turnover:
+    def take_action(
+        self, action_ids: list[int], logprobs: list[float], hit_limit: bool
+    ) -> TurnOutcome:
         """Play one action; see `RolloutSequence`."""
-        self._append(action_ids, logprobs, sampled=True)
-        self._used += len(action_ids)
+        self._append_tokens(action_ids, logprobs, sampled=True)
+        self._used_tokens += len(action_ids)
         text = self._renderer.action_text(action_ids)
         self._turns.append(Turn(action=text, num_tokens=len(action_ids)))
         if hit_limit:  # cut in the middle: the environment is not shown half an action
             self._stop_reason = StopReason.MAX_TOKENS
             return None
         assert self._episode is not None
-        step = functools.partial(self._guard, self._episode.step, text)
+        step = functools.partial(self._call_environment, self._episode.step, text)
         if self._pool is None:
-            return self._take(functools.partial(_timed, step))
-        return PendingTurn(self._pool.submit(f"{self.place}: a step", step), self._take)
+            return self._take_step(functools.partial(_run_timed, step))
+        return PendingTurn(
+            self._pool.submit_call(f"{self.description}: a step", step), self._take_step
+        )
 
     def should_stop(self, action_ids: list[int]) -> bool:
         """True = the newest token completes a stop text; see `RolloutSequence`."""
@@ -140,19 +163,21 @@ class EpisodeSequence:
         text = self._renderer.action_text(newest)
         return any(stop in text for stop in self._stop)
 
-    def _take(self, result: Callable[[], Step]) -> Observation:
+    def _take_step(self, result: Callable[[], Step]) -> Observation:
         """Observation of a finished step, which `result` gives; None = the episode is over, or has failed."""
         try:
-            return self._observe(self._guard(plain_step, result()))
+            return self._observe_step(self._call_environment(normalize_step, result()))
         except EnvironmentFault as fault:
-            self._fail(fault, f"step {len(self._turns)} of the environment")
+            self._record_failure(fault, f"step {len(self._turns)} of the environment")
             return None
 
-    def _observe(self, step: Step) -> Observation:
+    def _observe_step(self, step: Step) -> Observation:
         """Observation of a step; None = the episode is over."""
         if not math.isfinite(step.reward):
-            raise EnvironmentFault(f"{self.place}: step returned reward {step.reward}, not a finite reward")
-        self._last, turn = step, self._turns[-1]
+            raise EnvironmentFault(
+                f"{self.description}: step returned reward {step.reward}, not a finite reward"
+            )
+        self._last_step, turn = step, self._turns[-1]
         self._reward += step.reward
         turn.tool_call, turn.is_error = step.tool_call, step.is_error
         turn.more_calls, turn.info = step.more_calls, step.info
@@ -160,17 +185,19 @@ class EpisodeSequence:
             self._stop_reason = StopReason.TERMINATED if step.terminated else StopReason.ENVIRONMENT
             return None
         if not step.messages:
-            raise EnvironmentFault(f"{self.place}: a step neither ended the episode nor returned an observation")
+            raise EnvironmentFault(
+                f"{self.description}: a step neither ended the episode nor returned an observation"
+            )
         if len(self._turns) >= self._max_turns:
             self._stop_reason = StopReason.MAX_TURNS
             return None
-        observation = self._continuation(step.messages)
+        observation = self._build_continuation(step.messages)
         if observation is None:
             self._stop_reason = StopReason.MAX_TOKENS
             return None
         turn.observation = "\n".join(message["content"] for message in step.messages)
-        ids = observation.ids if isinstance(observation, NewContext) else observation
-        self._append(ids, [0.0] * len(ids), sampled=False)
+        ids = observation.ids if isinstance(observation, ReplacementContext) else observation
+        self._append_tokens(ids, [0.0] * len(ids), sampled=False)
         return observation
 
     def close(self) -> None:
@@ -180,50 +207,62 @@ class EpisodeSequence:
         try:
             self._episode.close()
         except Exception:
-            logger.warning("%s: its close failed", self.place, exc_info=True)
+            logger.warning("%s: its close failed", self.description, exc_info=True)
 
-    def _continuation(self, messages: list[Message]) -> Observation:
+    def _build_continuation(self, messages: list[Message]) -> Observation:
         """Tokens to append, or the context that the chat template renders anew; None = no room for a token after it."""
         self._history += [{"role": "assistant", "content": self._turns[-1].action}, *messages]
-        if not (isinstance(self._renderer, ChatRenderer) and self._renderer.rewrites(messages)):
+        if not (
+            isinstance(self._renderer, ChatRenderer)
+            and self._renderer.needs_history_rewrite(messages)
+        ):
             ids = self._renderer.observation_ids(messages)
         else:
-            rendered = self._renderer.history_ids(self._history)
-            context = self._context_ids()
+            rendered = self._renderer.encode_history_prompt(self._history)
+            context = self._collect_context_ids()
             if rendered[: len(context)] != context:
-                limit = min(len(rendered) + self._room - self._used, len(self.prompt_ids) + self._room)
+                limit = min(
+                    len(rendered) + self._token_budget - self._used_tokens,
+                    len(self.prompt_ids) + self._token_budget,
+                )
                 if len(rendered) >= limit:
                     return None
                 self._context_starts.append(len(self._completion_ids))
-                return NewContext(rendered, limit)
+                return ReplacementContext(rendered, limit)
             ids = rendered[len(context) :]
-        self._used += len(ids)
-        return ids if self._used < self._room and self._fits(ids) else None
+        self._used_tokens += len(ids)
+        return ids if self._used_tokens < self._token_budget and self._has_room_for(ids) else None
 
-    def _context_ids(self) -> list[int]:
+    def _collect_context_ids(self) -> list[int]:
         """All tokens that the policy reads now."""
         if not self._context_starts:
             return [*self.prompt_ids, *self._completion_ids]
         return self._completion_ids[self._context_starts[-1] :]
 
-    def _fits(self, ids: list[int]) -> bool:
+    def _has_room_for(self, ids: list[int]) -> bool:
         """A later context has room for these tokens and one more."""
-        return not self._context_starts or len(self._context_ids()) + len(ids) < len(self.prompt_ids) + self._room
+        return (
+            not self._context_starts
+            or len(self._collect_context_ids()) + len(ids)
+            < len(self.prompt_ids) + self._token_budget
+        )
 
-    def rollout(self, policy_version: int) -> Rollout:
+    def build_rollout(self, policy_version: int) -> Rollout:
         """The finished episode as a rollout."""
-        assert self._stop_reason is not None, f"{self.place}: the backend left the episode unfinished"
+        assert self._stop_reason is not None, (
+            f"{self.description}: the backend left the episode unfinished"
+        )
         return Rollout(
             prompt_ids=self.prompt_ids,
             completion_ids=self._completion_ids,
             loss_mask=self._loss_mask,
             sampler_logprobs=self._logprobs,
-            trajectory=self._trajectory(policy_version),
+            trajectory=self._build_trajectory(policy_version),
             is_truncated=self._stop_reason is not StopReason.TERMINATED,
             context_starts=self._context_starts,
         )
 
-    def _trajectory(self, policy_version: int = 0) -> Trajectory:
+    def _build_trajectory(self, policy_version: int = 0) -> Trajectory:
         episode, num_actions = self._episode, sum(self._loss_mask)
         return Trajectory(
             environment=self._environment_name,
@@ -233,9 +272,9 @@ class EpisodeSequence:
             prompt=next((m["content"] for m in reversed(self.messages) if m["role"] == "user"), ""),
             target=episode.target if episode is not None else "",
             turns=self._turns,
-            answer=self._last.answer,
-            success=bool(self._last.success),
-            is_grounded=self._last.is_grounded,
+            answer=self._last_step.answer,
+            success=bool(self._last_step.success),
+            is_grounded=self._last_step.is_grounded,
             temperature=self._temperature,
             reward=self._reward,
             rewards={"task": self._reward},
@@ -249,52 +288,59 @@ class EpisodeSequence:
             row=episode.row if episode is not None else {},
         )
 
-    def _fail(self, fault: EnvironmentFault, where: str) -> None:
+    def _record_failure(self, fault: EnvironmentFault, where: str) -> None:
         """Note that the environment failed, in `where`. Raises: EnvironmentFault if too many episodes have."""
         self.has_failed = True
         self._stop_reason = StopReason.FAILED
-        error = str(fault).removeprefix(f"{self.place}: ")
-        trace = error_trace(fault.__cause__) if fault.__cause__ is not None else ""
-        self._on_failure(FailedEpisode(self._trajectory(), self.messages, where, error, trace))
+        error = str(fault).removeprefix(f"{self.description}: ")
+        trace = format_error_trace(fault.__cause__) if fault.__cause__ is not None else ""
+        self._on_failure(
+            FailedEpisode(self._build_trajectory(), self.messages, where, error, trace)
+        )
 
-    def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:
+    def _append_tokens(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:
         self._completion_ids += ids
         self._logprobs += logprobs
         self._loss_mask += [sampled] * len(ids)
 
-    def _guard(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call_environment(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call into the environment; whatever it raises names the episode."""
         try:
             return function(*args, **kwargs)
         except SettingsError:  # an unknown level is for the user to correct
             raise
         except (Exception, SystemExit) as error:  # SystemExit: an environment must not end the run
-            raise EnvironmentFault(f"{self.place}: {type(error).__name__}: {error}") from error
+            raise EnvironmentFault(
+                f"{self.description}: {type(error).__name__}: {error}"
+            ) from error
 
 
-def _timed(step: Callable[[], Step]) -> Step:
+def _run_timed(step: Callable[[], Step]) -> Step:
     with span("environment"):
         return step()
 
 
-def plain_step(step: Step) -> Step:
+def normalize_step(step: Step) -> Step:
     """The step with plain texts: an environment may hand back what the policy wrote (message, answer, call)."""
     if isinstance(step.answer, str):
-        step.answer = printable(step.answer)
+        step.answer = replace_unprintable(step.answer)
     if step.tool_call is not None:
-        step.tool_call = _plain_call(step.tool_call)
-    step.more_calls, step.info = [_plain_call(call) for call in step.more_calls], plain_json(step.info)
-    step.messages, step.reward = plain_messages(step.messages), float(step.reward)
+        step.tool_call = _normalize_call(step.tool_call)
+    step.more_calls, step.info = (
+        [_normalize_call(call) for call in step.more_calls],
+        convert_to_plain_json(step.info),
+    )
+    step.messages, step.reward = normalize_messages(step.messages), float(step.reward)
     return step
 
 
-def _plain_call(call: ToolCall) -> ToolCall:
-    return ToolCall(printable(call.name), plain_json(call.arguments))
+def _normalize_call(call: ToolCall) -> ToolCall:
+    return ToolCall(replace_unprintable(call.name), convert_to_plain_json(call.arguments))
 
 
-def plain_messages(messages: Sequence[Message]) -> list[Message]:
+def normalize_messages(messages: Sequence[Message]) -> list[Message]:
     """The messages with texts that a tokenizer takes. Raises: ValueError for one without role or text."""
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"message {message!r:.200} has no role, or no text as its content")
-    return [cast(Message, plain_json(message)) for message in messages]
+    return [cast(Message, convert_to_plain_json(message)) for message in messages]

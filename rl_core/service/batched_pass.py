@@ -16,18 +16,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rl_core.cpu.adapter_spans import AdapterSpan
-from rl_core.cpu.shared_prefixes import RowGroups
+from rl_core.cpu.low_rank import AdapterSpan
+from rl_core.cpu.packed_forward import RowGroups
 from rl_core.data.batches import attention_mask, pad_rows
-from rl_core.models.chunked_head import default_chunk_tokens, selected_logprobs, temperatures_of
-from rl_core.models.hidden_states import hidden_states
+from rl_core.models.chunked_head import (
+    compute_chunk_tokens,
+    compute_selected_logprobs,
+    expand_temperatures,
+)
+from rl_core.models.hidden_states import compute_hidden_states
 from rl_core.models.routed_adapters import AdapterGradients
 from rl_core.service.loss_function import LossFunction, LossInputs
-from rl_core.service.run_gradient import RunGradient
-from rl_core.service.training_run import TrainingRun
+from rl_core.service.training_run import RunGradient, TrainingRun
 from rl_core.types import TrainBatch
-
-__all__ = ["PassPart", "PassResult", "run_pass"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,9 @@ class PassResult:
 
     loss: float
     gradient: Mapping[str, torch.Tensor]  # by the run's parameter names; {} without backward
-    columns: list[dict[str, np.ndarray]]  # of each row: per-token arrays, or [1] where there is one number a row
+    columns: list[
+        dict[str, np.ndarray]
+    ]  # of each row: per-token arrays, or [1] where there is one number a row
 
 
 def run_pass(parts: Sequence[PassPart], *, backward: bool) -> list[PassResult]:
@@ -63,11 +66,11 @@ def run_pass(parts: Sequence[PassPart], *, backward: bool) -> list[PassResult]:
     Raises: DataError where a loss refuses its inputs (then it is the only part), and what torch raises.
     """
     run = parts[0].run
-    with run.base.products() if run.adapter is not None else nullcontext():
-        return _results(parts, backward=backward)
+    with run.base.use_row_by_row_products() if run.adapter is not None else nullcontext():
+        return _compute_pass(parts, backward=backward)
 
 
-def _results(parts: Sequence[PassPart], *, backward: bool) -> list[PassResult]:
+def _compute_pass(parts: Sequence[PassPart], *, backward: bool) -> list[PassResult]:
     run = parts[0].run
     rows = [row for part in parts for row in part.tokens]
     lengths = [len(row) for row in rows]
@@ -78,39 +81,52 @@ def _results(parts: Sequence[PassPart], *, backward: bool) -> list[PassResult]:
     if backward and run.adapter is not None:
         gradients = AdapterGradients(sum(part.run.layout.size for part in parts), run.base.device)
     with torch.set_grad_enabled(backward):
-        with _routed(parts, gradients) as groups:
-            hidden_BSH = hidden_states(run.model, batch, None, groups)
+        with _route_adapters(parts, gradients) as groups:
+            hidden_BSH = compute_hidden_states(run.model, batch, None, groups)
         places = mask_BS.reshape(-1).nonzero().squeeze(1).to(hidden_BSH.device)
-        hidden = hidden_BSH.flatten(0, 1).index_select(0, places).split([part.num_tokens for part in parts])
-        scored = _logprobs(parts, hidden)
-        given = [_inputs(part, hidden_NH, one) for part, hidden_NH, one in zip(parts, hidden, scored, strict=True)]
+        hidden = (
+            hidden_BSH.flatten(0, 1)
+            .index_select(0, places)
+            .split([part.num_tokens for part in parts])
+        )
+        scored = _compute_target_scores(parts, hidden)
+        given = [
+            _build_loss_inputs(part, hidden_NH, one)
+            for part, hidden_NH, one in zip(parts, hidden, scored, strict=True)
+        ]
         losses = [part.loss.loss(found) for part, found in zip(parts, given, strict=True)]
     found_of: Sequence[Mapping[str, torch.Tensor]] = [{} for _ in parts]
     if gradients is not None:
-        found_of = _adapter_gradients(parts, losses, gradients)
+        found_of = _compute_adapter_gradients(parts, losses, gradients)
     elif backward:
-        found_of = _gradients(losses, [part.run.parameters for part in parts])
+        found_of = _compute_gradients(losses, [part.run.parameters for part in parts])
     return [
-        PassResult(float(loss.detach()), gradient, _columns(part, found))
+        PassResult(float(loss.detach()), gradient, _collect_row_columns(part, found))
         for part, loss, gradient, found in zip(parts, losses, found_of, given, strict=True)
     ]
 
 
-def _routed(parts: Sequence[PassPart], gradients: AdapterGradients | None) -> AbstractContextManager[RowGroups | None]:
+def _route_adapters(
+    parts: Sequence[PassPart], gradients: AdapterGradients | None
+) -> AbstractContextManager[RowGroups | None]:
     """The adapters of the parts over their rows; nothing for a run that trains all weights."""
     if parts[0].run.adapter is None:
         assert len(parts) == 1
         return nullcontext()
     router = parts[0].run.base.router
-    return router.routed([len(part.tokens) for part in parts], [part.run.adapter for part in parts], gradients)
+    return router.route_rows(
+        [len(part.tokens) for part in parts], [part.run.adapter for part in parts], gradients
+    )
 
 
-def _gradients(
-    losses: Sequence[torch.Tensor], trained: Sequence[Mapping[str, torch.Tensor]], *anchors: torch.Tensor
+def _compute_gradients(
+    losses: Sequence[torch.Tensor],
+    trained_parameters: Sequence[Mapping[str, torch.Tensor]],
+    *anchors: torch.Tensor,
 ) -> list[dict[str, torch.Tensor]]:
     """Gradients of each loss by the parameters of its own; what a loss has not touched is left out."""
-    places = [(index, name) for index, named in enumerate(trained) for name in named]
-    inputs = [*(trained[index][name] for index, name in places), *anchors]
+    places = [(index, name) for index, named in enumerate(trained_parameters) for name in named]
+    inputs = [*(trained_parameters[index][name] for index, name in places), *anchors]
     # The gradient of a sum is each loss's own: no parameter is in two of them.
     found = torch.autograd.grad(torch.stack(list(losses)).sum(), inputs, allow_unused=True)
     gradients: list[dict[str, torch.Tensor]] = [{} for _ in losses]
@@ -120,17 +136,17 @@ def _gradients(
     return gradients
 
 
-def _adapter_gradients(
+def _compute_adapter_gradients(
     parts: Sequence[PassPart], losses: Sequence[torch.Tensor], gradients: AdapterGradients
 ) -> list[RunGradient]:
     """Gradients of runs with adapters: of the layers in `gradients`, of output heads and scalar heads by autograd."""
-    outside = [part.run.outside_layers for part in parts]
-    found = _gradients(losses, outside, gradients.anchor)
+    outside = [part.run.parameters_outside_layers for part in parts]
+    found = _compute_gradients(losses, outside, gradients.anchor)
     flats = gradients.flat.split([part.run.layout.size for part in parts])
     return [
-        part.run.gradient_of(flat, gradients.found, own)
+        part.run.build_pass_gradient(flat, gradients.written_layers, own)
         for part, flat, own in zip(parts, flats, found, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,40 +157,57 @@ class _TargetScores:
     entropy_N: torch.Tensor | None
 
 
-def _logprobs(parts: Sequence[PassPart], hidden: Sequence[torch.Tensor]) -> list[_TargetScores | None]:
+def _compute_target_scores(
+    parts: Sequence[PassPart], hidden: Sequence[torch.Tensor]
+) -> list[_TargetScores | None]:
     """Log-probabilities of each part's targets, [N, H] of each part given; None = its loss has no targets.
 
     Parts share the products of the head as long as they are one chunk of it; that a part has no chunks, or those of its
     own, depends on its size alone.
     """
     found: list[_TargetScores | None] = [None] * len(parts)
-    for chosen in _with_one_head(parts):
+    for chosen in _group_parts_by_head_chunk(parts):
         some = [parts[index] for index in chosen]
         lengths = [part.num_tokens for part in some]
         run, temperatures = some[0].run, [part.options.get("temperature", 1.0) for part in some]
         head = run.model.get_output_embeddings()
-        joint_NH = hidden[chosen[0]] if len(chosen) == 1 else torch.cat([hidden[index] for index in chosen])
-        targets = _joined([row["target_tokens"] for part in some for row in part.inputs])
-        logprobs, entropy_N = selected_logprobs(
-            joint_NH, head.weight, head.bias, torch.from_numpy(targets).to(joint_NH.device),
-            temperatures_N=temperatures_of(temperatures, lengths, joint_NH.device), adapters=_head_adapters(some),
+        joint_NH = (
+            hidden[chosen[0]]
+            if len(chosen) == 1
+            else torch.cat([hidden[index] for index in chosen])
+        )
+        targets = _concatenate_arrays(
+            [row["target_tokens"] for part in some for row in part.inputs]
+        )
+        logprobs, entropy_N = compute_selected_logprobs(
+            joint_NH,
+            head.weight,
+            head.bias,
+            torch.from_numpy(targets).to(joint_NH.device),
+            temperatures_N=expand_temperatures(temperatures, lengths, joint_NH.device),
+            adapters=_list_head_adapters(some),
             with_entropy="entropy" in some[0].loss.needs,
-        )  # fmt: skip
+        )
         entropies = [None] * len(some) if entropy_N is None else entropy_N.split(lengths)
         for index, own, entropy in zip(chosen, logprobs.split(lengths), entropies, strict=True):
             found[index] = _TargetScores(own, entropy)
     return found
 
 
-def _with_one_head(parts: Sequence[PassPart]) -> Iterator[list[int]]:
+def _group_parts_by_head_chunk(parts: Sequence[PassPart]) -> Iterator[list[int]]:
     """Parts with targets whose head is one chunk of products, by what is computed there."""
     groups: dict[tuple[bool, int], list[int]] = {}
     for index, part in enumerate(parts):
         if "target_tokens" in part.inputs[0]:
-            columns = max(row["target_tokens"].shape[1] if row["target_tokens"].ndim == 2 else 0 for row in part.inputs)
+            columns = max(
+                row["target_tokens"].shape[1] if row["target_tokens"].ndim == 2 else 0
+                for row in part.inputs
+            )
             groups.setdefault(("entropy" in part.loss.needs, columns), []).append(index)
     for group in groups.values():
-        most = default_chunk_tokens(parts[0].run.base.device.type, parts[0].run.base.head.weight.shape[0])
+        most = compute_chunk_tokens(
+            parts[0].run.base.device.type, parts[0].run.base.head.weight.shape[0]
+        )
         together: list[int] = []
         taken = 0
         for index in group:
@@ -187,12 +220,12 @@ def _with_one_head(parts: Sequence[PassPart]) -> Iterator[list[int]]:
         yield together
 
 
-def _head_adapters(parts: Sequence[PassPart]) -> Sequence[AdapterSpan]:
+def _list_head_adapters(parts: Sequence[PassPart]) -> Sequence[AdapterSpan]:
     """The updates of the head, over the tokens of their parts one after the other."""
     base = parts[0].run.base
     if parts[0].run.adapter is None or all(part.run.head_update is None for part in parts):
         return []
-    return base.router.apart(
+    return base.router.build_separate_spans(
         [part.run.adapter for part in parts],
         base.head_name,
         base.head.weight.shape[0],
@@ -200,7 +233,9 @@ def _head_adapters(parts: Sequence[PassPart]) -> Sequence[AdapterSpan]:
     )
 
 
-def _inputs(part: PassPart, hidden_NH: torch.Tensor, scored: _TargetScores | None) -> LossInputs:
+def _build_loss_inputs(
+    part: PassPart, hidden_NH: torch.Tensor, scored: _TargetScores | None
+) -> LossInputs:
     """Log-probabilities, entropies, values and scores of a part, beside its inputs."""
     run, needs = part.run, part.loss.needs
     device, lengths = hidden_NH.device, [len(row) for row in part.tokens]
@@ -209,10 +244,12 @@ def _inputs(part: PassPart, hidden_NH: torch.Tensor, scored: _TargetScores | Non
 
     def spread(values_N: torch.Tensor) -> torch.Tensor:
         if places is not None:
-            values_N = values_N.new_zeros(mask_BT.numel(), *values_N.shape[1:]).index_copy(0, places, values_N)
+            values_N = values_N.new_zeros(mask_BT.numel(), *values_N.shape[1:]).index_copy(
+                0, places, values_N
+            )
         return values_N.unflatten(0, mask_BT.shape)
 
-    given = LossInputs(mask_BT, part.options, _padded(part, spread, device))
+    given = LossInputs(mask_BT, part.options, _pad_datum_inputs(part, spread, device))
     if scored is not None:
         given.logprobs = spread(scored.logprobs)
         given.entropy_BT = None if scored.entropy_N is None else spread(scored.entropy_N)
@@ -224,7 +261,7 @@ def _inputs(part: PassPart, hidden_NH: torch.Tensor, scored: _TargetScores | Non
     return given
 
 
-def _padded(
+def _pad_datum_inputs(
     part: PassPart, spread: Callable[[torch.Tensor], torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """The datums' inputs, but for target tokens, as [B, T], [B, T, K] or [B]."""
@@ -234,28 +271,33 @@ def _padded(
         if part.loss.inputs[name].shape == "one":
             found[name] = torch.from_numpy(np.concatenate(arrays)).to(device)
         elif name != "target_tokens":
-            found[name] = spread(torch.from_numpy(_joined(arrays)).to(device))
+            found[name] = spread(torch.from_numpy(_concatenate_arrays(arrays)).to(device))
     return found
 
 
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+def _concatenate_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Arrays [T] one after the other; where one has several columns, all get as many, of 0."""
     if all(array.ndim == 1 for array in arrays):
         return np.concatenate(arrays)
     columns = [array.reshape(len(array), -1) for array in arrays]
     width = max(array.shape[1] for array in columns)
-    return np.concatenate([np.pad(array, ((0, 0), (0, width - array.shape[1]))) for array in columns])
+    return np.concatenate(
+        [np.pad(array, ((0, 0), (0, width - array.shape[1]))) for array in columns]
+    )
 
 
-def _columns(part: PassPart, given: LossInputs) -> list[dict[str, np.ndarray]]:
+def _collect_row_columns(part: PassPart, loss_inputs: LossInputs) -> list[dict[str, np.ndarray]]:
     """Raw material of outputs and metrics, row by row, with the rows' own numbers of targets."""
-    tensors = dict(given.outputs)
-    if given.logprobs is not None:
-        tensors["logprobs"] = given.logprobs
+    tensors = dict(loss_inputs.outputs)
+    if loss_inputs.logprobs is not None:
+        tensors["logprobs"] = loss_inputs.logprobs
     arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in tensors.items()}
     columns = []
     for index, (tokens, inputs) in enumerate(zip(part.tokens, part.inputs, strict=True)):
-        row = {("old_logprobs" if name == "logprobs" else name): value for name, value in inputs.items()}
+        row = {
+            ("old_logprobs" if name == "logprobs" else name): value
+            for name, value in inputs.items()
+        }
         shape = inputs["target_tokens"].shape if "target_tokens" in inputs else tokens.shape
         for name, array in arrays.items():
             if array.ndim == 1:  # one number a row

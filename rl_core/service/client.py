@@ -24,44 +24,56 @@ import httpx
 
 from rl_core.errors import BackendError, DataError, ServiceError, SettingsError
 from rl_core.service import client_calls
-from rl_core.service.client_calls import EvaluationQuestion, Sampling, ServiceCall, ServiceMetric
-from rl_core.service.evaluation_answers import ModelEvaluation
-
-__all__ = ["AsyncServiceClient", "ServiceMetric", "EvaluationQuestion", "Sampling", "ServiceClient"]
+from rl_core.service.client_calls import EvaluationArguments, ServiceCall
+from rl_core.service.client_calls import Sampling as Sampling
+from rl_core.service.client_calls import ServiceMetric as ServiceMetric
+from rl_core.service.responses import ModelEvaluation
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ADDRESS: Final = "http://127.0.0.1:8123"
-_AGAIN: Final = (408, 429, 503)
-_Outcome = httpx.Response | httpx.TransportError  # of one attempt
+DEFAULT_ADDRESS: Final = "http://127.0.0.1:8123"
+_RETRIED_STATUS_CODES: Final = (408, 429, 503)
+_AttemptOutcome = httpx.Response | httpx.TransportError  # of one attempt
 
 
 class _Endpoint:
     """Address, key and patience of a client; headers and errors of its calls."""
 
-    def __init__(self, address: str | None, key: str | None, timeout: float, patience: float) -> None:
-        self.address = (address or os.environ.get("TINKER_BASE_URL") or ADDRESS).rstrip("/")
+    def __init__(
+        self, address: str | None, key: str | None, timeout: float, patience: float
+    ) -> None:
+        self.address = (address or os.environ.get("TINKER_BASE_URL") or DEFAULT_ADDRESS).rstrip("/")
         secret = key or os.environ.get("TINKER_API_KEY") or ""
         if not secret:
             raise SettingsError(
                 "no API key: give key, or set TINKER_API_KEY; posttrain service key create NAME makes one"
             )
         if not self.address.startswith(("http://", "https://")):
-            raise SettingsError(f"address: {self.address!r} is no http address, such as {ADDRESS}")
-        self.options: dict[str, Any] = {
-            "base_url": self.address, "headers": {"X-API-Key": secret}, "timeout": timeout, "trust_env": False,
-        }  # fmt: skip
+            raise SettingsError(
+                f"address: {self.address!r} is no http address, such as {DEFAULT_ADDRESS}"
+            )
+        self.client_options: dict[str, Any] = {
+            "base_url": self.address,
+            "headers": {"X-API-Key": secret},
+            "timeout": timeout,
+            "trust_env": False,
+        }
         self.timeout, self.patience = timeout, patience
 
-    def sent(self, call: ServiceCall[Any]) -> dict[str, Any]:
+    def build_request_arguments(self, call: ServiceCall[Any]) -> dict[str, Any]:
         """Arguments of httpx's request."""
         return {
-            "method": call.method, "url": call.path, "json": call.body, "params": dict(call.params),
-            "timeout": self.timeout + call.held,
-        }  # fmt: skip
+            "method": call.method,
+            "url": call.path,
+            "json": call.body,
+            "params": dict(call.params),
+            "timeout": self.timeout + call.server_wait_seconds,
+        }
 
-    def exchange(self, call: ServiceCall[T]) -> Generator[float, _Outcome | None, T]:
+    def retry_until_response(
+        self, call: ServiceCall[T]
+    ) -> Generator[float, _AttemptOutcome | None, T]:
         """One call until it has an answer: gives the seconds to wait before each attempt, and takes its outcome.
 
         Raises: as `answer`; BackendError of a server that does not answer.
@@ -70,41 +82,48 @@ class _Endpoint:
         while True:
             outcome = yield pause
             assert outcome is not None
-            is_final = isinstance(outcome, httpx.Response) and outcome.status_code not in _AGAIN
+            is_final = (
+                isinstance(outcome, httpx.Response)
+                and outcome.status_code not in _RETRIED_STATUS_CODES
+            )
             if is_final or time.monotonic() + wait >= end:
                 break
             pause, wait = wait, min(5.0, 2 * wait)
         if isinstance(outcome, httpx.TransportError):
-            raise self._unreachable(outcome) from outcome
-        return self.answer(call, outcome)
+            raise self._describe_unreachable_server(outcome) from outcome
+        return self.parse_response(call, outcome)
 
-    def answer(self, call: ServiceCall[T], response: httpx.Response) -> T:
+    def parse_response(self, call: ServiceCall[T], response: httpx.Response) -> T:
         """The answer to a call. Raises: ServiceError for a refusal, BackendError, DataError for an unknown answer."""
         if response.is_success:
             is_json = "json" in response.headers.get("content-type", "")
-            return call.read(response.json() if is_json else response.text)
+            return call.parse_response(response.json() if is_json else response.text)
         try:
             detail = str(response.json()["detail"])
         except (ValueError, KeyError, TypeError):
             detail = response.text.strip()[:300] or f"HTTP status {response.status_code}"
-        if response.status_code in _AGAIN:
+        if response.status_code in _RETRIED_STATUS_CODES:
             raise BackendError(f"{self.address}: {detail}")
         raise ServiceError(detail, "user" if response.status_code < 500 else "server")
 
-    def is_healthy(self, outcome: _Outcome) -> bool:
+    def is_healthy(self, outcome: _AttemptOutcome) -> bool:
         """True for the answer of a server that works."""
         try:
-            return isinstance(outcome, httpx.Response) and self.answer(client_calls.healthy(), outcome)
+            return isinstance(outcome, httpx.Response) and self.parse_response(
+                client_calls.check_health(), outcome
+            )
         except (BackendError, ServiceError, DataError):
             return False
 
-    def _unreachable(self, error: httpx.TransportError) -> BackendError:
+    def _describe_unreachable_server(self, error: httpx.TransportError) -> BackendError:
         """The error of a server that does not answer."""
         reason = str(error) or type(error).__name__
-        return BackendError(f"{self.address} does not answer ({reason}); is `posttrain service up` running there?")
+        return BackendError(
+            f"{self.address} does not answer ({reason}); is `posttrain service up` running there?"
+        )
 
 
-class _Call(Generic[P, T]):
+class _CallMethod(Generic[P, T]):
     """A call as a method of both clients, with the arguments of its description."""
 
     def __init__(self, describe: Callable[P, ServiceCall[T]]) -> None:
@@ -116,34 +135,36 @@ class _Call(Generic[P, T]):
     def __get__(self, client: ServiceClient, kind: type) -> Callable[P, T]: ...
     @overload
     def __get__(self, client: AsyncServiceClient, kind: type) -> Callable[P, Awaitable[T]]: ...
-    def __get__(self, client: ServiceClient | AsyncServiceClient | None, kind: type) -> Callable[P, Any]:
+    def __get__(
+        self, client: ServiceClient | AsyncServiceClient | None, kind: type
+    ) -> Callable[P, Any]:
         if client is None:
             return self._describe
         asked = client
 
         @functools.wraps(self._describe)
         def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return asked._ask(self._describe(*args, **kwargs))
+            return asked._perform_call(self._describe(*args, **kwargs))
 
         return call
 
 
-class _Calls:
+class _SharedCalls:
     """Calls that both clients have."""
 
-    runs = _Call(client_calls.runs)
-    run = _Call(client_calls.run)
-    checkpoints = _Call(client_calls.checkpoints)
-    requests = _Call(client_calls.requests)
-    status = _Call(client_calls.status)
-    cancel = _Call(client_calls.cancel)
-    queue_stats = _Call(client_calls.queue_stats)
-    metrics = _Call(client_calls.metrics)
-    submit_evaluation = _Call(client_calls.submit_evaluation)
-    evaluation = _Call(client_calls.evaluation)
+    runs = _CallMethod(client_calls.list_runs)
+    run = _CallMethod(client_calls.fetch_run)
+    checkpoints = _CallMethod(client_calls.list_checkpoints)
+    requests = _CallMethod(client_calls.list_requests)
+    status = _CallMethod(client_calls.fetch_request_status)
+    cancel = _CallMethod(client_calls.cancel_request)
+    queue_stats = _CallMethod(client_calls.fetch_queue_stats)
+    metrics = _CallMethod(client_calls.list_metrics)
+    submit_evaluation = _CallMethod(client_calls.submit_evaluation)
+    evaluation = _CallMethod(client_calls.fetch_evaluation)
 
 
-class ServiceClient(_Calls):
+class ServiceClient(_SharedCalls):
     """Calls that return when the answer is there. Connection errors and 408, 429, 503 are tried again.
 
     Raised by every call: ServiceError where the server refuses (its category says whose fault it is), BackendError
@@ -164,13 +185,16 @@ class ServiceClient(_Calls):
         Raises: SettingsError without a key, or for an address that is none.
         """
         self._connection = _Endpoint(address, key, timeout, patience)
-        self._http = httpx.Client(**self._connection.options, transport=transport)
+        self._http = httpx.Client(**self._connection.client_options, transport=transport)
 
     def __enter__(self) -> ServiceClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -178,48 +202,48 @@ class ServiceClient(_Calls):
         """Close the connections."""
         self._http.close()
 
-    def _ask(self, call: ServiceCall[T]) -> T:
-        exchange, outcome = self._connection.exchange(call), None
+    def _perform_call(self, call: ServiceCall[T]) -> T:
+        exchange, outcome = self._connection.retry_until_response(call), None
         while True:
             try:
                 time.sleep(exchange.send(outcome))
             except StopIteration as end:
                 found: T = end.value
                 return found
-            outcome = self._attempt(call)
+            outcome = self._attempt_call(call)
 
-    def _attempt(self, call: ServiceCall[Any]) -> _Outcome:
+    def _attempt_call(self, call: ServiceCall[Any]) -> _AttemptOutcome:
         try:
-            return self._http.request(**self._connection.sent(call))
+            return self._http.request(**self._connection.build_request_arguments(call))
         except httpx.TransportError as error:
             return error
 
     def is_up(self) -> bool:
         """True where the server answers."""
-        return self._connection.is_healthy(self._attempt(client_calls.healthy()))
+        return self._connection.is_healthy(self._attempt_call(client_calls.check_health()))
 
     def evaluate(
-        self, run_id: str, *, timeout: float | None = None, **question: Unpack[EvaluationQuestion]
+        self, run_id: str, *, timeout: float | None = None, **arguments: Unpack[EvaluationArguments]
     ) -> ModelEvaluation:
         """Evaluate a model on texts and on samples to prompts, and another beside it; waits for the result.
 
         Args:
             run_id: an own run, whose queue the evaluation stands in; it is not changed.
             timeout: seconds to wait at most; None = until it is there.
-            question: see `EvaluationQuestion`.
+            question: see `EvaluationArguments`.
         Raises: as every call; BackendError after `timeout`.
         """
-        calls, answer = client_calls.evaluate(run_id, timeout, question), None
+        calls, answer = client_calls.run_evaluation(run_id, timeout, arguments), None
         while True:
             try:
                 call = calls.send(answer)
             except StopIteration as end:
                 found: ModelEvaluation = end.value
                 return found
-            answer = self._ask(call)
+            answer = self._perform_call(call)
 
 
-class AsyncServiceClient(_Calls):
+class AsyncServiceClient(_SharedCalls):
     """`ServiceClient` for asyncio: the same calls and errors."""
 
     def __init__(
@@ -233,13 +257,16 @@ class AsyncServiceClient(_Calls):
     ) -> None:
         """Args, Raises: as `ServiceClient`."""
         self._connection = _Endpoint(address, key, timeout, patience)
-        self._http = httpx.AsyncClient(**self._connection.options, transport=transport)
+        self._http = httpx.AsyncClient(**self._connection.client_options, transport=transport)
 
     async def __aenter__(self) -> AsyncServiceClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -247,35 +274,35 @@ class AsyncServiceClient(_Calls):
         """Close the connections."""
         await self._http.aclose()
 
-    async def _ask(self, call: ServiceCall[T]) -> T:
-        exchange, outcome = self._connection.exchange(call), None
+    async def _perform_call(self, call: ServiceCall[T]) -> T:
+        exchange, outcome = self._connection.retry_until_response(call), None
         while True:
             try:
                 await asyncio.sleep(exchange.send(outcome))
             except StopIteration as end:
                 found: T = end.value
                 return found
-            outcome = await self._attempt(call)
+            outcome = await self._attempt_call(call)
 
-    async def _attempt(self, call: ServiceCall[Any]) -> _Outcome:
+    async def _attempt_call(self, call: ServiceCall[Any]) -> _AttemptOutcome:
         try:
-            return await self._http.request(**self._connection.sent(call))
+            return await self._http.request(**self._connection.build_request_arguments(call))
         except httpx.TransportError as error:
             return error
 
     async def is_up(self) -> bool:
         """True where the server answers."""
-        return self._connection.is_healthy(await self._attempt(client_calls.healthy()))
+        return self._connection.is_healthy(await self._attempt_call(client_calls.check_health()))
 
     async def evaluate(
-        self, run_id: str, *, timeout: float | None = None, **question: Unpack[EvaluationQuestion]
+        self, run_id: str, *, timeout: float | None = None, **arguments: Unpack[EvaluationArguments]
     ) -> ModelEvaluation:
         """Evaluate a model, and another beside it; waits for the result. Args, Raises: see `ServiceClient.evaluate`."""
-        calls, answer = client_calls.evaluate(run_id, timeout, question), None
+        calls, answer = client_calls.run_evaluation(run_id, timeout, arguments), None
         while True:
             try:
                 call = calls.send(answer)
             except StopIteration as end:
                 found: ModelEvaluation = end.value
                 return found
-            answer = await self._ask(call)
+            answer = await self._perform_call(call)

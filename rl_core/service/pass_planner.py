@@ -15,16 +15,13 @@ import numpy as np
 import torch
 
 from rl_core.errors import DataError, ServiceError
-from rl_core.memory import first_line, is_out_of_memory
-from rl_core.service.answers import ForwardBackwardResult
+from rl_core.out_of_memory import format_first_line, is_out_of_memory
 from rl_core.service.batched_pass import PassPart, PassResult, run_pass
-from rl_core.service.input_checks import CheckedRequest
+from rl_core.service.request_checks import CheckedRequest
 from rl_core.service.requests import ForwardBackward
-from rl_core.service.run_gradient import added
-from rl_core.service.training_run import KLGuard, TrainingRun
+from rl_core.service.results import ForwardBackwardResult
+from rl_core.service.training_run import KLLimitCheck, TrainingRun, add_gradients
 from rl_core.settings import ServiceEngineSettings
-
-__all__ = ["PassJob", "run_jobs"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,59 +34,72 @@ class PassJob:
     request: ForwardBackward
     checked: CheckedRequest
     parts: list[PassPart]
-    done: list[PassResult] = field(default_factory=list)
+    part_results: list[PassResult] = field(default_factory=list)
     gradient: Mapping[str, torch.Tensor] = field(default_factory=dict)
     error: ServiceError | None = None
 
     @property
     def next_part(self) -> PassPart | None:
         """The part that comes next; None = nothing is left to compute."""
-        return None if self.error is not None or len(self.done) == len(self.parts) else self.parts[len(self.done)]
+        return (
+            None
+            if self.error is not None or len(self.part_results) == len(self.parts)
+            else self.parts[len(self.part_results)]
+        )
 
-    def take(self, result: PassResult) -> None:
+    def add_part_result(self, result: PassResult) -> None:
         """Keep a part's result; gradients add up in the order of the parts."""
-        self.done.append(result)
-        self.gradient = added(self.gradient, result.gradient)
+        self.part_results.append(result)
+        self.gradient = add_gradients(self.gradient, result.gradient)
 
-    def _data(self) -> Iterator[dict[str, np.ndarray]]:
+    def _iterate_client_data(self) -> Iterator[dict[str, np.ndarray]]:
         """Arrays of each datum; of the client alone, without a reference model's."""
         for tokens, inputs in zip(self.checked.tokens, self.checked.inputs, strict=True):
             given = {name: array for name, array in inputs.items() if name != "ref_logprobs"}
             yield {"tokens": tokens, **(given if self.checked.reference else inputs)}
 
-    def finish(self) -> ForwardBackwardResult | ServiceError:
+    def build_result(self) -> ForwardBackwardResult | ServiceError:
         """The answer. The run gets the gradient of a whole request, or nothing."""
         if self.error is not None:
             return self.error
-        loss, rows = self.checked.loss, [row for result in self.done for row in result.columns]
+        loss, rows = (
+            self.checked.loss,
+            [row for result in self.part_results for row in result.columns],
+        )
         if not self.request.forward_only:
             self.run.add_gradient(self.gradient)
-            self.run.note_data(self._data())
+            self.run.add_data_to_digest(self._iterate_client_data())
             if loss.kl_limit:
-                self.run.guards.append(_guard(self.checked, rows))
-        table = _table(rows)
-        metrics = {"loss:sum": float(sum(result.loss for result in self.done))}
+                self.run.kl_limit_checks.append(_build_kl_limit_check(self.checked, rows))
+        table = _build_token_table(rows)
+        metrics = {"loss:sum": float(sum(result.loss for result in self.part_results))}
         metrics |= loss.metrics(table, self.checked.options)
         tokens = metrics.get("tokens:sum", metrics.get("pairs:sum", 0.0))
         metrics["loss_per_token:mean" if "tokens:sum" in metrics else "loss_per_pair:mean"] = (
             metrics["loss:sum"] / tokens if tokens else 0.0
         )
-        return ForwardBackwardResult(outputs=tuple(map(_outputs, rows)), metrics=metrics)
+        return ForwardBackwardResult(
+            outputs=tuple(map(_select_datum_outputs, rows)), metrics=metrics
+        )
 
 
-def cut(run: TrainingRun, request: ForwardBackward, checked: CheckedRequest, most: int) -> PassJob:
+def split_into_parts(
+    run: TrainingRun, request: ForwardBackward, checked: CheckedRequest, max_tokens: int
+) -> PassJob:
     """A job whose parts have at most `most` tokens, in order; a longer datum (or pair) stands alone."""
     step = 2 if checked.loss.is_paired else 1
     ends, used = [0], 0
     for start in range(0, len(checked.tokens), step):
         size = sum(len(row) for row in checked.tokens[start : start + step])
-        if used and used + size > most:
+        if used and used + size > max_tokens:
             ends.append(start)
             used = 0
         used += size
     ends.append(len(checked.tokens))
     parts = [
-        PassPart(run, checked.loss, checked.options, checked.tokens[begin:end], checked.inputs[begin:end])
+        PassPart(
+            run, checked.loss, checked.options, checked.tokens[begin:end], checked.inputs[begin:end]
+        )
         for begin, end in pairwise(ends)
     ]
     return PassJob(run, request, checked, parts)
@@ -97,12 +107,12 @@ def cut(run: TrainingRun, request: ForwardBackward, checked: CheckedRequest, mos
 
 def run_jobs(jobs: Sequence[PassJob], settings: ServiceEngineSettings) -> None:
     """Compute all parts of all jobs; jobs of one run one after the other."""
-    while waves := list(_passes(jobs, settings.pass_tokens)):
+    while waves := list(_plan_passes(jobs, settings.pass_tokens)):
         for chosen in waves:
-            _compute(chosen)
+            _compute_next_parts(chosen)
 
 
-def _passes(jobs: Sequence[PassJob], most: int) -> Iterator[list[PassJob]]:
+def _plan_passes(jobs: Sequence[PassJob], max_tokens: int) -> Iterator[list[PassJob]]:
     """Jobs whose next parts share a pass: the first unfinished one of each run, in groups of at most `most` tokens."""
     first: dict[str, PassJob] = {}
     for job in jobs:
@@ -117,8 +127,8 @@ def _passes(jobs: Sequence[PassJob], most: int) -> Iterator[list[PassJob]]:
         together: list[PassJob] = []
         taken = 0
         for job in group:
-            tokens = _next_tokens(job)
-            if together and taken + tokens > most:
+            tokens = _count_next_tokens(job)
+            if together and taken + tokens > max_tokens:
                 yield together
                 together, taken = [], 0
             together.append(job)
@@ -126,12 +136,12 @@ def _passes(jobs: Sequence[PassJob], most: int) -> Iterator[list[PassJob]]:
         yield together
 
 
-def _next_tokens(job: PassJob) -> int:
+def _count_next_tokens(job: PassJob) -> int:
     part = job.next_part
     return part.num_tokens if part is not None else 0
 
 
-def _compute(jobs: list[PassJob]) -> None:
+def _compute_next_parts(jobs: list[PassJob]) -> None:
     """The next part of each of these jobs in one pass; where that fails, each alone, so one fault stays one job's."""
     parts = [part for job in jobs if (part := job.next_part) is not None]
     try:
@@ -139,15 +149,15 @@ def _compute(jobs: list[PassJob]) -> None:
     except Exception as error:
         if len(jobs) > 1:
             for job in jobs:
-                _compute([job])
+                _compute_next_parts([job])
             return
-        jobs[0].error = _failure(error)
+        jobs[0].error = _convert_to_service_error(error)
         return
     for job, result in zip(jobs, results, strict=True):
-        job.take(result)
+        job.add_part_result(result)
 
 
-def _failure(error: Exception) -> ServiceError:
+def _convert_to_service_error(error: Exception) -> ServiceError:
     """The error for the client."""
     if isinstance(error, ServiceError):
         return error
@@ -155,12 +165,17 @@ def _failure(error: Exception) -> ServiceError:
         return ServiceError(str(error), "user")
     logger.exception("forward_backward failed")
     if is_out_of_memory(error):
-        return ServiceError(f"out of memory: {first_line(error)}; send shorter sequences or fewer at once", "server")
-    return ServiceError(f"forward_backward failed: {first_line(error)}", "server")
+        return ServiceError(
+            f"out of memory: {format_first_line(error)}; send shorter sequences or fewer at once",
+            "server",
+        )
+    return ServiceError(f"forward_backward failed: {format_first_line(error)}", "server")
 
 
-def _guard(checked: CheckedRequest, rows: list[dict[str, np.ndarray]]) -> KLGuard:
-    return KLGuard(
+def _build_kl_limit_check(
+    checked: CheckedRequest, rows: list[dict[str, np.ndarray]]
+) -> KLLimitCheck:
+    return KLLimitCheck(
         limit=checked.options[checked.loss.kl_limit],
         temperature=checked.options["temperature"],
         tokens=list(checked.tokens),
@@ -170,10 +185,12 @@ def _guard(checked: CheckedRequest, rows: list[dict[str, np.ndarray]]) -> KLGuar
     )
 
 
-def _table(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _build_token_table(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Columns over all tokens, float64; `rows` is the datum's index."""
     several = {name: max(row[name].ndim for row in rows) == 2 for name in rows[0]}
-    widths = {name: max(row[name].shape[-1] for row in rows) for name, wide in several.items() if wide}
+    widths = {
+        name: max(row[name].shape[-1] for row in rows) for name, wide in several.items() if wide
+    }
 
     def column(row: dict[str, np.ndarray], name: str) -> np.ndarray:
         values = row[name].astype(np.float64)
@@ -187,13 +204,22 @@ def _table(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return table | {"rows": np.repeat(np.arange(len(rows)), lengths)}
 
 
-_OUTPUTS = {"logprobs": "logprobs", "entropy": "entropy", "new_values": "values", "scores": "scores",
-            "returns": "returns"}  # fmt: skip
+_CLIENT_OUTPUT_NAMES = {
+    "logprobs": "logprobs",
+    "entropy": "entropy",
+    "new_values": "values",
+    "scores": "scores",
+    "returns": "returns",
+}
 
 
-def _outputs(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _select_datum_outputs(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Outputs of one datum for the client, float32; `advantages` only where they were computed here."""
-    found = {public: row[name].astype(np.float32) for name, public in _OUTPUTS.items() if name in row}
+    found = {
+        public: row[name].astype(np.float32)
+        for name, public in _CLIENT_OUTPUT_NAMES.items()
+        if name in row
+    }
     if "returns" in row:
         found["advantages"] = row["advantages"].astype(np.float32)
     return found

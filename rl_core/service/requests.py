@@ -14,22 +14,8 @@ import numpy as np
 
 from rl_core.errors import ServiceError
 
-__all__ = [
-    "AdamParameters",
-    "AdapterConfig",
-    "CreateModel",
-    "CreateSampler",
-    "Datum",
-    "ForwardBackward",
-    "OptimStep",
-    "OptimizerKind",
-    "SampleRequest",
-    "SampleParameters",
-    "dense_rows",
-]
-
 OptimizerKind = Literal["adamw", "muon"]
-MOST_DENSE = 1 << 26  # cells of one sparse tensor made dense
+MAX_DENSE_CELLS = 1 << 26  # cells of one sparse tensor made dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +27,9 @@ class AdapterConfig:
     alpha: float = 32.0
     train_attn: bool = True  # linear layers of attention
     train_mlp: bool = True  # all other linear layers between embedding and head
-    train_unembed: bool = True  # the output head; the embedding stays as it is, also where it shares the weight
+    train_unembed: bool = (
+        True  # the output head; the embedding stays as it is, also where it shares the weight
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +38,9 @@ class CreateModel:
 
     model_id: str
     base: str  # name in the engine's settings
-    adapter: AdapterConfig | None = AdapterConfig()  # None = all weights are trained, on a copy of its own
+    adapter: AdapterConfig | None = (
+        AdapterConfig()
+    )  # None = all weights are trained, on a copy of its own
     optimizer: OptimizerKind = "adamw"
     seed: int = 0  # of the score head of `reward_modeling`
 
@@ -60,7 +50,9 @@ class Datum:
     """One sequence and what its loss needs. Position i predicts `inputs["target_tokens"][i]`: nothing is shifted."""
 
     tokens: np.ndarray  # integers [T]
-    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # by name, see `service.losses_by_name`
+    inputs: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # by name, see `service.losses_by_name`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +85,9 @@ class OptimStep:
     model_id: str
     adam: AdamParameters = AdamParameters()
     muon_momentum: float = 0.95
-    optimizer: OptimizerKind | None = None  # that the parameters are of; None = whichever the run has
+    optimizer: OptimizerKind | None = (
+        None  # that the parameters are of; None = whichever the run has
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +110,9 @@ class SampleParameters:
     """Parameters of the distribution sampled from, and ends of sequences."""
 
     max_tokens: int | None = None  # None, and more than fits = up to the context
-    stop: tuple[str, ...] | tuple[int, ...] | None = None  # None = end-of-sequence tokens; () = nothing ends it
+    stop: tuple[str, ...] | tuple[int, ...] | None = (
+        None  # None = end-of-sequence tokens; () = nothing ends it
+    )
     temperature: float = 1.0  # 0 = greedy; log-probabilities are then those at 1
     top_k: int = -1  # below 1 = all tokens
     top_p: float = 1.0
@@ -133,12 +129,21 @@ class SampleRequest:
     parameters: SampleParameters = SampleParameters()
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0  # most likely tokens at each prompt position
-    topk_sample_logprobs: int = 0  # most likely tokens at each sampled position, of the distribution sampled from
-    target_prompt_logprobs: np.ndarray | None = None  # integers [P - 1, K]: row i asks at position i + 1; -1 = nothing
+    topk_sample_logprobs: int = (
+        0  # most likely tokens at each sampled position, of the distribution sampled from
+    )
+    target_prompt_logprobs: np.ndarray | None = (
+        None  # integers [P - 1, K]: row i asks at position i + 1; -1 = nothing
+    )
 
 
-def dense_rows(
-    values: np.ndarray, row_starts: np.ndarray, columns: np.ndarray, shape: tuple[int, int], *, fill: float = 0
+def densify_rows(
+    values: np.ndarray,
+    row_starts: np.ndarray,
+    columns: np.ndarray,
+    shape: tuple[int, int],
+    *,
+    fill: float = 0,
 ) -> np.ndarray:
     """A sparse matrix (compressed rows) as a dense one [T, K] of the same dtype.
 
@@ -149,8 +154,11 @@ def dense_rows(
     """
     rows, width = (int(size) for size in shape)
     row_starts, columns = np.asarray(row_starts), np.asarray(columns)
-    if rows < 0 or width < 0 or rows * width > MOST_DENSE:
-        raise ServiceError(f"sparse tensor of shape {shape}: at most {MOST_DENSE} cells, none negative", "user")
+    if rows < 0 or width < 0 or rows * width > MAX_DENSE_CELLS:
+        raise ServiceError(
+            f"sparse tensor of shape {shape}: at most {MAX_DENSE_CELLS} cells, none negative",
+            "user",
+        )
     if row_starts.shape != (rows + 1,) or values.ndim != 1 or columns.shape != values.shape:
         raise ServiceError(
             f"sparse tensor of {rows} rows: crow_indices {row_starts.shape}, values {values.shape} and col_indices "
@@ -159,7 +167,9 @@ def dense_rows(
         )
     for name, indices in (("crow_indices", row_starts), ("col_indices", columns)):
         if indices.dtype.kind not in "iu":
-            raise ServiceError(f"sparse tensor: {name} is {indices.dtype}, expected integers", "user")
+            raise ServiceError(
+                f"sparse tensor: {name} is {indices.dtype}, expected integers", "user"
+            )
     if row_starts[0] != 0 or row_starts[-1] != len(values) or bool((np.diff(row_starts) < 0).any()):
         raise ServiceError(f"sparse tensor: crow_indices must rise from 0 to {len(values)}", "user")
     if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) < width:

@@ -12,25 +12,13 @@ import torch
 
 from rl_core.errors import CheckpointError, ServiceError
 from rl_core.models.routed_adapters import LowRank
+from rl_core.service.base_model import SharedBaseModel
 from rl_core.service.requests import AdapterConfig, CreateModel
-from rl_core.service.served_base import ServedBase
-from rl_core.service.training_run import merged_weights
+from rl_core.service.training_run import merge_adapter_weights
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.folders import put_bytes
-from rl_core.storage.replaced_folders import replace_folder
+from rl_core.storage.folders import replace_folder, write_folder_file
 
-__all__ = [
-    "adapter_in",
-    "export_model",
-    "export_peft",
-    "read_state",
-    "request_of",
-    "sampling_state",
-    "sampling_weights",
-    "write_state",
-]
-
-FORMAT = 1
+STATE_FORMAT = 1
 
 
 def write_state(folder: str | Path, state: Mapping[str, Any]) -> None:
@@ -38,7 +26,7 @@ def write_state(folder: str | Path, state: Mapping[str, Any]) -> None:
 
     Raises: CheckpointError if the disk refuses; NonFiniteError for weights that are not finite.
     """
-    CheckpointStore(folder).save(state)
+    CheckpointStore(folder).save_version(state)
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
@@ -46,27 +34,37 @@ def read_state(folder: str | Path) -> dict[str, Any]:
     state = CheckpointStore(folder).load_latest()
     if state is None:
         raise CheckpointError(f"{folder}: holds no saved weights")
-    if state.get("run", {}).get("format") != FORMAT:
-        raise CheckpointError(f"{folder}: saved by another version of the service (format {state.get('run')})")
+    if state.get("run", {}).get("format") != STATE_FORMAT:
+        raise CheckpointError(
+            f"{folder}: saved by another version of the service (format {state.get('run')})"
+        )
     return state
 
 
-def sampling_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def extract_sampling_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a state that samplers need: weights, without heads, optimizer and gradient."""
-    weights = {name: tensor for name, tensor in state["model"].items() if not name.startswith("heads.")}
+    weights = {
+        name: tensor for name, tensor in state["model"].items() if not name.startswith("heads.")
+    }
     return {"run": state["run"], "model": weights}
 
 
-def request_of(state: Mapping[str, Any], model_id: str) -> CreateModel:
+def build_create_request(state: Mapping[str, Any], model_id: str) -> CreateModel:
     """The request that makes a run which can load this state."""
     run = state["run"]
     adapter = None if run["adapter"] is None else AdapterConfig(**run["adapter"])
     return CreateModel(
-        model_id=model_id, base=run["base"], adapter=adapter, optimizer=run["optimizer"], seed=run["seed"]
+        model_id=model_id,
+        base=run["base"],
+        adapter=adapter,
+        optimizer=run["optimizer"],
+        seed=run["seed"],
     )
 
 
-def adapter_in(state: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, LowRank] | None:
+def load_adapter(
+    state: Mapping[str, Any], device: torch.device | str = "cpu"
+) -> dict[str, LowRank] | None:
     """The adapter of a state, by the names of linear layers; None = it holds all weights."""
     config = state["run"]["adapter"]
     if config is None:
@@ -84,28 +82,41 @@ def adapter_in(state: Mapping[str, Any], device: torch.device | str = "cpu") -> 
     }
 
 
-def sampling_weights(base: ServedBase, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def load_sampling_weights(
+    base: SharedBaseModel, state: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
     """Weights of a state, by name, that turn the base into the model that was saved."""
     if state["run"]["base"] != base.name:
-        raise ServiceError(f"the saved weights are of base model '{state['run']['base']}', not '{base.name}'", "user")
-    adapter = adapter_in(state, base.device)
+        raise ServiceError(
+            f"the saved weights are of base model '{state['run']['base']}', not '{base.name}'",
+            "user",
+        )
+    adapter = load_adapter(state, base.device)
     if adapter is not None:
-        return merged_weights(base, adapter)
-    return {name: tensor.to(base.device) for name, tensor in state["model"].items() if not name.startswith("heads.")}
+        return merge_adapter_weights(base, adapter)
+    return {
+        name: tensor.to(base.device)
+        for name, tensor in state["model"].items()
+        if not name.startswith("heads.")
+    }
 
 
-def export_model(base: ServedBase, state: Mapping[str, Any], folder: str | Path) -> None:
+def export_model(base: SharedBaseModel, state: Mapping[str, Any], folder: str | Path) -> None:
     """A model folder of Hugging Face with the adapter merged, in place of one that was exported there before.
 
     An adapter of the output head unties it from the embedding.
     Raises: CheckpointError where the disk refuses, or the folder holds other files.
     """
-    weights, head = sampling_weights(base, state), f"{base.head_name}.weight"
-    unties = state["run"]["adapter"] is not None and head in weights and base.model.config.tie_word_embeddings
+    weights, head = load_sampling_weights(base, state), f"{base.head_name}.weight"
+    unties = (
+        state["run"]["adapter"] is not None
+        and head in weights
+        and base.model.config.tie_word_embeddings
+    )
 
     def write(place: Path) -> None:
         tied = base.model.config.tie_word_embeddings
-        with base.holding(weights) as model:
+        with base.swap_weights(weights) as model:
             try:
                 model.config.tie_word_embeddings = tied and not unties
                 model.save_pretrained(place)
@@ -116,11 +127,14 @@ def export_model(base: ServedBase, state: Mapping[str, Any], folder: str | Path)
     replace_folder(folder, write, {"kind": "model"})
 
 
-def export_peft(base: ServedBase, state: Mapping[str, Any], folder: str | Path) -> None:
+def export_peft(base: SharedBaseModel, state: Mapping[str, Any], folder: str | Path) -> None:
     """An adapter folder of peft. Raises: ServiceError (user) for a run that trains all weights; CheckpointError."""
-    adapter, config = adapter_in(state), state["run"]["adapter"]
+    adapter, config = load_adapter(state), state["run"]["adapter"]
     if adapter is None:
-        raise ServiceError("this run trains all weights, so there is no adapter to export; export the model", "user")
+        raise ServiceError(
+            "this run trains all weights, so there is no adapter to export; export the model",
+            "user",
+        )
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -140,8 +154,10 @@ def export_peft(base: ServedBase, state: Mapping[str, Any], folder: str | Path) 
     }
 
     def write(place: Path) -> None:
-        put_bytes(place / "adapter_config.json", (json.dumps(described, indent=2) + "\n").encode())
-        put_bytes(place / "adapter_model.safetensors", safetensors.torch.save(tensors))
+        write_folder_file(
+            place / "adapter_config.json", (json.dumps(described, indent=2) + "\n").encode()
+        )
+        write_folder_file(place / "adapter_model.safetensors", safetensors.torch.save(tensors))
         base.tokenizer.save_pretrained(place)
 
     replace_folder(folder, write, {"kind": "adapter"})

@@ -13,18 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.cpu.allocator import keep_freed_memory
-from rl_core.cpu.waiting import bound_waiting
-from rl_core.errors import CheckpointError, DataError, ModelError, PosttrainError, ServiceError, nearest
-from rl_core.memory import first_line
-from rl_core.service.answers import BaseInfo, ForwardBackwardResult, ModelInfo, OptimStepResult, SampleResult
-from rl_core.service.evaluation_answers import ModelEvaluation
-from rl_core.service.evaluation_requests import EvaluateRequest
-from rl_core.service.guarded_update import guarded_steps
-from rl_core.service.input_checks import check_adam, check_adapter, check_forward_backward, check_sample
-from rl_core.service.model_evaluation import EvaluatedModel, evaluate_models
-from rl_core.service.pass_planner import cut, run_jobs
-from rl_core.service.reference_logprobs import with_reference
-from rl_core.service.reference_models import ReferenceModels
+from rl_core.cpu.openmp_spin import limit_openmp_spin
+from rl_core.errors import (
+    CheckpointError,
+    DataError,
+    ModelError,
+    PosttrainError,
+    ServiceError,
+    suggest_name,
+)
+from rl_core.out_of_memory import format_first_line
+from rl_core.service.base_model import SharedBaseModel
+from rl_core.service.model_evaluation import BaseModelReader, EvaluatedModel, evaluate_models
+from rl_core.service.optimizer_updates import step_runs_within_kl_limits
+from rl_core.service.pass_planner import run_jobs, split_into_parts
+from rl_core.service.reference_models import ServiceReferenceModels, add_reference_logprobs
+from rl_core.service.request_checks import (
+    EvaluateRequest,
+    check_adam,
+    check_adapter,
+    check_forward_backward,
+    check_sample,
+)
 from rl_core.service.requests import (
     CreateModel,
     CreateSampler,
@@ -33,21 +43,31 @@ from rl_core.service.requests import (
     OptimStep,
     SampleRequest,
 )
-from rl_core.service.samplers import Published, SampleJob, Sampler, Weights, sample_all
+from rl_core.service.responses import ModelEvaluation
+from rl_core.service.results import (
+    BaseInfo,
+    ForwardBackwardResult,
+    ModelInfo,
+    OptimStepResult,
+    SampleResult,
+)
+from rl_core.service.samplers import (
+    PublishedWeights,
+    SampleJob,
+    Sampler,
+    SamplerWeights,
+    run_sample_jobs,
+)
 from rl_core.service.saved_weights import (
+    build_create_request,
     export_model,
     export_peft,
+    extract_sampling_state,
     read_state,
-    request_of,
-    sampling_state,
     write_state,
 )
-from rl_core.service.served_base import ServedBase
-from rl_core.service.text_scores import SavedReader
 from rl_core.service.training_run import TrainingRun
 from rl_core.settings import ReferenceSettings, ServiceEngineSettings
-
-__all__ = ["TrainingEngine"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,46 +83,55 @@ class TrainingEngine:
     ) -> None:
         """`reference_models`: frozen models beside the bases, name -> model folder or hub name."""
         keep_freed_memory()
-        bound_waiting()
+        limit_openmp_spin()
         self.settings = settings
-        self.references = ReferenceModels(reference_models or {}, references or ReferenceSettings(), settings)
-        self._bases: dict[str, ServedBase] = {}
+        self.references = ServiceReferenceModels(
+            reference_models or {}, references or ReferenceSettings(), settings
+        )
+        self._bases: dict[str, SharedBaseModel] = {}
         self._runs: dict[str, TrainingRun] = {}
         self._samplers: dict[str, Sampler] = {}
-        self._published: dict[str, Published] = {}  # by run
+        self._published: dict[str, PublishedWeights] = {}  # by run
 
     # -- base models and runs ------------------------------------------------------------------------------------------
 
     def base_info(self, name: str) -> BaseInfo:
         """A base model, which is loaded if it is not yet. Raises: ServiceError."""
-        return self._base(name).info
+        return self._load_base_model(name).info
 
     def create_model(self, request: CreateModel) -> ModelInfo:
         """A new training run. Raises: ServiceError."""
-        self._check_new(request.model_id, self._runs, self.settings.max_runs, "model", "max_runs")
+        self._check_new_name(
+            request.model_id, self._runs, self.settings.max_runs, "model", "max_runs"
+        )
         if request.optimizer not in ("adamw", "muon"):
             raise ServiceError(f"optimizer: '{request.optimizer}', expected adamw or muon", "user")
         if request.adapter is not None:
             check_adapter(request.adapter, self.settings)
         elif self.settings.dtype != "float32":
-            raise ServiceError("training all weights needs base models in float32 (dtype); train an adapter", "user")
-        run = TrainingRun(request, self._base(request.base))
+            raise ServiceError(
+                "training all weights needs base models in float32 (dtype); train an adapter",
+                "user",
+            )
+        run = TrainingRun(request, self._load_base_model(request.base))
         self._runs[request.model_id] = run
         return run.info
 
     def unload_model(self, model_id: str) -> None:
         """Forget a run; its samplers keep their weights. Raises: ServiceError where there is none."""
-        self._run(model_id).base.router.forget()
+        self._find_run(model_id).base.router.clear_routes()
         del self._runs[model_id]
         self._published.pop(model_id, None)
 
     def model_info(self, model_id: str) -> ModelInfo:
         """A training run. Raises: ServiceError where there is none."""
-        return self._run(model_id).info
+        return self._find_run(model_id).info
 
     # -- training ------------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, requests: Sequence[ForwardBackward]) -> list[ForwardBackwardResult | ServiceError]:
+    def forward_backward(
+        self, requests: Sequence[ForwardBackward]
+    ) -> list[ForwardBackwardResult | ServiceError]:
         """Answers in order. Requests of one run are computed in their order, those of several runs together.
 
         A request's numbers do not depend on the others, nor does the gradient that it adds to its run's.
@@ -111,20 +140,24 @@ class TrainingEngine:
         jobs = {}
         for index, request in enumerate(requests):
             try:
-                run = self._run(request.model_id)
+                run = self._find_run(request.model_id)
                 checked = check_forward_backward(request, run.base.limits, self.settings)
-                checked = with_reference(run, checked, self.references, self.settings.micro_batch_tokens)
-                jobs[index] = cut(run, request, checked, self.settings.micro_batch_tokens)
+                checked = add_reference_logprobs(
+                    run, checked, self.references, self.settings.micro_batch_tokens
+                )
+                jobs[index] = split_into_parts(
+                    run, request, checked, self.settings.micro_batch_tokens
+                )
             except ServiceError as error:
                 answers[index] = error
         run_jobs(list(jobs.values()), self.settings)
         for index, job in jobs.items():
-            answers[index] = job.finish()
+            answers[index] = job.build_result()
         return [answers[index] for index in range(len(requests))]
 
     def optim_step(self, request: OptimStep) -> OptimStepResult:
         """One update by the gradient accumulated so far. Raises: ServiceError."""
-        (answer,) = guarded_steps([self._stepped(request)], [request])
+        (answer,) = step_runs_within_kl_limits([self._check_optim_step(request)], [request])
         if isinstance(answer, Exception):
             raise answer
         return OptimStepResult(metrics=answer)
@@ -135,76 +168,90 @@ class TrainingEngine:
         runs: dict[int, TrainingRun] = {}
         for index, request in enumerate(requests):
             try:
-                runs[index] = self._stepped(request)
+                runs[index] = self._check_optim_step(request)
             except ServiceError as error:
                 answers[index] = error
-        found = guarded_steps(list(runs.values()), [requests[index] for index in runs])
+        found = step_runs_within_kl_limits(list(runs.values()), [requests[index] for index in runs])
         for index, answer in zip(runs, found, strict=True):
             if isinstance(answer, Exception):
                 if not isinstance(answer, ServiceError):
-                    logger.error("optim_step of %s failed", requests[index].model_id, exc_info=answer)
-                answers[index] = _failure(answer)
+                    logger.error(
+                        "optim_step of %s failed", requests[index].model_id, exc_info=answer
+                    )
+                answers[index] = _convert_to_service_error(answer)
             else:
                 answers[index] = OptimStepResult(metrics=answer)
         return [answers[index] for index in range(len(requests))]
 
-    def _stepped(self, request: OptimStep) -> TrainingRun:
+    def _check_optim_step(self, request: OptimStep) -> TrainingRun:
         """The run of a checked request. Raises: ServiceError."""
-        run = self._run(request.model_id)
+        run = self._find_run(request.model_id)
         check_adam(request.adam, request.muon_momentum)
         if request.optimizer not in (None, run.optimizer_kind):
             raise ServiceError(
                 f"optim_step: the parameters are of {request.optimizer}, and the run was made with "
-                f"{run.optimizer_kind}; send those of its optimizer", "user",
-            )  # fmt: skip
+                f"{run.optimizer_kind}; send those of its optimizer",
+                "user",
+            )
         return run
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     def state_dict(self, model_id: str) -> dict[str, Any]:
         """All that a run's later results depend on. Raises: ServiceError."""
-        return self._run(model_id).state_dict()
+        return self._find_run(model_id).state_dict()
 
     def restore_model(self, model_id: str, state: Mapping[str, Any]) -> ModelInfo:
         """A run as it was when its state was taken, in place of one of this name. Raises: ServiceError."""
         if (before := self._runs.pop(model_id, None)) is not None:
-            before.base.router.forget()
-        self.create_model(request_of(state, model_id))
-        self._load(model_id, state, optimizer=True, gradient=True)
+            before.base.router.clear_routes()
+        self.create_model(build_create_request(state, model_id))
+        self._load_run_state(model_id, state, optimizer=True, gradient=True)
         return self.model_info(model_id)
 
-    def save_weights(self, model_id: str, folder: str | Path, note: Mapping[str, Any] | None = None) -> None:
+    def save_weights(
+        self, model_id: str, folder: str | Path, metadata: Mapping[str, Any] | None = None
+    ) -> None:
         """Write a run's state (see `state_dict`), with the caller's note, as a whole. Raises: ServiceError."""
-        self._write(folder, self._run(model_id).state_dict() | {"note": dict(note or {})})
+        self._write_state(
+            folder, self._find_run(model_id).state_dict() | {"note": dict(metadata or {})}
+        )
 
     def load_weights(
-        self, model_id: str, folder: str | Path, *, optimizer: bool, kind: OptimizerKind | None = None
+        self,
+        model_id: str,
+        folder: str | Path,
+        *,
+        optimizer: bool,
+        kind: OptimizerKind | None = None,
     ) -> ModelInfo:
         """Take saved weights, and the optimizer's moments if asked for; the accumulated gradient is forgotten.
 
         A run that does not exist is made as the saved one was; `kind`: with another optimizer, if not with its moments.
         Raises: ServiceError.
         """
-        state = self._read(folder)
+        state = self._read_state(folder)
         if model_id not in self._runs:
-            made = request_of(state, model_id)
-            self.create_model(made if optimizer or kind is None else dataclasses.replace(made, optimizer=kind))
-        self._load(model_id, state, optimizer=optimizer, gradient=False)
+            made = build_create_request(state, model_id)
+            self.create_model(
+                made if optimizer or kind is None else dataclasses.replace(made, optimizer=kind)
+            )
+        self._load_run_state(model_id, state, optimizer=optimizer, gradient=False)
         return self.model_info(model_id)
 
-    def note_of(self, folder: str | Path) -> dict[str, Any]:
+    def read_saved_metadata(self, folder: str | Path) -> dict[str, Any]:
         """The note that was saved with weights. Raises: ServiceError."""
-        note: dict[str, Any] = self._read(folder).get("note", {})
+        note: dict[str, Any] = self._read_state(folder).get("note", {})
         return note
 
     def save_sampler_weights(self, model_id: str, folder: str | Path) -> None:
         """Write what samplers of a run need. Raises: ServiceError."""
-        self._write(folder, sampling_state(self._run(model_id).state_dict()))
+        self._write_state(folder, extract_sampling_state(self._find_run(model_id).state_dict()))
 
     def export(self, source: str | Path, folder: str | Path, *, peft: bool = False) -> None:
         """Saved weights as a model folder of Hugging Face, or as an adapter of peft. Raises: ServiceError."""
-        state = self._read(source)
-        base = self._base(state["run"]["base"])
+        state = self._read_state(source)
+        base = self._load_base_model(state["run"]["base"])
         try:
             (export_peft if peft else export_model)(base, state, folder)
         except CheckpointError as error:
@@ -214,33 +261,45 @@ class TrainingEngine:
 
     def create_sampler(self, request: CreateSampler) -> BaseInfo:
         """A sampler; the base model that it samples from. Raises: ServiceError."""
-        self._check_new(request.sampler_id, self._samplers, self.settings.max_samplers, "sampler", "max_samplers")
-        weights = self._weights(request)
-        source: Weights | Published = weights
+        self._check_new_name(
+            request.sampler_id,
+            self._samplers,
+            self.settings.max_samplers,
+            "sampler",
+            "max_samplers",
+        )
+        weights = self._load_sampler_weights(request)
+        source: SamplerWeights | PublishedWeights = weights
         if request.kind == "inflight":
-            source = self._published.setdefault(str(request.model_id), Published(weights))
+            source = self._published.setdefault(str(request.model_id), PublishedWeights(weights))
             source.newest = weights
         self._samplers[request.sampler_id] = Sampler(request.sampler_id, weights.base, source)
         return weights.base.info
 
-    def _weights(self, request: CreateSampler) -> Weights:
+    def _load_sampler_weights(self, request: CreateSampler) -> SamplerWeights:
         """Base model and fixed weights of a new sampler."""
-        named = [name for name in ("base", "model_id", "folder") if getattr(request, name) is not None]
+        named = [
+            name for name in ("base", "model_id", "folder") if getattr(request, name) is not None
+        ]
         if request.kind == "inflight" and named not in (["model_id"], ["model_id", "folder"]):
-            raise ServiceError("create_sampler: inflight needs model_id, and may have folder", "user")
+            raise ServiceError(
+                "create_sampler: inflight needs model_id, and may have folder", "user"
+            )
         if request.kind != "inflight" and len(named) != 1:
-            raise ServiceError("create_sampler: give exactly one of base, model_id and folder", "user")
+            raise ServiceError(
+                "create_sampler: give exactly one of base, model_id and folder", "user"
+            )
         if request.folder is not None:
-            state = sampling_state(self._read(request.folder))
+            state = extract_sampling_state(self._read_state(request.folder))
         elif request.model_id is not None:
-            state = sampling_state(self._run(request.model_id).state_dict())
+            state = extract_sampling_state(self._find_run(request.model_id).state_dict())
         else:
-            return Weights(self._base(str(request.base)))
-        return Weights(self._base(state["run"]["base"]), state)
+            return SamplerWeights(self._load_base_model(str(request.base)))
+        return SamplerWeights(self._load_base_model(state["run"]["base"]), state)
 
     def unload_sampler(self, sampler_id: str) -> None:
         """Forget a sampler. Raises: ServiceError where there is none."""
-        self._sampler(sampler_id)
+        self._find_sampler(sampler_id)
         del self._samplers[sampler_id]
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult | ServiceError]:
@@ -249,14 +308,16 @@ class TrainingEngine:
         jobs: dict[int, SampleJob] = {}
         for index, request in enumerate(requests):
             try:
-                sampler = self._sampler(request.sampler_id)
+                sampler = self._find_sampler(request.sampler_id)
                 prompt = check_sample(request, sampler.base.limits, self.settings)
                 jobs[index] = SampleJob(sampler, request, prompt)
             except ServiceError as error:
                 answers[index] = error
-        found = sample_all(list(jobs.values()), self.settings.slots)
+        found = run_sample_jobs(list(jobs.values()), self.settings.slots)
         for index, answer in zip(jobs, found, strict=True):
-            answers[index] = _failure(answer) if isinstance(answer, Exception) else answer
+            answers[index] = (
+                _convert_to_service_error(answer) if isinstance(answer, Exception) else answer
+            )
         return [answers[index] for index in range(len(requests))]
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
@@ -266,70 +327,102 @@ class TrainingEngine:
 
         Raises: ServiceError.
         """
-        request.check(self.settings)
-        model = self._evaluated(request.model, request)
-        against = None if request.against is None else self._evaluated(request.against, request, model.base)
+        request.check_limits(self.settings)
+        model = self._load_evaluated_model(request.model, request)
+        against = (
+            None
+            if request.against is None
+            else self._load_evaluated_model(request.against, request, model.base)
+        )
         try:
             return evaluate_models(request, model, against, self.settings)
         except (PosttrainError, RuntimeError) as error:
-            raise _failure(error) from error
+            raise _convert_to_service_error(error) from error
 
-    def _evaluated(self, name: str, request: EvaluateRequest, beside: ServedBase | None = None) -> EvaluatedModel:
+    def _load_evaluated_model(
+        self, name: str, request: EvaluateRequest, comparison_base: SharedBaseModel | None = None
+    ) -> EvaluatedModel:
         """The model of a name: saved weights, a base model, or (beside one of these) a reference model."""
         if name in request.folders:
-            state = sampling_state(self._read(request.folders[name]))
-            base = self._base(state["run"]["base"])
-            source = Weights(base, state)
+            state = extract_sampling_state(self._read_state(request.folders[name]))
+            base = self._load_base_model(state["run"]["base"])
+            source = SamplerWeights(base, state)
         elif name in self.settings.bases:
-            base = self._base(name)
-            source = Weights(base)
-        elif name in self.references.names and beside is not None:
-            reader = self.references.reader(name)
-            return EvaluatedModel(name, beside, self.references.limits(name, beside), reader, None)
+            base = self._load_base_model(name)
+            source = SamplerWeights(base)
+        elif name in self.references.paths and comparison_base is not None:
+            reader = self.references.create_reader(name)
+            return EvaluatedModel(
+                name,
+                comparison_base,
+                self.references.read_limits(name, comparison_base),
+                reader,
+                None,
+            )
         else:
-            known = [*self.settings.bases, *(self.references.names if beside is not None else ())]
+            known = [
+                *self.settings.bases,
+                *(self.references.paths if comparison_base is not None else ()),
+            ]
             raise ServiceError(
-                f"evaluate: there is no {'base or reference' if beside is not None else 'base'} model '{name[:200]}'; "
-                f"{nearest(name, known)}", "user",
-            )  # fmt: skip
-        return EvaluatedModel(name, base, base.limits, SavedReader(base, source.merged()), Sampler(name, base, source))
+                f"evaluate: there is no {'base or reference' if comparison_base is not None else 'base'} model '{name[:200]}'; "
+                f"{suggest_name(name, known)}",
+                "user",
+            )
+        return EvaluatedModel(
+            name,
+            base,
+            base.limits,
+            BaseModelReader(base, source.merge_weights()),
+            Sampler(name, base, source),
+        )
 
     # -- looking up ----------------------------------------------------------------------------------------------------
 
-    def _base(self, name: str) -> ServedBase:
+    def _load_base_model(self, name: str) -> SharedBaseModel:
         if name not in self._bases:
             if name not in self.settings.bases:
                 raise ServiceError(
-                    f"base_model: there is no '{name}' here; {nearest(name, self.settings.bases)}", "user"
+                    f"base_model: there is no '{name}' here; {suggest_name(name, self.settings.bases)}",
+                    "user",
                 )
             try:
-                self._bases[name] = ServedBase(name, str(self.settings.bases[name]), self.settings)
+                self._bases[name] = SharedBaseModel(
+                    name, str(self.settings.bases[name]), self.settings
+                )
             except (CheckpointError, ModelError) as error:
                 raise ServiceError(str(error), "server") from error
         return self._bases[name]
 
-    def _run(self, model_id: str) -> TrainingRun:
+    def _find_run(self, model_id: str) -> TrainingRun:
         if model_id not in self._runs:
             raise ServiceError(f"model_id: there is no training run '{model_id}'", "user")
         return self._runs[model_id]
 
-    def _sampler(self, sampler_id: str) -> Sampler:
+    def _find_sampler(self, sampler_id: str) -> Sampler:
         if sampler_id not in self._samplers:
             raise ServiceError(f"sampler_id: there is no sampler '{sampler_id}'", "user")
         return self._samplers[sampler_id]
 
     @staticmethod
-    def _check_new(name: str, known: Mapping[str, Any], most: int, noun: str, setting: str) -> None:
+    def _check_new_name(
+        name: str, known: Mapping[str, Any], max_count: int, noun: str, setting: str
+    ) -> None:
         if name in known:
             raise ServiceError(f"{noun}_id: '{name}' exists already", "user")
-        if len(known) >= most:
-            raise ServiceError(f"{len(known)} {noun}s are in memory ({setting}); unload some", "server")
+        if len(known) >= max_count:
+            raise ServiceError(
+                f"{len(known)} {noun}s are in memory ({setting}); unload some", "server"
+            )
 
-    def _load(self, model_id: str, state: Mapping[str, Any], *, optimizer: bool, gradient: bool) -> None:
-        run = self._run(model_id)
+    def _load_run_state(
+        self, model_id: str, state: Mapping[str, Any], *, optimizer: bool, gradient: bool
+    ) -> None:
+        run = self._find_run(model_id)
         if state["run"]["base"] != run.base.name:
             raise ServiceError(
-                f"the saved weights are of base model '{state['run']['base']}', the run is of '{run.base.name}'", "user"
+                f"the saved weights are of base model '{state['run']['base']}', the run is of '{run.base.name}'",
+                "user",
             )
         try:
             run.load_state_dict(state, optimizer=optimizer, gradient=gradient)
@@ -337,21 +430,23 @@ class TrainingEngine:
             raise ServiceError(str(error), "user") from error
 
     @staticmethod
-    def _read(folder: str | Path) -> dict[str, Any]:
+    def _read_state(folder: str | Path) -> dict[str, Any]:
         try:
             return read_state(folder)
         except CheckpointError as error:
             raise ServiceError(str(error), "user") from error
 
     @staticmethod
-    def _write(folder: str | Path, state: Mapping[str, Any]) -> None:
+    def _write_state(folder: str | Path, state: Mapping[str, Any]) -> None:
         try:
             write_state(folder, state)
         except PosttrainError as error:
             raise ServiceError(str(error), "server") from error
 
 
-def _failure(error: Exception) -> ServiceError:
+def _convert_to_service_error(error: Exception) -> ServiceError:
     if isinstance(error, ServiceError):
         return error
-    return ServiceError(first_line(error), "user" if isinstance(error, DataError) else "server")
+    return ServiceError(
+        format_first_line(error), "user" if isinstance(error, DataError) else "server"
+    )

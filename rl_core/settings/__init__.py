@@ -5,17 +5,21 @@ Defaults follow the literature, with sources where they are not common knowledge
 construction and used by the configuration loader for messages and forms.
 """
 
-from rl_core.settings.algorithms import GROUP_ALGORITHMS, Algorithm
-from rl_core.settings.base import Settings, setting
-from rl_core.settings.code_paths import code_paths
-from rl_core.settings.critic import CriticSettings
+from rl_core.settings.base import Settings, iter_code_paths, setting
+from rl_core.settings.common import (
+    AnalysisSettings,
+    DataSettings,
+    EnvironmentSettings,
+    EvaluationSettings,
+    ExportSettings,
+    LoraSettings,
+    ModelSettings,
+    ReferenceSettings,
+    SamplingSettings,
+)
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.distillation import DistillationSettings, TeacherSettings
-from rl_core.settings.export import ExportSettings
-from rl_core.settings.kl_band import KLBandSettings
-from rl_core.settings.launch import LaunchSettings
 from rl_core.settings.network import NetworkSettings
-from rl_core.settings.numerics import NumericsGateSettings
 from rl_core.settings.online import (
     OnlineAuditSettings,
     OnlineBufferSettings,
@@ -28,50 +32,50 @@ from rl_core.settings.online import (
     OnlineUpdateSettings,
     VotingSettings,
 )
-from rl_core.settings.parts import (
-    AnalysisSettings,
-    DataSettings,
-    EnvironmentSettings,
-    EvaluationSettings,
-    LoraSettings,
-    ModelSettings,
-    SamplingSettings,
+from rl_core.settings.policy import (
+    GROUP_ALGORITHMS,
+    Algorithm,
+    CriticSettings,
+    KLBandSettings,
+    PolicySettings,
+    resolve_defaults,
 )
-from rl_core.settings.policy import PolicySettings
-from rl_core.settings.rating import RatingSettings
-from rl_core.settings.references import ReferenceSettings
-from rl_core.settings.resolution import resolve_defaults
 from rl_core.settings.rewards import (
+    CodeSettings,
     CoherenceSettings,
     CuriositySettings,
+    ExactSettings,
     FormatSettings,
+    JudgeSettings,
     LengthSettings,
+    MathSettings,
+    NumericSettings,
+    RegexSettings,
     RewardSettings,
     ToolUseSettings,
 )
-from rl_core.settings.rollouts import ReplaySettings, RolloutServerSettings, RolloutSettings
-from rl_core.settings.service import (
+from rl_core.settings.rollouts import (
+    NumericsGateSettings,
+    ReplaySettings,
+    RolloutServerSettings,
+    RolloutSettings,
+)
+from rl_core.settings.services import (
+    RatingSettings,
     ServiceEngineSettings,
     ServiceServerSettings,
     ServiceSettings,
     ServiceWorkerSettings,
+    ServingSettings,
 )
-from rl_core.settings.serving import ServingSettings
 from rl_core.settings.thoughts import ThoughtsSettings
 from rl_core.settings.training import (
+    LaunchSettings,
     LoopSettings,
     OptimizerSettings,
     PreferenceSettings,
     RewardModelSettings,
     SFTSettings,
-)
-from rl_core.settings.verifiers import (
-    CodeSettings,
-    ExactSettings,
-    JudgeSettings,
-    MathSettings,
-    NumericSettings,
-    RegexSettings,
 )
 
 __all__ = [
@@ -135,7 +139,7 @@ __all__ = [
     "ThoughtsSettings",
     "ToolUseSettings",
     "VotingSettings",
-    "code_paths",
+    "iter_code_paths",
     "resolve_defaults",
     "setting",
 ]

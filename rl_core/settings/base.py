@@ -1,20 +1,97 @@
-"""Base class of settings with range checks, and the field declaration `setting`."""
+"""Values against type hints, as far as configs and settings express them.
+
+Base class of settings with range checks, and the field declaration `setting`.
+
+Import paths of the user's code that settings hold, found through the fields that are declared with `is_code`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+import types
 import typing
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from rl_core.errors import SettingsError, nearest
+from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings.defaults import ModelDefault
-from rl_core.settings.peer_names import peer_hint
-from rl_core.settings.values import comparison_hint, fits, words
+from rl_core.settings.framework_aliases import explain_framework_name
 
-__all__ = ["Settings", "setting"]
+# Comparisons by name, as other tools write them.
+_COMPARISONS = {
+    ">": ("greater", "greater_than", "gt", "above", "more"),
+    ">=": (
+        "greater_equal",
+        "greater_or_equal",
+        "greater_than_or_equal",
+        "ge",
+        "gte",
+        "at_least",
+        "min",
+    ),
+    "<": ("less", "less_than", "lt", "below", "smaller", "lower"),
+    "<=": ("less_equal", "less_or_equal", "less_than_or_equal", "le", "lte", "at_most", "max"),
+}
+
+
+def suggest_comparison(value: Any, choices: Iterable[Any]) -> str:
+    """The sign that a comparison's name stands for, as a remedy; "" where it is none or the sign is no choice."""
+    name = str(value).strip().casefold().replace("-", "_").replace(" ", "_")
+    signs = [sign for sign, names in _COMPARISONS.items() if name in names and sign in set(choices)]
+    return f"; '{value}' is written '{signs[0]}'" if signs else ""
+
+
+def is_valid_value(value: Any, hint: Any) -> bool:
+    """True if a config value matches a type hint; hints that a config cannot express always match."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(is_valid_value(value, argument) for argument in arguments)
+    if origin is typing.Literal:
+        return any(type(value) is type(choice) and value == choice for choice in arguments)
+    if origin in (list, tuple):
+        items = [argument for argument in arguments if argument is not Ellipsis]
+        return isinstance(value, list | tuple) and all(
+            is_valid_value(item, items[0] if items else Any) for item in value
+        )
+    if origin is dict or origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            is_valid_value(key, arguments[0]) and is_valid_value(item, arguments[1])
+            for key, item in value.items()
+        )
+    if hint in (
+        int,
+        float,
+    ):  # bool is an int to Python, not to a reader of a config; a whole number is a float
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(
+            value, bool
+        )
+    if hint is None or hint is type(None):
+        return value is None
+    if isinstance(hint, type) and (hint in (str, bool) or dataclasses.is_dataclass(hint)):
+        return isinstance(value, hint)
+    return True
+
+
+def describe_type(hint: Any) -> str:
+    """Description of a type hint, for messages."""
+    if typing.get_origin(hint) is typing.Literal:
+        choices = [repr(choice) for choice in typing.get_args(hint)]
+        return ("one of " if len(choices) > 1 else "") + ", ".join(choices)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(describe_type(argument) for argument in typing.get_args(hint))
+    if hint is type(None):
+        return "None"
+    plain = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+    if hint in plain:
+        return plain[hint]
+    return (
+        hint.__name__
+        if isinstance(hint, type) and not typing.get_origin(hint)
+        else str(hint).replace("typing.", "")
+    )
 
 
 def setting(
@@ -29,24 +106,26 @@ def setting(
 ) -> Any:
     """Dataclass field with documentation and an allowed range; a `ModelDefault` is a default by kind of model.
 
-    `is_code`: holds import paths (see `code_paths`).
+    `is_code`: holds import paths (see `iter_code_paths`).
     """
     limits = {"gt": gt, "ge": ge, "lt": lt, "le": le}
     metadata: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
     if isinstance(default, ModelDefault):
         metadata["by_model"] = default
-        doc = f"{doc}; left out: {default.words()}"
-        default = default.stand_in()
+        doc = f"{doc}; left out: {default.describe_values()}"
+        default = default.build_placeholder()
     metadata["doc"] = doc
     if is_code:
         metadata["code"] = True
     if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata, kw_only=True)
+        return dataclasses.field(
+            default_factory=lambda: dict(default), metadata=metadata, kw_only=True
+        )
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)
 
 
 # Stage of the settings that a user of the library makes by hand; for hints alone.
-_STAGES = {
+_STAGE_NAMES = {
     "PolicySettings": "policy",
     "SFTSettings": "sft",
     "PreferenceSettings": "preference",
@@ -54,7 +133,7 @@ _STAGES = {
     "DistillationSettings": "distill",
 }
 
-_CHECKS = {
+_RANGE_CHECKS = {
     "gt": (lambda value, limit: value > limit, "greater than"),
     "ge": (lambda value, limit: value >= limit, "at least"),
     "lt": (lambda value, limit: value < limit, "less than"),
@@ -74,19 +153,21 @@ class Settings:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
-                stage = _STAGES.get(cls.__name__)
-                hint = peer_hint(name, stage, inside=f"stages.{stage}.") or nearest(name, known)
+                stage = _STAGE_NAMES.get(cls.__name__)
+                hint = explain_framework_name(
+                    name, stage, omitted_prefix=f"stages.{stage}."
+                ) or suggest_name(name, known)
                 raise SettingsError(f"{name}: {cls.__name__} has no such setting; {hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
-        hints = _hints(cls)
+        hints = _resolve_field_types(cls)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not fits(value, hints[field.name]):
+            if not is_valid_value(value, hints[field.name]):
                 raise SettingsError(
-                    f"{field.name}: {value!r} is not {words(hints[field.name])}{_remedy(value, hints[field.name])}"
+                    f"{field.name}: {value!r} is not {describe_type(hints[field.name])}{_suggest_correction(value, hints[field.name])}"
                 )
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, bool) or not isinstance(number, int | float):
@@ -96,8 +177,10 @@ class Settings:
                 if not math.isfinite(number):
                     raise SettingsError(f"{field.name}: {number} is not a finite number")
                 for name, limit in field.metadata.items():
-                    if name in _CHECKS and not _CHECKS[name][0](number, limit):
-                        raise SettingsError(f"{field.name}: {number} must be {_CHECKS[name][1]} {limit}")
+                    if name in _RANGE_CHECKS and not _RANGE_CHECKS[name][0](number, limit):
+                        raise SettingsError(
+                            f"{field.name}: {number} must be {_RANGE_CHECKS[name][1]} {limit}"
+                        )
         self.check()
 
     def check(self) -> None:
@@ -105,21 +188,64 @@ class Settings:
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def _resolve_field_types(cls: type) -> dict[str, Any]:
     """Resolved type of every field; once for each class."""
     return typing.get_type_hints(cls)
 
 
-def _remedy(value: Any, hint: Any) -> str:
+def _suggest_correction(value: Any, hint: Any) -> str:
     """Correction of a common slip, for messages; "" for others."""
     choices = [hint, *typing.get_args(hint)]
     named = [
-        name for choice in choices if typing.get_origin(choice) is typing.Literal for name in typing.get_args(choice)
+        name
+        for choice in choices
+        if typing.get_origin(choice) is typing.Literal
+        for name in typing.get_args(choice)
     ]
     is_number = isinstance(value, str) and value.strip().lstrip("+-")[:1].isdigit()
     if isinstance(value, str) and named and not is_number:
-        return comparison_hint(value, named) or f"; {nearest(value, map(str, named))}"
+        return suggest_comparison(value, named) or f"; {suggest_name(value, map(str, named))}"
     if isinstance(value, str) and {int, float} & set(choices):
         return "; it is text, leave out the quotes"
-    blocks = [choice for choice in choices if dataclasses.is_dataclass(choice) and isinstance(choice, type)]
+    blocks = [
+        choice
+        for choice in choices
+        if dataclasses.is_dataclass(choice) and isinstance(choice, type)
+    ]
     return f"; write {blocks[0].__name__}(...)" if isinstance(value, dict) and blocks else ""
+
+
+SettingKey = tuple[str | int, ...]
+
+
+def iter_code_paths(settings: Settings, key: SettingKey = ()) -> Iterator[tuple[SettingKey, str]]:
+    """Import paths within settings, each with its key.
+
+    A text and the items of a list are import paths; of a mapping (rewards and their weights) the names with a colon.
+    """
+    for field in dataclasses.fields(settings):
+        value, here = getattr(settings, field.name), (*key, field.name)
+        if field.metadata.get("code"):
+            yield from _iter_declared_paths(value, here)
+        else:
+            yield from _iter_nested_paths(value, here)
+
+
+def _iter_declared_paths(value: Any, key: SettingKey) -> Iterator[tuple[SettingKey, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        yield from (((*key, name), name) for name in value if ":" in name)
+    elif isinstance(value, tuple):
+        yield from (((*key, index), path) for index, path in enumerate(value))
+
+
+def _iter_nested_paths(value: Any, key: SettingKey) -> Iterator[tuple[SettingKey, str]]:
+    if isinstance(value, Settings):
+        yield from iter_code_paths(value, key)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _iter_nested_paths(item, (*key, name))
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _iter_nested_paths(item, (*key, index))

@@ -8,16 +8,12 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rl_core.errors import SettingsError
-from rl_core.settings.algorithms import Aggregation
 from rl_core.settings.base import Settings, setting
+from rl_core.settings.common import SamplingSettings
 from rl_core.settings.curriculum import CurriculumStage
-from rl_core.settings.numerics import NumericsGateSettings
-from rl_core.settings.parts import SamplingSettings
-from rl_core.settings.policy import PolicySettings
-from rl_core.settings.rollouts import ReplaySettings
+from rl_core.settings.policy import Aggregation, PolicySettings
+from rl_core.settings.rollouts import NumericsGateSettings, ReplaySettings
 from rl_core.settings.training import LoopSettings, OptimizerSettings
-
-__all__ = ["DistillationSettings", "DistilledPolicySettings", "TeacherSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,20 +21,27 @@ class TeacherSettings(Settings):
     """The teacher of a distillation: a model that is loaded here, or one behind an OpenAI-compatible server."""
 
     model: str | None = setting(
-        None, doc="model folder, hub name, or models:/NAME@ALIAS; with url: the name that the server knows it by"
+        None,
+        doc="model folder, hub name, or models:/NAME@ALIAS; with url: the name that the server knows it by",
     )
     url: str | None = setting(
-        None, doc="base address of a server with /v1/completions, as http://127.0.0.1:8000; default: loaded here"
+        None,
+        doc="base address of a server with /v1/completions, as http://127.0.0.1:8000; default: loaded here",
     )
     tokenizer: str | None = setting(
         None,
         doc="with url: folder or hub name of the teacher's tokenizer, which has to be the policy's; default: model",
     )
     api: Literal["prompt_logprobs", "echo"] = setting(
-        "prompt_logprobs", doc="how the server is asked: prompt_logprobs (vLLM), or echo with logprobs (OpenAI)"
+        "prompt_logprobs",
+        doc="how the server is asked: prompt_logprobs (vLLM), or echo with logprobs (OpenAI)",
     )
-    retries: int = setting(5, ge=0, le=20, doc="with url: further tries of a request that was not answered")
-    retry_delay_s: float = setting(1.0, ge=0, doc="with url: wait before the first of them; doubles with each")
+    retries: int = setting(
+        5, ge=0, le=20, doc="with url: further tries of a request that was not answered"
+    )
+    retry_delay_s: float = setting(
+        1.0, ge=0, doc="with url: wait before the first of them; doubles with each"
+    )
     timeout_s: float = setting(120.0, gt=0, doc="with url: of one request")
     concurrency: int = setting(8, ge=1, le=256, doc="with url: requests at the same time")
 
@@ -46,13 +49,17 @@ class TeacherSettings(Settings):
         """An address is an http one without a password."""
         if self.url is None:
             if self.tokenizer is not None:
-                raise SettingsError("tokenizer: a teacher that is loaded here brings its own; remove it, or set url")
+                raise SettingsError(
+                    "tokenizer: a teacher that is loaded here brings its own; remove it, or set url"
+                )
             return
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingsError(f"url: {self.url!r} is no http address; write http://host:port")
         if parts.password or parts.username:
-            raise SettingsError(f"url: holds a password for {parts.hostname}; settings are stored with every run")
+            raise SettingsError(
+                f"url: holds a password for {parts.hostname}; settings are stored with every run"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +72,12 @@ class DistilledPolicySettings(PolicySettings):
         return False
 
     @property
-    def is_taught(self) -> bool:
+    def needs_teacher(self) -> bool:
         """True: the trainer needs a teacher."""
         return True
 
 
-def _as_in_policy(name: str) -> Any:
+def _copy_policy_field(name: str) -> Any:
     """Field of `PolicySettings` with its default, range and meaning."""
     field = PolicySettings.__dataclass_fields__[name]
     return dataclasses.field(default=field.default, metadata=field.metadata, kw_only=True)
@@ -88,42 +95,54 @@ class DistillationSettings(OptimizerSettings, LoopSettings):
         doc="discount of later tokens' rewards in a token's advantage; 0 = each token answers for itself alone, with "
         "the gradient of the KL at its position; 1 = for the whole sequence's KL (arXiv:2306.08543)",
     )
-    learning_rate: float = _as_in_policy("learning_rate")
-    weight_decay: float = _as_in_policy("weight_decay")
-    iterations: int = _as_in_policy("iterations")
-    prompts_per_iteration: int = _as_in_policy("prompts_per_iteration")
+    learning_rate: float = _copy_policy_field("learning_rate")
+    weight_decay: float = _copy_policy_field("weight_decay")
+    iterations: int = _copy_policy_field("iterations")
+    prompts_per_iteration: int = _copy_policy_field("prompts_per_iteration")
     group_size: int = setting(1, ge=1, le=65_536, doc="G, rollouts per prompt")
-    epochs: int = _as_in_policy("epochs")
-    minibatches: int = _as_in_policy("minibatches")
-    clip_eps: float | None = _as_in_policy("clip_eps")
-    clip_eps_high: float | None = _as_in_policy("clip_eps_high")
-    loss_aggregation: Aggregation | None = _as_in_policy("loss_aggregation")
-    kl_max: float | None = _as_in_policy("kl_max")
+    epochs: int = _copy_policy_field("epochs")
+    minibatches: int = _copy_policy_field("minibatches")
+    clip_eps: float | None = _copy_policy_field("clip_eps")
+    clip_eps_high: float | None = _copy_policy_field("clip_eps_high")
+    loss_aggregation: Aggregation | None = _copy_policy_field("loss_aggregation")
+    kl_max: float | None = _copy_policy_field("kl_max")
     importance: Literal["none", "token", "sequence", "geometric"] = setting(
         "none", doc="importance weights, as in the policy's settings"
     )
-    importance_cap: float | None = setting(None, ge=1, doc="truncation of the importance weights; default: 2")
-    importance_mask: Literal["none", "token", "sequence", "geometric"] = _as_in_policy("importance_mask")
-    importance_low: float = _as_in_policy("importance_low")
-    importance_high: float = _as_in_policy("importance_high")
-    replay: ReplaySettings | None = _as_in_policy("replay")
+    importance_cap: float | None = setting(
+        None, ge=1, doc="truncation of the importance weights; default: 2"
+    )
+    importance_mask: Literal["none", "token", "sequence", "geometric"] = _copy_policy_field(
+        "importance_mask"
+    )
+    importance_low: float = _copy_policy_field("importance_low")
+    importance_high: float = _copy_policy_field("importance_high")
+    replay: ReplaySettings | None = _copy_policy_field("replay")
     levels: tuple[str, ...] = setting((), doc="levels of the episodes, equally weighted; () = all")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how rollouts are drawn")
-    numerics: NumericsGateSettings = _as_in_policy("numerics")
-    eval_episodes: int = _as_in_policy("eval_episodes")
+    numerics: NumericsGateSettings = _copy_policy_field("numerics")
+    eval_episodes: int = _copy_policy_field("eval_episodes")
 
     def check(self) -> None:
         """Settings of the policy's update hold here too; a server tells log-probs at temperature 1 alone."""
-        self.policy()
+        self.build_policy_settings()
         if self.teacher.url is not None and self.sampling.temperature != 1:
             raise SettingsError(
                 f"sampling.temperature: {self.sampling.temperature} with a served teacher, whose log-probs are those "
                 "at temperature 1; set 1, or name a teacher that is loaded here"
             )
 
-    def policy(self) -> DistilledPolicySettings:
+    def build_policy_settings(self) -> DistilledPolicySettings:
         """The settings of the policy-gradient trainer that distils."""
         own = {field.name for field in dataclasses.fields(PolicySettings)} - {"gamma"}
-        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in own}
-        stages = (CurriculumStage(name="all", levels=dict.fromkeys(self.levels, 1.0)),) if self.levels else ()
+        shared = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name in own
+        }
+        stages = (
+            (CurriculumStage(name="all", levels=dict.fromkeys(self.levels, 1.0)),)
+            if self.levels
+            else ()
+        )
         return DistilledPolicySettings(**shared, gamma=self.gamma, curriculum=stages)

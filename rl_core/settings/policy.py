@@ -1,37 +1,124 @@
-"""Settings of policy optimisation."""
+"""Names of the policy-gradient algorithms, and their defaults of clip and aggregation.
+
+Settings of a value function.
+
+Settings of the banded controller of a KL coefficient.
+
+Settings of policy optimisation.
+
+Putting in the defaults that depend on the model (rl_core/settings/defaults.py).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from rl_core.errors import SettingsError, nearest
-from rl_core.settings.algorithms import AGGREGATIONS, CLIPS, GROUP_ALGORITHMS, Aggregation, Algorithm
-from rl_core.settings.base import setting
-from rl_core.settings.critic import CriticSettings
+from rl_core.errors import SettingsError, suggest_name
+from rl_core.settings.base import Settings, setting
+from rl_core.settings.common import ModelSettings, Precision, SamplingSettings
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
-from rl_core.settings.defaults import DEFAULTS, is_open
-from rl_core.settings.kl_band import KLBandSettings
-from rl_core.settings.numerics import NumericsGateSettings
-from rl_core.settings.parts import SamplingSettings
-from rl_core.settings.references import Precision
+from rl_core.settings.defaults import MODEL_DEFAULTS, ModelKind, is_unresolved
 from rl_core.settings.rewards import RewardSettings
-from rl_core.settings.rollouts import ReplaySettings, RolloutSettings
+from rl_core.settings.rollouts import NumericsGateSettings, ReplaySettings, RolloutSettings
 from rl_core.settings.training import LoopSettings, OptimizerSettings
 
-__all__ = ["PolicySettings"]
+Algorithm = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
+GROUP_ALGORITHMS = (
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "rloo",
+)  # group-relative advantages
+
+# Lower and upper clip of the ratio; others have (0.2, 0.2). Sources: arXiv:2507.18071; arXiv:2503.14476
+CLIP_RANGES = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28)}
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+# Others have token_mean. Sources: arXiv:2503.20783; arXiv:2507.18071, eq. 5; arXiv:2511.20347
+LOSS_AGGREGATIONS: dict[str, Aggregation] = {
+    "dr_grpo": "constant",
+    "gspo": "sequence_mean",
+    "sapo": "sequence_mean",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSettings(Settings):
+    """Value function of PPO and of REINFORCE with a learned baseline."""
+
+    kind: Literal["separate", "shared"] = setting(
+        "separate",
+        doc="separate: a copy of the starting model; shared: a head on the policy's own hidden states",
+    )
+    learning_rate: float | None = setting(
+        None,
+        gt=0,
+        le=1,
+        doc="of a separate critic; left out: the policy's where that is set, else "
+        + MODEL_DEFAULTS["CriticSettings.learning_rate"].describe_values(),
+    )
+    value_coef: float = setting(
+        0.5, gt=0, doc="weight of a shared head's value loss (arXiv:1707.06347)"
+    )
+    value_clip_eps: float | None = setting(
+        None, gt=0, doc="value clipping around the old values; default: none"
+    )
+    warmup_iterations: int = setting(0, ge=0, doc="initial iterations that train only the critic")
+    bootstrap_limits: bool = setting(
+        False,
+        doc="true: a rollout cut by the limits of `sampling` bootstraps from the critic, as one truncated by the "
+        "environment does; false: it is terminal. True lets a policy gain reward by running into the limit",
+    )
+
+    def check(self) -> None:
+        """Critic warm-up needs a separate critic."""
+        if self.kind == "shared" and self.warmup_iterations:
+            raise SettingsError(
+                "warmup_iterations: needs a separate critic; a shared head trains with the policy"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLBandSettings(Settings):
+    """Band around kl_target, factors outside of it, and bounds of the coefficient (`losses.kl.banded_kl_coef`)."""
+
+    width: float = setting(0.2, ge=0, lt=1, doc="half-width of the band, as a share of kl_target")
+    increase: float = setting(
+        1.2, ge=1, doc="factor of kl_coef after an iteration whose KL is above the band"
+    )
+    decrease: float = setting(1.2, ge=1, doc="divisor of kl_coef after one whose KL is below it")
+    minimum: float = setting(1e-4, gt=0, doc="least kl_coef")
+    maximum: float = setting(1.0, gt=0, doc="largest kl_coef")
+
+    def check(self) -> None:
+        """The bounds leave room."""
+        if self.minimum > self.maximum:
+            raise SettingsError(f"minimum: {self.minimum} is above maximum {self.maximum}")
+
+    def check_initial_coef(self, kl_coef: float) -> None:
+        """Raises: SettingsError for a coefficient that the first step of the controller would move into the bounds."""
+        if not self.minimum <= kl_coef <= self.maximum:
+            raise SettingsError(
+                f"kl_coef: {kl_coef} must lie between kl_band.minimum {self.minimum} and kl_band.maximum {self.maximum}"
+            )
 
 
 MAX_ROLLOUTS = 2**20  # of one iteration, all in memory
-WEIGHTS = "token, sequence or geometric (with a critic also vtrace)"
+IMPORTANCE_CHOICES = "token, sequence or geometric (with a critic also vtrace)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings(OptimizerSettings, LoopSettings):
     """Policy optimisation."""
 
-    learning_rate: float = setting(DEFAULTS["PolicySettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
+    learning_rate: float = setting(
+        MODEL_DEFAULTS["PolicySettings.learning_rate"], gt=0, le=1, doc="peak learning rate"
+    )
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
     algorithm: Algorithm = setting("grpo", doc="advantage estimator and loss")
     iterations: int = setting(200, ge=1, doc="maximum rollout + update iterations")
@@ -45,7 +132,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     clip_eps_high: float | None = setting(
         None, gt=0, doc="upper clip of the ratio; default: as clip_eps, dapo 0.28, gspo 4e-4"
     )
-    dual_clip: float | None = setting(None, gt=1, doc="cap of the ratio at A < 0 (arXiv:1912.09729); default: none")
+    dual_clip: float | None = setting(
+        None, gt=1, doc="cap of the ratio at A < 0 (arXiv:1912.09729); default: none"
+    )
     loss: str | None = setting(
         None,
         is_code=True,
@@ -53,11 +142,17 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     )
     loss_options: dict[str, Any] = setting({}, doc="keyword arguments of that loss")
     advantages: str | None = setting(
-        None, is_code=True, doc="advantage estimator of yours in place of the algorithm's comparison of rewards"
+        None,
+        is_code=True,
+        doc="advantage estimator of yours in place of the algorithm's comparison of rewards",
     )
     advantage_options: dict[str, Any] = setting({}, doc="keyword arguments of that estimator")
-    sapo_tau_positive: float = setting(1.0, gt=0, doc="sapo: slope of the gate at A > 0 (arXiv:2511.20347)")
-    sapo_tau_negative: float = setting(1.05, gt=0, doc="sapo: slope of the gate at A <= 0; larger = less off-policy")
+    sapo_tau_positive: float = setting(
+        1.0, gt=0, doc="sapo: slope of the gate at A > 0 (arXiv:2511.20347)"
+    )
+    sapo_tau_negative: float = setting(
+        1.05, gt=0, doc="sapo: slope of the gate at A <= 0; larger = less off-policy"
+    )
     loss_aggregation: Aggregation | None = setting(
         None,
         doc="token_mean: over the loss tokens of the optimizer step; sequence_mean: mean over sequences of their token "
@@ -81,13 +176,20 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     kl_in: Literal["loss", "reward"] = setting(
         "loss", doc="placement of the KL penalty; in the reward it is k1 per token"
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", doc="KL estimator in the loss (Schulman 2020)")
+    kl_estimator: Literal["k1", "k2", "k3"] = setting(
+        "k3", doc="KL estimator in the loss (Schulman 2020)"
+    )
     kl_controller: Literal["fixed", "adaptive", "banded"] = setting(
-        "fixed", doc="adaptive: kl_coef follows kl_target (arXiv:1909.08593); banded: steps in and out of a band"
+        "fixed",
+        doc="adaptive: kl_coef follows kl_target (arXiv:1909.08593); banded: steps in and out of a band",
     )
     kl_target: float = setting(0.05, gt=0, doc="target of the controllers, nats per token")
-    kl_band: KLBandSettings = setting(KLBandSettings(), doc="of the banded controller: band, factors, bounds")
-    kl_horizon: int = setting(10_000, ge=1, doc="rollouts over which the adaptive controller corrects in full")
+    kl_band: KLBandSettings = setting(
+        KLBandSettings(), doc="of the banded controller: band, factors, bounds"
+    )
+    kl_horizon: int = setting(
+        10_000, ge=1, doc="rollouts over which the adaptive controller corrects in full"
+    )
     sampler_kl_max: float | None = setting(
         None,
         gt=0,
@@ -96,7 +198,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         "`dropout`, `importance` or `importance_mask`, which allow for other samplers",
     )
     kl_max: float | None = setting(
-        None, gt=0, doc="hard limit of KL(old || new), nats per token: a step beyond it is rolled back"
+        None,
+        gt=0,
+        doc="hard limit of KL(old || new), nats per token: a step beyond it is rolled back",
     )
     trust_region_coef: float = setting(0.0, ge=0, doc="weight of KL(old || new) in the loss")
     trust_region_kl: Literal["k3", "exact"] = setting(
@@ -108,7 +212,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     entropy_decay: float = setting(1.0, gt=0, le=1, doc="decay factor of entropy_coef per rollout")
     entropy_floor: float = setting(0.0, ge=0, doc="lower bound of entropy_coef")
     router_aux_loss_coef: float = setting(
-        0.0, ge=0, doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)"
+        0.0,
+        ge=0,
+        doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)",
     )
     importance: Literal["none", "token", "sequence", "geometric", "vtrace"] = setting(
         "none",
@@ -117,17 +223,25 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         "arXiv:1802.01561)",
     )
     importance_cap: float | None = setting(
-        None, ge=1, doc="truncation of the importance weights, of V-trace's rho; default: 2, vtrace 1"
+        None,
+        ge=1,
+        doc="truncation of the importance weights, of V-trace's rho; default: 2, vtrace 1",
     )
-    vtrace_c: float = setting(1.0, gt=0, le=1, doc="truncation of V-trace's c, the traces; their lambda is gae_lambda")
+    vtrace_c: float = setting(
+        1.0, gt=0, le=1, doc="truncation of V-trace's c, the traces; their lambda is gae_lambda"
+    )
     importance_mask: Literal["none", "token", "sequence", "geometric"] = setting(
         "none",
         doc="drop from the policy loss the tokens whose ratio, or the sequences whose product or geometric mean of "
         "ratios, leaves [importance_low, importance_high]; denominators stay",
     )
     importance_low: float = setting(0.5, ge=0, lt=1, doc="lower limit of importance_mask")
-    importance_high: float = setting(2.0, gt=1, doc="upper limit of importance_mask; a geometric mean needs less room")
-    replay: ReplaySettings | None = setting(None, doc="train on past rollouts too; needs importance weights")
+    importance_high: float = setting(
+        2.0, gt=1, doc="upper limit of importance_mask; a geometric mean needs less room"
+    )
+    replay: ReplaySettings | None = setting(
+        None, doc="train on past rollouts too; needs importance weights"
+    )
     dynamic_sampling_tries: int | None = setting(
         None,
         ge=0,
@@ -135,15 +249,21 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         doc="resampling rounds for groups of equal rewards (arXiv:2503.14476); default: dapo 2, others 0",
     )
     overlong_buffer: int | None = setting(
-        None, ge=0, doc="penalised tokens before the length limit; default: dapo a fifth of it, others 0"
+        None,
+        ge=0,
+        doc="penalised tokens before the length limit; default: dapo a fifth of it, others 0",
     )
     mask_truncated: bool = setting(
         False,
         doc="true: the tokens of a rollout that max_completion_tokens or the context cut carry no loss; its reward "
         "counts in its group all the same (overlong filtering, arXiv:2503.14476)",
     )
-    filter_threshold: float = setting(0.0, ge=0, doc="samples with a smaller |advantage| are masked")
-    rewards: dict[str, float] = setting({"task": 1.0}, is_code=True, doc="reward components and their weights")
+    filter_threshold: float = setting(
+        0.0, ge=0, doc="samples with a smaller |advantage| are masked"
+    )
+    rewards: dict[str, float] = setting(
+        {"task": 1.0}, is_code=True, doc="reward components and their weights"
+    )
     reward_options: RewardSettings = setting(
         RewardSettings(), doc="options of the reward components and their combination"
     )
@@ -173,9 +293,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     @property
     def clip(self) -> tuple[float, float]:
         """Lower and upper clip of the ratio, with the algorithm's defaults."""
-        low, high = CLIPS.get(self.algorithm, (0.2, 0.2))
+        low, high = CLIP_RANGES.get(self.algorithm, (0.2, 0.2))
         if self.clip_eps is not None:
-            low, high = self.clip_eps, self.clip_eps if self.algorithm not in CLIPS else high
+            low, high = self.clip_eps, self.clip_eps if self.algorithm not in CLIP_RANGES else high
         return low, high if self.clip_eps_high is None else self.clip_eps_high
 
     @property
@@ -184,14 +304,14 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         return self.algorithm in GROUP_ALGORITHMS
 
     @property
-    def is_taught(self) -> bool:
+    def needs_teacher(self) -> bool:
         """True if a teacher gives the advantages (`DistilledPolicySettings`)."""
         return False
 
     @property
     def aggregation(self) -> Aggregation:
         """Aggregation of the loss over tokens, with the algorithm's default."""
-        return self.loss_aggregation or AGGREGATIONS.get(self.algorithm, "token_mean")
+        return self.loss_aggregation or LOSS_AGGREGATIONS.get(self.algorithm, "token_mean")
 
     @property
     def weight_cap(self) -> float:
@@ -207,12 +327,18 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     @property
     def value_function(self) -> CriticSettings | None:
         """Settings of the critic; None for algorithms without one."""
-        return self.critic if self.critic is not None or self.algorithm != "ppo" else CriticSettings()
+        return (
+            self.critic if self.critic is not None or self.algorithm != "ppo" else CriticSettings()
+        )
 
     @property
     def uses_whitening(self) -> bool:
         """True if advantages are whitened over the iteration: as set, else only with a critic."""
-        return self.value_function is not None if self.whiten_advantages is None else self.whiten_advantages
+        return (
+            self.value_function is not None
+            if self.whiten_advantages is None
+            else self.whiten_advantages
+        )
 
     @property
     def sampling_tries(self) -> int:
@@ -226,7 +352,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         own = max(1, self.sampling.max_completion_tokens // 5) if self.algorithm == "dapo" else 0
         return own if self.overlong_buffer is None else self.overlong_buffer
 
-    def for_stage(self, stage: CurriculumStage) -> PolicySettings:
+    def apply_curriculum_stage(self, stage: CurriculumStage) -> PolicySettings:
         """Settings with a curriculum stage's overrides applied; `self` if there are none."""
         changes: dict[str, Any] = {}
         if stage.group_size is not None:
@@ -249,7 +375,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 f"in one iteration, and {MAX_ROLLOUTS:,} is the most; lower this or prompts_per_iteration"
             )
         if self.minibatches > rollouts:
-            raise SettingsError(f"minibatches: {self.minibatches} is more than the rollouts of one iteration")
+            raise SettingsError(
+                f"minibatches: {self.minibatches} is more than the rollouts of one iteration"
+            )
         if self.critic is not None and self.algorithm in GROUP_ALGORITHMS:
             raise SettingsError(
                 f"critic: not used by {self.algorithm}, whose advantages are group-relative; remove it, or set "
@@ -261,7 +389,11 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 "a limit means"
             )
         self._check_importance()
-        if self.algorithm == "sapo" and (self.clip_eps, self.clip_eps_high, self.dual_clip) != (None, None, None):
+        if self.algorithm == "sapo" and (self.clip_eps, self.clip_eps_high, self.dual_clip) != (
+            None,
+            None,
+            None,
+        ):
             raise SettingsError(
                 "clip_eps: sapo has a soft gate in place of a clip; remove clip_eps, clip_eps_high and dual_clip, or "
                 "set sapo_tau_positive and sapo_tau_negative"
@@ -269,20 +401,24 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         if self.replay is not None and self.critic is not None and self.critic.kind == "shared":
             raise SettingsError("replay: needs a separate critic")
         if self.kl_coef == 0 and self.reference_precision != "full":
-            raise SettingsError("reference_precision: there is no reference model where kl_coef is 0; remove it")
+            raise SettingsError(
+                "reference_precision: there is no reference model where kl_coef is 0; remove it"
+            )
         self._check_kl()
         if self.entropy_floor > self.entropy_coef:
-            raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")
+            raise SettingsError(
+                f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}"
+            )
         if self.sampling_tries and self.algorithm not in GROUP_ALGORITHMS:
             raise SettingsError(
                 f"dynamic_sampling_tries: not used by {self.algorithm}, which has no group-relative advantages"
             )
         self._check_rollouts()
-        self._check_own()
+        self._check_custom_functions()
         self._check_rewards()
         for stage in self.curriculum:
             try:
-                self.for_stage(stage)
+                self.apply_curriculum_stage(stage)
             except SettingsError as error:
                 raise SettingsError(f"curriculum: stage '{stage.name}': {error}") from error
 
@@ -291,13 +427,17 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         if self.kl_coef == 0 and self.kl_controller != "fixed":
             raise SettingsError("kl_controller: needs kl_coef above 0 to start from")
         if self.kl_controller == "banded":
-            self.kl_band.check_start(self.kl_coef)
+            self.kl_band.check_initial_coef(self.kl_coef)
         elif self.kl_band != KLBandSettings():
-            raise SettingsError(f"kl_band: not used by kl_controller {self.kl_controller}; set banded, or remove it")
+            raise SettingsError(
+                f"kl_band: not used by kl_controller {self.kl_controller}; set banded, or remove it"
+            )
         if self.trust_region_kl == "k3":
             return
         if self.trust_region_coef == 0:
-            raise SettingsError("trust_region_kl: has no effect where trust_region_coef is 0; remove it")
+            raise SettingsError(
+                "trust_region_kl: has no effect where trust_region_coef is 0; remove it"
+            )
         if self.epochs * self.minibatches == 1:
             raise SettingsError(
                 "trust_region_kl: one optimizer step on each rollout begins at the old policy, where KL(old || new) "
@@ -312,13 +452,20 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     def _check_importance(self) -> None:
         """Rollouts of another policy than the one that is updated need weights of a kind that goes with the rest."""
         several = self.epochs * self.minibatches > 1
-        if self.algorithm == "reinforce" and self.loss is None and several and self.importance == "none":
+        if (
+            self.algorithm == "reinforce"
+            and self.loss is None
+            and several
+            and self.importance == "none"
+        ):
             raise SettingsError(
                 "importance: reinforce has no ratio, so further steps on the same rollouts need importance weights; "
-                f"set {WEIGHTS}, or epochs and minibatches to 1"
+                f"set {IMPORTANCE_CHOICES}, or epochs and minibatches to 1"
             )
         if self.replay is not None and self.importance == "none":
-            raise SettingsError(f"importance: replay uses rollouts of older policies; set {WEIGHTS}")
+            raise SettingsError(
+                f"importance: replay uses rollouts of older policies; set {IMPORTANCE_CHOICES}"
+            )
         if self.importance == "vtrace":
             self._check_vtrace()
 
@@ -328,7 +475,11 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 f"importance: vtrace corrects a critic's targets, and {self.algorithm} has no critic here; use token, "
                 "or algorithm ppo, or reinforce with `critic: {}`"
             )
-        if self.algorithm == "reinforce" and self.loss is None and self.epochs * self.minibatches > 1:
+        if (
+            self.algorithm == "reinforce"
+            and self.loss is None
+            and self.epochs * self.minibatches > 1
+        ):
             raise SettingsError(
                 "importance: V-trace weights rollouts once, before the first step, and reinforce has no ratio for the "
                 "steps after it; set epochs and minibatches to 1, or algorithm to ppo"
@@ -351,17 +502,25 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 "take an algorithm that compares rewards, as grpo"
             )
         if self.importance == "none":
-            raise SettingsError(f"{stale} learns from rollouts of older weights; set importance: token or sequence")
+            raise SettingsError(
+                f"{stale} learns from rollouts of older weights; set importance: token or sequence"
+            )
         if self.rollback is not None:
-            raise SettingsError(f"{stale} has rollouts under way that a rollback would not undo; set 0, or no rollback")
-        if self.is_taught:
+            raise SettingsError(
+                f"{stale} has rollouts under way that a rollback would not undo; set 0, or no rollback"
+            )
+        if self.needs_teacher:
             raise SettingsError(f"{stale}: a distillation plays in turn with its updates; set 0")
 
-    def _check_own(self) -> None:
+    def _check_custom_functions(self) -> None:
         """A loss or an estimator of the user's makes settings of the algorithm void; options need one."""
         clips = ("clip_eps", "clip_eps_high", "dual_clip")
-        if self.loss is not None and (named := [name for name in clips if getattr(self, name) is not None]):
-            raise SettingsError(f"{named[0]}: not used by a loss of yours; give it to the loss by loss_options")
+        if self.loss is not None and (
+            named := [name for name in clips if getattr(self, name) is not None]
+        ):
+            raise SettingsError(
+                f"{named[0]}: not used by a loss of yours; give it to the loss by loss_options"
+            )
         if self.advantages is not None and self.value_function is not None:
             raise SettingsError(
                 f"advantages: stand for a comparison of rewards, and {self.algorithm} has a critic here, whose values "
@@ -369,7 +528,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             )
         for options, needed in (("loss_options", "loss"), ("advantage_options", "advantages")):
             if getattr(self, options) and getattr(self, needed) is None:
-                raise SettingsError(f"{options}: go to a function of yours, and none is named; set {needed}")
+                raise SettingsError(
+                    f"{options}: go to a function of yours, and none is named; set {needed}"
+                )
 
     def _check_rewards(self) -> None:
         """Reward components that are named elsewhere exist, and the length penalty fits."""
@@ -378,12 +539,58 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 if name not in self.rewards:
                     raise SettingsError(
                         f"curriculum.{index}.rewards.{name}: no such component in the policy's rewards; "
-                        f"{nearest(name, self.rewards)} (list a component of later stages alone with weight 0)"
+                        f"{suggest_name(name, self.rewards)} (list a component of later stages alone with weight 0)"
                     )
         self.reward_options.check_components(self.rewards)
         limit = self.sampling.max_completion_tokens
-        if not is_open(limit) and self.overlong_tokens > limit:
+        if not is_unresolved(limit) and self.overlong_tokens > limit:
             raise SettingsError(
                 f"overlong_buffer: {self.overlong_tokens} is more than max_completion_tokens "
                 f"{self.sampling.max_completion_tokens}"
             )
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def resolve_model_kind(model: ModelSettings) -> ModelKind:
+    """Column of the table that a model's settings belong to."""
+    if model.path is None:
+        return "preset"
+    return "full" if model.lora is None else "lora"
+
+
+def resolve_defaults(settings: S, model: ModelSettings, context: int | None = None) -> S:
+    """Settings in which everything that nobody set has the default for this model, blocks within them included.
+
+    Args:
+        context: the model's longest sequence, in tokens; None = not known.
+    Raises: SettingsError naming the key for values that do not go together with such a default.
+    """
+    kind = resolve_model_kind(model)
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, Settings):
+            try:
+                changed[field.name] = resolve_defaults(value, model, context)
+            except SettingsError as error:
+                raise SettingsError(f"{field.name}.{error}") from error
+        elif is_unresolved(value):
+            changed[field.name] = field.metadata["by_model"].value(kind, context)
+    if (
+        isinstance(settings, PolicySettings)
+        and is_unresolved(settings.learning_rate)
+        and kind != "preset"
+    ):
+        changed |= _resolve_critic_rate(settings, kind)
+    return dataclasses.replace(settings, **changed) if changed else settings
+
+
+def _resolve_critic_rate(settings: PolicySettings, kind: ModelKind) -> dict[str, CriticSettings]:
+    """A separate critic's own rate, where neither its rate nor the policy's was set; ppo has a critic unasked."""
+    critic = settings.value_function
+    if critic is None or critic.kind != "separate" or critic.learning_rate is not None:
+        return {}
+    rate = MODEL_DEFAULTS["CriticSettings.learning_rate"].select_value(kind)
+    return {"critic": dataclasses.replace(critic, learning_rate=rate)}

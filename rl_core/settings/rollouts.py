@@ -1,4 +1,7 @@
-"""Settings of the processes that play rollouts, of the server that samples them, and of the replay of past ones."""
+"""Settings of the comparison of trainer and sampler after weight updates.
+
+Settings of the processes that play rollouts, of the server that samples them, and of the replay of past ones.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +13,80 @@ from typing import Any, Literal
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 
-__all__ = [
-    "VLLM_VERSION",
-    "ReplaySettings",
-    "RolloutServerSettings",
-    "RolloutSettings",
-    "check_ray",
-    "decisive_rollouts",
-]
+
+def select_rounding_bound(is_float32: bool) -> float:
+    """Largest difference of a token's log-probability that rounding explains, nats; False = bfloat16 or float16."""
+    return 1e-3 if is_float32 else 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumericsGateSettings(Settings):
+    """Comparison of trainer and sampler on fixed prompts after weight updates (docs/reliability.md)."""
+
+    every: int = setting(
+        16,
+        ge=0,
+        le=1_000_000,
+        doc="iterations between two comparisons, the first one after the first update; 1 = after every update; 0 = "
+        "never. Rollout workers are compared after every transfer in any case",
+    )
+    bound: float | None = setting(
+        None,
+        gt=0,
+        doc="largest difference of a token's log-probability, nats; default: 0.001 in float32, 0.5 in bfloat16 and "
+        "float16, none with `importance`, `importance_mask` or a `sampler_kl_max`, which allow for other samplers",
+    )
+    action: Literal["refuse", "rollback"] = setting(
+        "refuse",
+        doc="beyond the bound. refuse: the run ends, and nothing of the iteration is saved; rollback: training goes "
+        "back to the weights of the last comparison that passed (a copy of model and optimizer in memory and in "
+        "checkpoints)",
+    )
+
+
+def select_decisive_numerics(settings: dict[str, Any]) -> dict[str, Any]:
+    """The part of these settings, as plain values, that decides numbers: a comparison alone does not."""
+    return settings if settings["action"] == "rollback" and settings["every"] else {}
+
 
 RAY_VERSION = "2.60"  # that was tested; see the extra `ray`
 VLLM_VERSION = "0.30.0"  # whose source the client was written from; see deployments/vllm/
-_ADDRESS = re.compile(r"auto|[A-Za-z0-9.\-_\[\]:]+:\d{1,5}")
-_SERVER = re.compile(r"(https?://)?([A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}/?", re.ASCII)
+_RAY_ADDRESS = re.compile(r"auto|[A-Za-z0-9.\-_\[\]:]+:\d{1,5}")
+_SERVER_ADDRESS = re.compile(
+    r"(https?://)?([A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}/?", re.ASCII
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutServerSettings(Settings):
     """An inference server that samples the rollouts, in an environment of its own (docs/inference-servers.md)."""
 
-    model: str | None = setting(None, doc="name that the server has for the model; left out: the first that it lists")
+    model: str | None = setting(
+        None, doc="name that the server has for the model; left out: the first that it lists"
+    )
     python: str | None = setting(
         None,
         doc="Python of vLLM's own environment on this machine: `posttrain up --rollouts CONFIG` keeps the server up "
         "with it; left out: the server is started by hand",
     )
     version: str = setting(
-        VLLM_VERSION, doc="version of vLLM that is accepted; another one's answers may differ in form or in meaning"
+        VLLM_VERSION,
+        doc="version of vLLM that is accepted; another one's answers may differ in form or in meaning",
     )
-    key_variable: str | None = setting(None, doc="environment variable with the server's API key; left out: no key")
+    key_variable: str | None = setting(
+        None, doc="environment variable with the server's API key; left out: no key"
+    )
     folder: str | None = setting(
         None,
         doc="folder that trainer and server see under the same path, for weights on their way; left out: a folder of "
         "the run's own in this machine's temporary folder",
     )
-    concurrency: int = setting(256, ge=1, le=4_096, doc="sequences that the server samples at the same time")
-    timeout_s: float = setting(1800.0, gt=0, le=1e6, doc="of one request, which ends with a turn's last token")
+    concurrency: int = setting(
+        256, ge=1, le=4_096, doc="sequences that the server samples at the same time"
+    )
+    timeout_s: float = setting(
+        1800.0, gt=0, le=1e6, doc="of one request, which ends with a turn's last token"
+    )
     patience_s: float = setting(
         300.0,
         ge=0,
@@ -93,7 +134,9 @@ class RolloutSettings(Settings):
         doc="host:port of a running Ray cluster, or auto; left out: a Ray of the run's own, on this machine alone. Of "
         "an inference server: host:port, or http(s)://host:port",
     )
-    server: RolloutServerSettings = setting(RolloutServerSettings(), doc="with `workers: server`: the server")
+    server: RolloutServerSettings = setting(
+        RolloutServerSettings(), doc="with `workers: server`: the server"
+    )
 
     replay_schedule: str | None = setting(
         None,
@@ -110,10 +153,14 @@ class RolloutSettings(Settings):
             raise SettingsError(
                 f"server: is of an inference server, and workers is {self.workers}; set workers: server"
             )
-        if self.address is not None and not _ADDRESS.fullmatch(self.address):
-            raise SettingsError(f"address: {self.address!r} must be host:port of a Ray cluster's head, or auto")
+        if self.address is not None and not _RAY_ADDRESS.fullmatch(self.address):
+            raise SettingsError(
+                f"address: {self.address!r} must be host:port of a Ray cluster's head, or auto"
+            )
         if self.replay_schedule is not None and not self.max_staleness:
-            raise SettingsError("replay_schedule: is of a run with max_staleness above 0; set that run's max_staleness")
+            raise SettingsError(
+                "replay_schedule: is of a run with max_staleness above 0; set that run's max_staleness"
+            )
         if self.workers != "in_process":
             return
         for name, value in (("count", self.count != 1), ("address", self.address is not None)):
@@ -132,13 +179,23 @@ class RolloutSettings(Settings):
             raise SettingsError(
                 "address: workers: server needs host:port of an inference server; deployments/vllm/README.md starts one"
             )
-        port = int(self.address.rstrip("/").rpartition(":")[2]) if _SERVER.fullmatch(self.address) else 0
+        port = (
+            int(self.address.rstrip("/").rpartition(":")[2])
+            if _SERVER_ADDRESS.fullmatch(self.address)
+            else 0
+        )
         if not 0 < port < 2**16:
-            raise SettingsError(f"address: {self.address!r} must be host:port of an inference server, or http(s)://...")
+            raise SettingsError(
+                f"address: {self.address!r} must be host:port of an inference server, or http(s)://..."
+            )
         if self.count != 1:
-            raise SettingsError(f"count: {self.count} servers; give the address of one that has as many replicas")
+            raise SettingsError(
+                f"count: {self.count} servers; give the address of one that has as many replicas"
+            )
         if self.independent:
-            raise SettingsError("independent: is of the rollout engine, and a server samples here; leave it out")
+            raise SettingsError(
+                "independent: is of the rollout engine, and a server samples here; leave it out"
+            )
         for name in ("max_staleness", "replay_schedule"):
             if getattr(self, name):
                 raise SettingsError(
@@ -161,7 +218,9 @@ class ReplaySettings(Settings):
     share: float = setting(0.5, gt=0, le=4, doc="replayed groups per fresh group")
 
 
-def check_ray(key: str = "rollouts.workers: ray", otherwise: str = "set workers: in_process") -> None:
+def check_ray_installed(
+    key: str = "rollouts.workers: ray", otherwise: str = "set workers: in_process"
+) -> None:
     """Raises: SettingsError where Ray is not installed; nothing is imported. The arguments are for the message."""
     if importlib.util.find_spec("ray") is None:
         raise SettingsError(
@@ -170,7 +229,7 @@ def check_ray(key: str = "rollouts.workers: ray", otherwise: str = "set workers:
         )
 
 
-def decisive_rollouts(settings: dict[str, Any]) -> dict[str, Any]:
+def select_decisive_rollouts(settings: dict[str, Any]) -> dict[str, Any]:
     """The part of these settings, as plain values, that decides numbers: where rollouts are played does not.
 
     A server does: it draws other random numbers, and rounds in its own way.

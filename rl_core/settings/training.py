@@ -1,17 +1,63 @@
-"""Settings shared by all trainers, and those of the supervised and preference trainers."""
+"""Process launch settings of a stage.
+
+Settings shared by all trainers, and those of the supervised and preference trainers.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
-from rl_core.settings.defaults import DEFAULTS
-from rl_core.settings.launch import LaunchSettings
-from rl_core.settings.parts import SamplingSettings
+from rl_core.settings.common import SamplingSettings
+from rl_core.settings.defaults import MODEL_DEFAULTS
 
-__all__ = ["LoopSettings", "OptimizerSettings", "PreferenceSettings", "RewardModelSettings", "SFTSettings"]
+_ENDPOINT = re.compile(r"[A-Za-z0-9.\-_\[\]:]+:\d{1,5}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSettings(Settings):
+    """Single-process or distributed training; results agree up to rounding."""
+
+    kind: Literal["in_process", "torchrun"] = setting(
+        "in_process",
+        doc="torchrun: data parallel with the model sharded over processes (FSDP2 fully_shard)",
+    )
+    processes: int = setting(
+        1,
+        ge=1,
+        le=1024,
+        doc="processes per node; on GPUs (nccl) if there are at least as many, else on CPUs (gloo)",
+    )
+    nodes: int = setting(
+        1, ge=1, le=1024, doc="machines; all must share the output folder, the data and this code"
+    )
+    rdzv_backend: Literal["c10d", "etcd-v2"] = setting("c10d", doc="rendezvous backend of torchrun")
+    rdzv_endpoint: str | None = setting(
+        None, doc="host:port of one node or of etcd; required with several nodes"
+    )
+    rdzv_id: str = setting("posttrain", doc="job id shared by the nodes")
+    timeout_seconds: float = setting(
+        3600.0, gt=0, doc="longest wait between processes before the stage fails"
+    )
+
+    def check(self) -> None:
+        """Several nodes need a rendezvous endpoint."""
+        if self.rdzv_endpoint is not None and not _ENDPOINT.fullmatch(self.rdzv_endpoint):
+            raise SettingsError(
+                f"rdzv_endpoint: {self.rdzv_endpoint!r} must be host:port, for example node-1:29400"
+            )
+        if self.nodes > 1 and self.rdzv_endpoint is None:
+            raise SettingsError(
+                f"rdzv_endpoint: {self.nodes} nodes need a rendezvous; set host:port of one node"
+            )
+        if self.kind == "in_process" and (self.processes > 1 or self.nodes > 1):
+            raise SettingsError(
+                f"kind: in_process is one process, but {self.processes} on {self.nodes} nodes are asked for; "
+                "use kind: torchrun"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +65,13 @@ class OptimizerSettings(Settings):
     """Optimizer, learning-rate schedule, precision and memory."""
 
     optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", doc="muon: for hidden matrices (arXiv:2502.16982) and adapters; AdamW for embeddings, heads, vectors"
+        "adamw",
+        doc="muon: for hidden matrices (arXiv:2502.16982) and adapters; AdamW for embeddings, heads, vectors",
     )
     learning_rate: float = setting(1e-3, gt=0, le=1, doc="peak learning rate")
-    schedule: Literal["constant", "cosine", "linear"] = setting("constant", doc="shape after the warm-up")
+    schedule: Literal["constant", "cosine", "linear"] = setting(
+        "constant", doc="shape after the warm-up"
+    )
     warmup_steps: int = setting(10, ge=0, doc="optimizer steps of linear warm-up from 0")
     min_lr_ratio: float = setting(0.1, ge=0, le=1, doc="final learning rate as a share of the peak")
     weight_decay: float = setting(0.01, ge=0, doc="decoupled, on matrices only (arXiv:1711.05101)")
@@ -31,9 +80,13 @@ class OptimizerSettings(Settings):
     muon_momentum: float = setting(0.95, ge=0, lt=1, doc="Muon's momentum (Nesterov)")
     max_grad_norm: float = setting(1.0, gt=0, doc="clip by global norm")
     grokfast_lambda: float = setting(
-        0.0, ge=0, doc="weight of the averaged gradient added to each gradient; 0 = off, arXiv:2405.20233 uses 2"
+        0.0,
+        ge=0,
+        doc="weight of the averaged gradient added to each gradient; 0 = off, arXiv:2405.20233 uses 2",
     )
-    grokfast_alpha: float = setting(0.98, ge=0, lt=1, doc="decay of that average (arXiv:2405.20233)")
+    grokfast_alpha: float = setting(
+        0.98, ge=0, lt=1, doc="decay of that average (arXiv:2405.20233)"
+    )
     ema_decay: float | None = setting(
         None,
         gt=0,
@@ -41,10 +94,14 @@ class OptimizerSettings(Settings):
         doc="evaluate and save a moving average of the weights, over about 1 / (1 - ema_decay) steps",
     )
     micro_batch_tokens: int = setting(
-        16384, ge=1, le=1_073_741_824, doc="padded tokens per forward pass; larger batches accumulate gradients"
+        16384,
+        ge=1,
+        le=1_073_741_824,
+        doc="padded tokens per forward pass; larger batches accumulate gradients",
     )
     autocast: Literal["none", "bfloat16"] = setting(
-        "none", doc="bfloat16: compute dtype of the model (faster, less memory); weights and losses keep theirs"
+        "none",
+        doc="bfloat16: compute dtype of the model (faster, less memory); weights and losses keep theirs",
     )
     activation_checkpointing: bool = setting(
         False, doc="recompute activations in backward: less memory, about a third slower"
@@ -62,17 +119,28 @@ class LoopSettings(Settings):
 
     eval_every: int = setting(0, ge=0, doc="iterations between evaluations; 0 = only at the end")
     checkpoint_every: int = setting(
-        50, ge=0, doc="iterations between checkpoints, or a minute of long ones; 0 = only when stopped"
+        50,
+        ge=0,
+        doc="iterations between checkpoints, or a minute of long ones; 0 = only when stopped",
     )
     keep_checkpoints: int = setting(2, ge=2, doc="newest checkpoints kept")
-    patience: int | None = setting(None, ge=1, doc="evaluations without improvement before stopping; none = never stop")
+    patience: int | None = setting(
+        None, ge=1, doc="evaluations without improvement before stopping; none = never stop"
+    )
     min_improvement: float = setting(0.0, ge=0, doc="smallest change that counts as an improvement")
     max_nonfinite: int = setting(5, ge=1, doc="consecutive non-finite steps that stop the run")
     history_seconds: float = setting(
-        5.0, ge=0, le=1e6, doc="seconds between two lines appended to metrics_history.jsonl while training, at least"
+        5.0,
+        ge=0,
+        le=1e6,
+        doc="seconds between two lines appended to metrics_history.jsonl while training, at least",
     )
-    history_window: int = setting(10, ge=2, le=1000, doc="observations behind the means and slopes in that file")
-    launch: LaunchSettings = setting(LaunchSettings(), doc="process launch; not part of the stage's key")
+    history_window: int = setting(
+        10, ge=2, le=1000, doc="observations behind the means and slopes in that file"
+    )
+    launch: LaunchSettings = setting(
+        LaunchSettings(), doc="process launch; not part of the stage's key"
+    )
 
 
 KEEP_EPOCHS_DOC = (
@@ -85,14 +153,20 @@ KEEP_EPOCHS_DOC = (
 class SFTSettings(OptimizerSettings, LoopSettings):
     """Supervised fine-tuning on completions."""
 
-    learning_rate: float = setting(DEFAULTS["SFTSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
+    learning_rate: float = setting(
+        MODEL_DEFAULTS["SFTSettings.learning_rate"], gt=0, le=1, doc="peak learning rate"
+    )
     epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     keep_epochs: int = setting(0, ge=0, le=1_000_000, doc=KEEP_EPOCHS_DOC)
     batch_size: int = setting(64, ge=1, le=1_048_576, doc="demonstrations per optimizer step")
-    dropout: bool = setting(True, doc="the dropout that the model (and its adapter) is configured with, in updates")
+    dropout: bool = setting(
+        True, doc="the dropout that the model (and its adapter) is configured with, in updates"
+    )
     router_aux_loss_coef: float = setting(
-        0.0, ge=0, doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)"
+        0.0,
+        ge=0,
+        doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)",
     )
     loss_on: Literal["all", "last"] = setting(
         "all",
@@ -108,7 +182,9 @@ TIES_DOC = (
     "model of pairs of which neither side is better (`tie: true`): rao_kupper (1967) or davidson (1970), as losses "
     "arXiv:2409.17431; without such pairs neither changes anything"
 )
-TIE_PROBABILITY_DOC = "probability of a tie between two answers of equal reward, the one parameter of either model"
+TIE_PROBABILITY_DOC = (
+    "probability of a tie between two answers of equal reward, the one parameter of either model"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,29 +196,44 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
         doc="bradley_terry: on pairs; mse: regression on rows with a `score`, which are standardised over the "
         "training rows (arXiv:2406.08673)",
     )
-    head_layers: int = setting(1, ge=1, le=8, doc="layers of the head on the last token's state; 1 = linear")
-    head_width: int = setting(256, ge=1, le=65_536, doc="units of a hidden layer of the head, where it has several")
+    head_layers: int = setting(
+        1, ge=1, le=8, doc="layers of the head on the last token's state; 1 = linear"
+    )
+    head_width: int = setting(
+        256, ge=1, le=65_536, doc="units of a hidden layer of the head, where it has several"
+    )
     ties: Literal["rao_kupper", "davidson"] = setting("rao_kupper", doc=TIES_DOC)
     tie_probability: float = setting(0.5, gt=0, lt=1, doc=TIE_PROBABILITY_DOC)
-    learning_rate: float = setting(DEFAULTS["RewardModelSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
-    epochs: float = setting(DEFAULTS["RewardModelSettings.epochs"], gt=0, doc="passes over the pairs")
+    learning_rate: float = setting(
+        MODEL_DEFAULTS["RewardModelSettings.learning_rate"], gt=0, le=1, doc="peak learning rate"
+    )
+    epochs: float = setting(
+        MODEL_DEFAULTS["RewardModelSettings.epochs"], gt=0, doc="passes over the pairs"
+    )
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     keep_epochs: int = setting(0, ge=0, le=1_000_000, doc=KEEP_EPOCHS_DOC)
     batch_size: int = setting(64, ge=1, le=1_048_576, doc="pairs of one optimizer step")
-    center_coef: float = setting(0.01, ge=0, doc="weight of mean((r_chosen + r_rejected)^2) (arXiv:2312.09244)")
-    num_pairs: int = setting(
-        2000, ge=10, le=10_000_000, doc="pairs made from scored rollouts, when no preference file is given"
+    center_coef: float = setting(
+        0.01, ge=0, doc="weight of mean((r_chosen + r_rejected)^2) (arXiv:2312.09244)"
     )
-    group_size: int = setting(8, ge=2, le=65_536, doc="rollouts of one prompt from which pairs are made")
+    num_pairs: int = setting(
+        2000,
+        ge=10,
+        le=10_000_000,
+        doc="pairs made from scored rollouts, when no preference file is given",
+    )
+    group_size: int = setting(
+        8, ge=2, le=65_536, doc="rollouts of one prompt from which pairs are made"
+    )
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
 
     def check(self) -> None:
         """Pairs need rollouts that differ."""
-        self.sampling.check_varied()
+        self.sampling.check_not_greedy()
 
     @property
     def use(self) -> Literal["reward_model", "reward_regression"]:
-        """Rows that it learns from, by the names of `rl_core.data.row_uses.misfit`."""
+        """Rows that it learns from, by the names of `rl_core.data.formats.explain_misfit`."""
         return "reward_regression" if self.loss == "mse" else "reward_model"
 
 
@@ -152,7 +243,9 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
 
     # As in the policy stage: both start from an SFT model, and presets of 0.04M to 3M parameters need about a tenth of
     # SFT's rate.
-    learning_rate: float = setting(DEFAULTS["PreferenceSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
+    learning_rate: float = setting(
+        MODEL_DEFAULTS["PreferenceSettings.learning_rate"], gt=0, le=1, doc="peak learning rate"
+    )
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
     loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = setting(
         "dpo",
@@ -165,30 +258,41 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
         doc="strength of the KL constraint to the reference; simpo: scale of the rewards (paper: 2 to 2.5); orpo: "
         "weight of the odds-ratio term",
     )
-    simpo_gamma: float = setting(0.5, ge=0, doc="target margin of simpo's rewards (paper: about half of beta)")
+    simpo_gamma: float = setting(
+        0.5, ge=0, doc="target margin of simpo's rewards (paper: about half of beta)"
+    )
     desirable_weight: float = setting(1.0, ge=0, doc="kto: weight of the completions labelled true")
     undesirable_weight: float = setting(1.0, ge=0, doc="kto: weight of those labelled false")
     label_smoothing: float = setting(
         0.0, ge=0, lt=0.5, doc="assumed share of mislabelled pairs; above 0: conservative DPO"
     )
-    ties: Literal["rao_kupper", "davidson"] = setting("rao_kupper", doc=f"dpo: {TIES_DOC}; ipo: a tie's target is 0")
+    ties: Literal["rao_kupper", "davidson"] = setting(
+        "rao_kupper", doc=f"dpo: {TIES_DOC}; ipo: a tie's target is 0"
+    )
     tie_probability: float = setting(0.5, gt=0, lt=1, doc=TIE_PROBABILITY_DOC)
     sft_coef: float = setting(
-        0.0, ge=0, doc="weight of the chosen completions' cross-entropy per token (RPO, arXiv:2404.19733)"
+        0.0,
+        ge=0,
+        doc="weight of the chosen completions' cross-entropy per token (RPO, arXiv:2404.19733)",
     )
     epochs: float = setting(1.0, gt=0, doc="passes over the pairs; more than a few overfit")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     keep_epochs: int = setting(0, ge=0, le=1_000_000, doc=KEEP_EPOCHS_DOC)
     batch_size: int = setting(64, ge=1, le=1_048_576, doc="pairs of one optimizer step")
     num_pairs: int = setting(
-        2000, ge=10, le=10_000_000, doc="pairs made from scored rollouts, when no preference file is given"
+        2000,
+        ge=10,
+        le=10_000_000,
+        doc="pairs made from scored rollouts, when no preference file is given",
     )
-    group_size: int = setting(8, ge=2, le=65_536, doc="rollouts of one prompt from which pairs are made")
+    group_size: int = setting(
+        8, ge=2, le=65_536, doc="rollouts of one prompt from which pairs are made"
+    )
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
 
     def check(self) -> None:
         """Label smoothing is defined only for the sigmoid loss; pairs need rollouts that differ."""
-        self.sampling.check_varied()
+        self.sampling.check_not_greedy()
         if self.loss != "dpo" and self.label_smoothing > 0:
             reason = ", which bounds the margin itself" if self.loss == "ipo" else ""
             raise SettingsError(
@@ -196,14 +300,26 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
                 "use loss dpo, or remove it"
             )
         if self.loss in ("orpo", "kto") and self.sft_coef > 0:
-            why = "holds the chosen completions' cross-entropy already" if self.loss == "orpo" else "has no chosen side"
-            raise SettingsError(f"sft_coef: {self.sft_coef} does not go with {self.loss}, which {why}; remove it")
+            why = (
+                "holds the chosen completions' cross-entropy already"
+                if self.loss == "orpo"
+                else "has no chosen side"
+            )
+            raise SettingsError(
+                f"sft_coef: {self.sft_coef} does not go with {self.loss}, which {why}; remove it"
+            )
         if self.loss == "kto" and self.dropout:
-            raise SettingsError("dropout: the reference point of kto is measured without dropout; leave it off")
+            raise SettingsError(
+                "dropout: the reference point of kto is measured without dropout; leave it off"
+            )
         if self.loss == "kto" and self.batch_size < 2:
-            raise SettingsError("batch_size: kto estimates a divergence over the batch; use at least 2")
+            raise SettingsError(
+                "batch_size: kto estimates a divergence over the batch; use at least 2"
+            )
         if self.loss == "kto" and self.desirable_weight == self.undesirable_weight == 0:
-            raise SettingsError("desirable_weight, undesirable_weight: both are 0, so nothing is learned")
+            raise SettingsError(
+                "desirable_weight, undesirable_weight: both are 0, so nothing is learned"
+            )
 
     @property
     def needs_reference(self) -> bool:

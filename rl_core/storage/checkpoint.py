@@ -1,4 +1,9 @@
-"""The only code that writes or reads a checkpoint.
+"""Nested state as JSON with references to tensors; decoding gives back equal values, types included.
+
+Values that JSON has no word for become {"$": kind, ...}: tuple, dict (with keys that are not text), float (nan, inf),
+bytes, ndarray, tensor. Tied tensors (one memory, one shape) are stored once.
+
+The only code that writes or reads a checkpoint.
 
     <folder>/.lock                  flock of the one writer
     <folder>/LATEST                 name of the newest acknowledged version
@@ -6,42 +11,192 @@
     <folder>/.corrupt-<name>-<n>    set aside by a reader
 
 `state.json` holds the nested state; each tensor in it is a reference into a safetensors file. No pickle anywhere.
+
+Moments of an optimizer as a state: without its settings, which are those of the run that resumes.
+
+State of the global random generators: python, numpy, torch.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import logging
+import math
+import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import numpy as np
 import safetensors.torch
 import torch
 
 from rl_core.errors import CheckpointError, CorruptError, NonFiniteError
-from rl_core.storage.faults import fault
-from rl_core.storage.folder_removal import clear_leftovers, remove_folder, set_aside
-from rl_core.storage.folders import publish_folder, put_bytes
+from rl_core.storage.atomic_files import make_folder, write_text_atomic
+from rl_core.storage.faults import inject_fault
+from rl_core.storage.folders import (
+    clear_leftovers,
+    move_aside,
+    publish_folder,
+    remove_folder,
+    write_folder_file,
+)
 from rl_core.storage.locks import FolderLock
-from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified
-from rl_core.storage.single_files import make_folder, write_text_atomic
-from rl_core.storage.state_codec import StateDecoder, StateEncoder
+from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified_file
 
-__all__ = ["CheckpointStore", "NewestCheckpoint"]
+_KIND = "$"
+
+
+class StateEncoder:
+    """Encodes values and collects their tensors, in parts and in shards of at most `shard_bytes` (or one tensor)."""
+
+    def __init__(self, shard_bytes: int) -> None:
+        self.shard_bytes = shard_bytes
+        self._shards: dict[str, dict[str, torch.Tensor]] = {}
+        self._sizes: dict[str, int] = {}
+        self._current: dict[str, str] = {}  # part -> its open shard
+        self._seen: dict[tuple[Any, ...], dict[str, str]] = {}
+
+    def iter_shards(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """(file name, tensors by name), in the order of encoding."""
+        yield from self._shards.items()
+
+    def iter_tensors(self, part: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """(path in the state, tensor) of every tensor of a part."""
+        for name, tensors in self._shards.items():
+            if name.rpartition("-")[0] == part:
+                yield from tensors.items()
+
+    def encode_value(self, value: Any, path: str, part: str) -> Any:
+        """JSON-able form of `value`; `path` is its place, for messages and tensor names.
+
+        Raises: CheckpointError for a type that would not come back as it is.
+        """
+        if value is None or isinstance(value, bool | str):
+            return value if value is None or isinstance(value, bool) else str(value)
+        if isinstance(value, float) and type(value) is float:
+            return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
+        if type(value) is int:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._encode_tensor(value, path, part)
+        if isinstance(value, np.ndarray | np.generic):
+            return _encode_array(value, path)
+        if isinstance(value, bytes):
+            return {_KIND: "bytes", "data": base64.b64encode(value).decode()}
+        if type(value) in (list, tuple):
+            items = [
+                self.encode_value(item, f"{path}.{index}", part) for index, item in enumerate(value)
+            ]
+            return items if type(value) is list else {_KIND: "tuple", "items": items}
+        if isinstance(value, Mapping):
+            return self._encode_mapping(value, path, part)
+        raise CheckpointError(
+            f"{path}: a {type(value).__name__} cannot be saved; use numbers, text, lists, dicts, tensors"
+        )
+
+    def _encode_mapping(self, value: Mapping[Any, Any], path: str, part: str) -> Any:
+        if all(type(key) is str and key != _KIND for key in value):
+            return {
+                key: self.encode_value(item, f"{path}.{key}", part) for key, item in value.items()
+            }
+        pairs = [
+            [
+                self.encode_value(key, f"{path} key", part),
+                self.encode_value(item, f"{path}.{key}", part),
+            ]
+            for key, item in value.items()
+        ]
+        return {_KIND: "dict", "items": pairs}
+
+    def _encode_tensor(self, tensor: torch.Tensor, path: str, part: str) -> dict[str, str]:
+        memory = (
+            tensor.data_ptr(),
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            str(tensor.device),
+        )
+        if tensor.numel() and (part, memory) in self._seen:
+            return self._seen[part, memory]
+        size = tensor.numel() * tensor.element_size()
+        shard = self._current.get(part)
+        if shard is None or (self._sizes[shard] and self._sizes[shard] + size > self.shard_bytes):
+            number = sum(1 for name in self._shards if name.rpartition("-")[0] == part)
+            shard = self._current[part] = f"{part}-{number}.safetensors"
+            self._shards[shard], self._sizes[shard] = {}, 0
+        name = path
+        while name in self._shards[shard]:  # {"a.b": ...} beside {"a": {"b": ...}}
+            name += "'"
+        self._shards[shard][name] = tensor
+        self._sizes[shard] += size
+        reference = {_KIND: "tensor", "file": shard, "name": name}
+        self._seen[part, memory] = reference
+        return reference
+
+
+def _encode_array(value: np.ndarray | np.generic, path: str) -> dict[str, Any]:
+    array = np.asarray(value)
+    if array.dtype.hasobject:
+        raise CheckpointError(f"{path}: an array of Python objects cannot be saved")
+    return {
+        _KIND: "scalar" if isinstance(value, np.generic) else "ndarray",
+        "dtype": array.dtype.str,
+        "shape": list(array.shape),
+        "data": base64.b64encode(array.tobytes()).decode(),
+    }
+
+
+class StateDecoder:
+    """Inverse of `StateEncoder.encode`, given the tensors by file and name."""
+
+    def __init__(self, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        self.files = files
+
+    def decode_value(self, value: Any) -> Any:
+        """The value that was encoded. Raises KeyError, TypeError or ValueError for input that no StateEncoder wrote."""
+        if isinstance(value, list):
+            return [self.decode_value(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if _KIND not in value:
+            return {key: self.decode_value(item) for key, item in value.items()}
+        kind = value[_KIND]
+        if kind == "tensor":
+            return self.files[value["file"]][value["name"]]
+        if kind == "tuple":
+            return tuple(self.decode_value(item) for item in value["items"])
+        if kind == "dict":
+            return {self.decode_value(key): self.decode_value(item) for key, item in value["items"]}
+        if kind == "float":
+            return float(value["value"])
+        if kind == "bytes":
+            return base64.b64decode(value["data"], validate=True)
+        if kind in ("ndarray", "scalar"):
+            data = base64.b64decode(value["data"], validate=True)
+            array = (
+                np.frombuffer(data, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+            )
+            return array[()] if kind == "scalar" else array
+        raise ValueError(f"unknown kind {kind!r}")
+
 
 logger = logging.getLogger(__name__)
 
-POINTER = "LATEST"
-STATE = "state.json"
-FINITE_PARTS = ("model", "best_model")  # a checkpoint of broken weights must never become the newest one
+POINTER_FILE = "LATEST"
+STATE_FILE = "state.json"
+FINITE_PARTS = (
+    "model",
+    "best_model",
+)  # a checkpoint of broken weights must never become the newest one
 SHARD_BYTES = 1 << 30  # a safetensors file is built in memory before it is written
-_PART = re.compile(r"[a-z_]+")
-_ASIDE = ".corrupt-"
-_NAME = re.compile(r"checkpoint-(\d{8,18})")
+_PART_NAME = re.compile(r"[a-z_]+")
+_CORRUPT_PREFIX = ".corrupt-"
+_VERSION_NAME = re.compile(r"checkpoint-(\d{8,18})")
 
 
 class NewestCheckpoint(NamedTuple):
@@ -72,39 +227,46 @@ class CheckpointStore:
             make_folder(self.folder)
             self._lock = FolderLock(self.folder).__enter__()
             if removed := clear_leftovers(self.folder, locked=True):
-                logger.info("%s: removed what a dead process left: %s", self.folder, ", ".join(removed))
+                logger.info(
+                    "%s: removed what a dead process left: %s", self.folder, ", ".join(removed)
+                )
         self._depth += 1
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._depth -= 1
         if self._depth == 0 and self._lock is not None:
             self._lock.__exit__(kind, error, traceback)
             self._lock = None
 
-    def versions(self) -> list[int]:
+    def list_versions(self) -> list[int]:
         """Version numbers in the folder, oldest first, valid or not."""
         if not self.folder.is_dir():
             return []
-        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
+        matches = (
+            _VERSION_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir()
+        )
         return sorted(int(match[1]) for match in matches if match)
 
     def _next_version(self) -> int:
         """A number above every one that was ever seen here, set aside or not: a reader never meets it again."""
         names = (path.name for path in self.folder.iterdir())
-        matches = (_NAME.match(name.removeprefix(_ASIDE)) for name in names)
+        matches = (_VERSION_NAME.match(name.removeprefix(_CORRUPT_PREFIX)) for name in names)
         return max((int(match[1]) for match in matches if match), default=0) + 1
 
-    def path(self, version: int) -> Path:
+    def resolve_version_folder(self, version: int) -> Path:
         """Folder of a version."""
         return self.folder / f"checkpoint-{version:08d}"
 
-    def newest(self) -> NewestCheckpoint | None:
+    def describe_newest(self) -> NewestCheckpoint | None:
         """The newest version as its state says, its tensors neither read nor verified; None = there is none."""
-        for version in reversed(self.versions()):
-            path = self.path(version) / STATE
+        for version in reversed(self.list_versions()):
+            path = self.resolve_version_folder(version) / STATE_FILE
             with contextlib.suppress(OSError):
                 written = path.stat().st_mtime
                 try:
@@ -114,7 +276,7 @@ class CheckpointStore:
                 return NewestCheckpoint(version, iteration, written)
         return None
 
-    def save(self, state: Mapping[str, Any]) -> int:
+    def save_version(self, state: Mapping[str, Any]) -> int:
         """Publish a state as the next version, point LATEST to it, and prune; returns the version.
 
         Args:
@@ -124,12 +286,16 @@ class CheckpointStore:
             CheckpointError for a value that cannot be stored, or if the disk refuses (the previous version stays).
         """
         with self:
-            if wrong := next((key for key in state if not _PART.fullmatch(key)), None):
-                raise CheckpointError(f"state: '{wrong}' names files, so it may hold a-z and _ only")
+            if wrong := next((key for key in state if not _PART_NAME.fullmatch(key)), None):
+                raise CheckpointError(
+                    f"state: '{wrong}' names files, so it may hold a-z and _ only"
+                )
             encoder = StateEncoder(SHARD_BYTES)
-            encoded = {key: encoder.encode(value, key, part=key) for key, value in state.items()}
+            encoded = {
+                key: encoder.encode_value(value, key, part=key) for key, value in state.items()
+            }
             _refuse_nonfinite(encoder)
-            existing = self.versions()
+            existing = self.list_versions()
             version = self._next_version()
             fingerprint = json.dumps(encoded.get("fingerprint"), sort_keys=True)
             extra = {
@@ -142,29 +308,33 @@ class CheckpointStore:
 
             def write(folder: Path) -> dict[str, str]:
                 digests = {}
-                for name, tensors in encoder.shards():
-                    data = safetensors.torch.save({key: _on_cpu(tensor) for key, tensor in tensors.items()})
+                for name, tensors in encoder.iter_shards():
+                    data = safetensors.torch.save(
+                        {key: _copy_to_cpu(tensor) for key, tensor in tensors.items()}
+                    )
                     digests[name] = digest_bytes(data)
-                    put_bytes(folder / name, data)
-                    fault("publish.file")
-                digests[STATE] = digest_bytes(text)
-                put_bytes(folder / STATE, text)
-                fault("publish.file")
+                    write_folder_file(folder / name, data)
+                    inject_fault("publish.file")
+                digests[STATE_FILE] = digest_bytes(text)
+                write_folder_file(folder / STATE_FILE, text)
+                inject_fault("publish.file")
                 return digests
 
-            fault("checkpoint.encoded")
-            final = self.path(version)
+            inject_fault("checkpoint.encoded")
+            final = self.resolve_version_folder(version)
             publish_folder(final, write, extra)
-            write_text_atomic(self.folder / POINTER, final.name + "\n", point="pointer.written")
-            fault("pointer.done")
-            self._prune(existing[: max(0, len(existing) + 1 - self.keep)])
+            write_text_atomic(
+                self.folder / POINTER_FILE, final.name + "\n", point="pointer.written"
+            )
+            inject_fault("pointer.done")
+            self._prune_versions(existing[: max(0, len(existing) + 1 - self.keep)])
             return version
 
-    def _prune(self, versions: list[int]) -> None:
+    def _prune_versions(self, versions: list[int]) -> None:
         """Remove versions. A disk that refuses is no reason to stop: the new one is published already."""
         for version in versions:
             try:
-                remove_folder(self.path(version))
+                remove_folder(self.resolve_version_folder(version))
             except CheckpointError as error:
                 logger.warning("an old checkpoint stays: %s", error)
 
@@ -179,56 +349,64 @@ class CheckpointStore:
         with self:
             found: int | None = None
             state = None
-            for version in reversed(self.versions()):
+            for version in reversed(self.list_versions()):
                 try:
-                    state = self._read(version)
+                    state = self._read_version(version)
                 except CorruptError as error:
-                    self._set_aside(version, error)
+                    self._archive_corrupt_version(version, error)
                 else:
                     found = version
                     break
             if found is not None:
-                fault("checkpoint.loaded")
+                inject_fault("checkpoint.loaded")
             self._repair_pointer(found)
             return state
 
-    def load(self, version: int) -> dict[str, Any]:
+    def load_version(self, version: int) -> dict[str, Any]:
         """One version, verified, without touching anything. Raises CorruptError."""
-        return self._read(version)
+        return self._read_version(version)
 
-    def _read(self, version: int) -> dict[str, Any]:
-        folder = self.path(version)
+    def _read_version(self, version: int) -> dict[str, Any]:
+        folder = self.resolve_version_folder(version)
         manifest = read_manifest(folder)
         if manifest.get("version") != version or manifest.get("kind") != "checkpoint":
-            raise CorruptError(f"{folder}: its manifest belongs to {manifest.get('kind')} {manifest.get('version')}")
+            raise CorruptError(
+                f"{folder}: its manifest belongs to {manifest.get('kind')} {manifest.get('version')}"
+            )
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         for name in manifest["files"]:
-            if name != STATE:
-                tensors[name] = _parse(folder / name, read_verified(folder, name, manifest))
-        text = read_verified(folder, STATE, manifest)
+            if name != STATE_FILE:
+                tensors[name] = _parse_tensors(
+                    folder / name, read_verified_file(folder, name, manifest)
+                )
+        text = read_verified_file(folder, STATE_FILE, manifest)
         try:
             decoder = StateDecoder(tensors)
-            return {key: decoder.decode(value) for key, value in json.loads(text).items()}
+            return {key: decoder.decode_value(value) for key, value in json.loads(text).items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CorruptError(f"{folder / STATE}: not a state: {type(error).__name__} {error}") from error
+            raise CorruptError(
+                f"{folder / STATE_FILE}: not a state: {type(error).__name__} {error}"
+            ) from error
 
-    def _set_aside(self, version: int, error: CorruptError) -> None:
-        path = self.path(version)
-        aside = set_aside(path, f"{_ASIDE}{path.name}")
-        fault("checkpoint.aside")
-        logger.warning("checkpoint %d is damaged and was set aside as %s: %s", version, aside.name, error)
+    def _archive_corrupt_version(self, version: int, error: CorruptError) -> None:
+        path = self.resolve_version_folder(version)
+        aside = move_aside(path, f"{_CORRUPT_PREFIX}{path.name}")
+        inject_fault("checkpoint.aside")
+        logger.warning(
+            "checkpoint %d is damaged and was set aside as %s: %s", version, aside.name, error
+        )
 
-    def _repair_pointer(self, found: int | None) -> None:
+    def _repair_pointer(self, version: int | None) -> None:
         """Point LATEST to the version found. Its content is only compared, never used as a path."""
-        pointer = self.folder / POINTER
+        pointer = self.folder / POINTER_FILE
         try:
             text = pointer.read_bytes()[:100].decode("utf-8", "replace").strip()
         except OSError:
             text = None
-        right = None if found is None else self.path(found).name
+        right = None if version is None else self.resolve_version_folder(version).name
         if text == right:
             return
-        if text is not None and not _NAME.fullmatch(text):
+        if text is not None and not _VERSION_NAME.fullmatch(text):
             logger.warning("%s: %r is no checkpoint's name; ignored", pointer, text)
         if right is None:
             pointer.unlink(missing_ok=True)
@@ -236,19 +414,69 @@ class CheckpointStore:
             write_text_atomic(pointer, right + "\n")
 
 
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").contiguous()
 
 
 def _refuse_nonfinite(encoder: StateEncoder) -> None:
     for part in FINITE_PARTS:
-        for name, tensor in encoder.tensors(part):
+        for name, tensor in encoder.iter_tensors(part):
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise NonFiniteError(f"{name} is not finite: not saved, the previous checkpoint stays the newest")
+                raise NonFiniteError(
+                    f"{name} is not finite: not saved, the previous checkpoint stays the newest"
+                )
 
 
-def _parse(path: Path, data: bytes) -> dict[str, torch.Tensor]:
+def _parse_tensors(path: Path, data: bytes) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load(data)
-    except Exception as error:  # the library raises its own errors, KeyError, ValueError and RuntimeError
+    except (
+        Exception
+    ) as error:  # the library raises its own errors, KeyError, ValueError and RuntimeError
         raise CorruptError(f"{path}: not a safetensors file: {error}") from error
+
+
+def extract_moments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """{"state": {number of the parameter: its moments}}."""
+    return {"state": optimizer.state_dict()["state"]}
+
+
+def load_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Inverse of `moments`. Learning rate, decay and the like stay as the optimizer was made.
+
+    Raises: CheckpointError for moments of other parameters: torch's fused kernels would read beyond them.
+    """
+    groups = optimizer.state_dict()["param_groups"]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, entry in state["state"].items():
+        if not isinstance(number, int) or not 0 <= number < len(parameters):
+            raise CheckpointError(
+                f"optimizer: moments of parameter {number}, but {len(parameters)} are trained"
+            )
+        shape = parameters[number].shape
+        for name, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape != shape:
+                raise CheckpointError(
+                    f"optimizer: {name} of parameter {number} has shape {tuple(value.shape)}, not {tuple(shape)}"
+                )
+    optimizer.load_state_dict({"state": dict(state["state"]), "param_groups": groups})
+
+
+def collect_rng_state() -> dict[str, Any]:
+    """State of the global generators: python, numpy, torch, and each CUDA device's."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng_state(state: Mapping[str, Any]) -> None:
+    """Inverse of `collect_rng_state`."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(device_state, device)

@@ -1,4 +1,7 @@
-"""Exclusive lock of a folder; the kernel releases it when its process ends, in whatever way."""
+"""Network folders: which file system a path lies on, and whether its locks reach other machines.
+
+Exclusive lock of a folder; the kernel releases it when its process ends, in whatever way.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,65 @@ import contextlib
 import fcntl
 import os
 import platform
+import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from rl_core.errors import CheckpointError, FolderBusy
-from rl_core.storage.faults import fault
-from rl_core.storage.network_folders import locks_reach_other_machines
-from rl_core.storage.own_files import own_file
-from rl_core.storage.single_files import create_once, make_folder, refused
+from rl_core.storage.atomic_files import create_file_once, make_folder, open_owned_file, write_error
+from rl_core.storage.faults import inject_fault
 
-__all__ = ["FolderLock"]
+# Reached through a server by other machines too. Anything else is this machine's own, and so are its locks.
+_NETWORK_FILE_SYSTEMS = re.compile(
+    r"nfs4?|cifs|smb3|smbfs|9p|virtiofs|lustre|afs|beegfs|gpfs|glusterfs|fuse(\..+)?|fuseblk"
+)
+_LOCAL_FUSE_FILE_SYSTEMS = frozenset(
+    {"fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.gvfsd-fuse", "fuse.portal", "fuseblk"}
+)
+
+
+def has_cross_machine_locks(path: Path | str, mounts: str | None = None) -> bool:
+    """False = the path lies on a network folder whose flocks this machine alone sees.
+
+    NFS sends flocks to the server (Linux 2.6.12 and newer) unless mounted with `nolock` or `local_lock`; SMB does
+    unless mounted with `nobrl`; Lustre with `flock` alone; of FUSE nothing is known.
+    Args:
+        mounts: text of /proc/self/mountinfo; None = this machine's.
+    """
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text(
+                encoding="utf-8", errors="surrogateescape"
+            )
+        except OSError:  # another system than Linux: nothing can be said
+            return True
+    kind, options = _find_mount(os.path.realpath(path), mounts)
+    if not _NETWORK_FILE_SYSTEMS.fullmatch(kind) or kind in _LOCAL_FUSE_FILE_SYSTEMS:
+        return True
+    if kind in ("nfs", "nfs4"):
+        return "nolock" not in options and not {"local_lock=flock", "local_lock=all"} & set(options)
+    if kind in ("cifs", "smb3"):
+        return "nobrl" not in options
+    return kind in ("gpfs", "afs") or (kind == "lustre" and "flock" in options)
+
+
+def _find_mount(path: str, mounts: str) -> tuple[str, Sequence[str]]:
+    """(file system, mount options) of the mount that a path lies on; ("", ()) where there is none."""
+    best = -1
+    found: tuple[str, Sequence[str]] = ("", ())
+    for line in mounts.splitlines():
+        # 36 35 98:0 / /mnt rw,noatime shared:1 - nfs4 server:/export rw,vers=4.2,local_lock=none
+        left, _, right = line.partition(" - ")
+        fields, kinds = left.split(), right.split()
+        if len(fields) < 6 or len(kinds) < 3:
+            continue
+        place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
+        inside = path == place or path.startswith(place.rstrip("/") + "/")
+        if inside and len(place) >= best:  # the last one of equals lies on top
+            best, found = len(place), (kinds[0], [*fields[5].split(","), *kinds[2].split(",")])
+    return found
 
 
 class FolderLock:
@@ -39,7 +90,7 @@ class FolderLock:
         self._holder: Path | None = None  # the second file, where one is needed
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """True = this object holds the lock."""
         return self._descriptor is not None
 
@@ -47,38 +98,38 @@ class FolderLock:
         deadline = time.monotonic() + self.wait_s
         while True:
             try:
-                return self._take()
+                return self._acquire_lock()
             except FolderBusy:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise
                 time.sleep(min(1.0, left))
 
-    def _take(self) -> FolderLock:
+    def _acquire_lock(self) -> FolderLock:
         make_folder(self.path.parent)
         try:
-            descriptor = own_file(self.path, os.O_RDWR | os.O_CREAT)
+            descriptor = open_owned_file(self.path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise refused(self.path, error, "locked") from error
+            raise write_error(self.path, error, "locked") from error
         try:
-            self._lock(descriptor)
-            if not locks_reach_other_machines(self.path):
-                self._claim(self.path.with_name(f"{self.path.name}.holder"))
+            self._lock_descriptor(descriptor)
+            if not has_cross_machine_locks(self.path):
+                self._claim_holder_file(self.path.with_name(f"{self.path.name}.holder"))
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}\n".encode(), 0)
-            fault("lock.taken")
+            inject_fault("lock.taken")
         except OSError as error:  # full disk: nobody could say who holds it
-            self._unclaim()
+            self._release_holder_file()
             os.close(descriptor)
-            raise refused(self.path, error, "locked") from error
+            raise write_error(self.path, error, "locked") from error
         except BaseException:
-            self._unclaim()
+            self._release_holder_file()
             os.close(descriptor)
             raise
         self._descriptor = descriptor
         return self
 
-    def _lock(self, descriptor: int) -> None:
+    def _lock_descriptor(self, descriptor: int) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -88,11 +139,13 @@ class FolderLock:
                 "or use another folder"
             ) from None
         except OSError as error:
-            raise CheckpointError(f"{self.path}: this file system has no working locks: {error}") from error
+            raise CheckpointError(
+                f"{self.path}: this file system has no working locks: {error}"
+            ) from error
 
-    def _claim(self, holder: Path) -> None:
+    def _claim_holder_file(self, holder: Path) -> None:
         """Note this machine as the holder, unless another one is. Our own may be left by a process that was killed."""
-        if not create_once(holder, platform.node() + "\n"):
+        if not create_file_once(holder, platform.node() + "\n"):
             with contextlib.suppress(FileNotFoundError):
                 machine = holder.read_text(encoding="utf-8", errors="replace").strip()
                 if machine != platform.node():
@@ -102,19 +155,26 @@ class FolderLock:
                     )
         self._holder = holder
 
-    def _unclaim(self) -> None:
+    def _release_holder_file(self) -> None:
         if self._holder is not None:
             with contextlib.suppress(OSError):
                 self._holder.unlink(missing_ok=True)
             self._holder = None
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._descriptor is not None:
-            self._unclaim()
-            with contextlib.suppress(OSError):  # of a disk that refuses; the lock is released all the same
+            self._release_holder_file()
+            with contextlib.suppress(
+                OSError
+            ):  # of a disk that refuses; the lock is released all the same
                 os.ftruncate(self._descriptor, 0)
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # children that inherited the descriptor lose it as well
+            fcntl.flock(
+                self._descriptor, fcntl.LOCK_UN
+            )  # children that inherited the descriptor lose it as well
             os.close(self._descriptor)
             self._descriptor = None

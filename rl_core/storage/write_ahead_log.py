@@ -14,14 +14,12 @@ import sqlite3
 import threading
 from pathlib import Path
 
-from rl_core.storage.single_files import sync
-
-__all__ = ["WriteAheadLog"]
+from rl_core.storage.atomic_files import fsync_path
 
 BUSY_SECONDS = 30.0  # that the writer's lock is waited for
-PART = 1 << 20  # bytes that are written again at a time
+CHUNK_BYTES = 1 << 20  # bytes that are written again at a time
 
-_to_disk = getattr(os, "fdatasync", os.fsync)
+_fdatasync = getattr(os, "fdatasync", os.fsync)
 
 
 class WriteAheadLog:
@@ -29,53 +27,60 @@ class WriteAheadLog:
 
     def __init__(self, database: Path) -> None:
         """`database`: in WAL mode, `synchronous` at least NORMAL: then SQLite syncs the log before it copies it."""
-        self._database = os.path.realpath(database)  # SQLite follows links: the log is beside the file itself
+        self._database = os.path.realpath(
+            database
+        )  # SQLite follows links: the log is beside the file itself
         self._path = Path(f"{self._database}-wal")
         self._descriptor: int | None = None
         self._state = threading.Condition()
-        self._begun = self._done = self._failures = 0  # waits for the disk
+        self._num_started = self._num_done = self._num_failures = 0  # waits for the disk
         self._is_waiting = False
-        self._is_doubtful = False  # the disk has refused since the log was last written as a whole
+        self._needs_rewrite = (
+            False  # the disk has refused since the log was last written as a whole
+        )
 
-    def sync(self) -> None:
+    def sync_commits(self) -> None:
         """Have everything on the disk that anybody has committed by now.
 
         Threads that come while another waits for the disk share the next wait. Raises: OSError of the disk; then
         nothing is known about what was committed before.
         """
         with self._state:
-            needed, failures = self._begun + 1, self._failures  # one under way may have begun before our commit
-            while self._is_waiting and self._done < needed and self._failures == failures:
+            needed, failures = (
+                self._num_started + 1,
+                self._num_failures,
+            )  # one under way may have begun before our commit
+            while self._is_waiting and self._num_done < needed and self._num_failures == failures:
                 self._state.wait()
-            if self._failures != failures:
+            if self._num_failures != failures:
                 raise OSError(f"{self._path}: was not synced")
-            if self._done >= needed:
+            if self._num_done >= needed:
                 return
-            self._begun, self._is_waiting = self._begun + 1, True
-            mine = self._begun
+            self._num_started, self._is_waiting = self._num_started + 1, True
+            mine = self._num_started
         is_synced = False
         try:
-            self._write()
+            self._sync_log()
             is_synced = True
         finally:
             with self._state:
                 self._is_waiting = False
                 if is_synced:
-                    self._done = mine
+                    self._num_done = mine
                 else:
-                    self._failures += 1
+                    self._num_failures += 1
                 self._state.notify_all()
 
-    def _write(self) -> None:
+    def _sync_log(self) -> None:
         """Wait for the disk, in one thread at a time."""
-        if self._is_doubtful:
-            self._write_again()
+        if self._needs_rewrite:
+            self._write_log_again()
         else:
-            self._is_doubtful = True
-            _to_disk(self._opened())
-        self._is_doubtful = False
+            self._needs_rewrite = True
+            _fdatasync(self._open_descriptor())
+        self._needs_rewrite = False
 
-    def _write_again(self) -> None:
+    def _write_log_again(self) -> None:
         """Write the log over itself, and wait for the disk.
 
         A disk that refuses may have dropped what it was given, and the system says so once: the next wait would succeed
@@ -85,19 +90,23 @@ class WriteAheadLog:
             with contextlib.closing(
                 sqlite3.connect(self._database, timeout=BUSY_SECONDS, isolation_level=None)
             ) as connection:
-                connection.execute("BEGIN IMMEDIATE")  # nobody else writes into the log until the end
+                connection.execute(
+                    "BEGIN IMMEDIATE"
+                )  # nobody else writes into the log until the end
                 descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
                 try:
                     place = 0
-                    while part := os.pread(descriptor, PART, place):
+                    while part := os.pread(descriptor, CHUNK_BYTES, place):
                         place += os.pwrite(descriptor, part, place)
-                    _to_disk(descriptor)
+                    _fdatasync(descriptor)
                 finally:
                     os.close(descriptor)
         except sqlite3.Error as error:
-            raise OSError(f"{self._path}: cannot be written again after the disk has refused it: {error}") from error
+            raise OSError(
+                f"{self._path}: cannot be written again after the disk has refused it: {error}"
+            ) from error
 
-    def _opened(self) -> int:
+    def _open_descriptor(self) -> int:
         """The log's descriptor. SQLite removes the log with the last connection, and the next one makes another."""
         if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
             os.close(self._descriptor)
@@ -105,7 +114,7 @@ class WriteAheadLog:
         if self._descriptor is None:
             # SQLite's locks are on the database and its -shm file: closing another descriptor of the log loses none.
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            sync(self._path.parent)
+            fsync_path(self._path.parent)
         return self._descriptor
 
     def close(self) -> None:

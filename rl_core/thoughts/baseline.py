@@ -13,20 +13,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rl_core.data.batches import micro_batches, unscored_batch
+from rl_core.data.batches import build_unscored_batch, plan_micro_batches
 from rl_core.errors import DataError
 from rl_core.losses.value import value_loss
-from rl_core.memory import MemoryFit
-from rl_core.models.causal_lm import evaluating
-from rl_core.models.hidden_states import hidden_states
-from rl_core.models.lora import unwrap
+from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.hidden_states import compute_hidden_states
+from rl_core.models.lora import unwrap_model
+from rl_core.out_of_memory import MemoryFit
 from rl_core.settings import ThoughtsSettings
-from rl_core.storage.moments import load_moments, moments
+from rl_core.storage.checkpoint import extract_moments, load_moments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = ["Baseline", "BaselineHead", "pooled_states"]
 
 
 class BaselineHead(nn.Module):
@@ -59,7 +57,7 @@ class BaselineHead(nn.Module):
         return self.linear(units_NW * units_NW.shape[-1] ** -0.5).squeeze(-1)
 
 
-class Baseline:
+class LearnedBaseline:
     """The value head with an optimizer of its own; no gradient reaches the policy.
 
     A separate optimizer, because values need another learning rate than weights; so the head is no part of the policy.
@@ -87,25 +85,34 @@ class Baseline:
         )
 
     @classmethod
-    def of(cls, settings: ThoughtsSettings, hidden_size: int, device: torch.device, seed: int) -> Baseline:
+    def from_settings(
+        cls, settings: ThoughtsSettings, hidden_size: int, device: torch.device, seed: int
+    ) -> LearnedBaseline:
         """The baseline that the settings describe."""
         return cls(
-            hidden_size, settings.baseline_learning_rate, device, layers=settings.baseline_layers,
-            width=settings.baseline_width, coef=settings.baseline_coef, optimizer=settings.baseline_optimizer,
+            hidden_size,
+            settings.baseline_learning_rate,
+            device,
+            layers=settings.baseline_layers,
+            width=settings.baseline_width,
+            coef=settings.baseline_coef,
+            optimizer=settings.baseline_optimizer,
             seed=seed,
-        )  # fmt: skip
+        )
 
     @torch.no_grad()
-    def values(self, states_NH: torch.Tensor) -> torch.Tensor:
+    def predict_values(self, states_NH: torch.Tensor) -> torch.Tensor:
         """float32 [N]."""
         return self.head(states_NH)
 
-    def fit(self, states_NH: torch.Tensor, returns_N: torch.Tensor) -> float:
+    def fit_returns(self, states_NH: torch.Tensor, returns_N: torch.Tensor) -> float:
         """One step of the optimizer on coef / 2 mean((v - R)^2). Returns: the loss before the step, without coef."""
         mask_1N = torch.ones(1, len(returns_N), dtype=torch.bool, device=returns_N.device)
         with torch.enable_grad():
             values_1N = self.head(states_NH)[None]
-            loss, _ = value_loss(values_1N, returns_N[None].float(), mask_1N, num_loss_tokens=len(returns_N))
+            loss, _ = value_loss(
+                values_1N, returns_N[None].float(), mask_1N, num_loss_tokens=len(returns_N)
+            )
             self.optimizer.zero_grad(set_to_none=True)
             (loss if self.coef == 1 else self.coef * loss).backward()
         self.optimizer.step()
@@ -113,7 +120,7 @@ class Baseline:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizer moments."""
-        return {"head": self.head.state_dict(), "optimizer": moments(self.optimizer)}
+        return {"head": self.head.state_dict(), "optimizer": extract_moments(self.optimizer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
@@ -122,7 +129,7 @@ class Baseline:
 
 
 @torch.no_grad()
-def pooled_states(
+def compute_pooled_states(
     model: PreTrainedModel,
     rows: Sequence[Sequence[int]],
     ends: Sequence[Sequence[int]],
@@ -142,18 +149,22 @@ def pooled_states(
     for index, (row, places) in enumerate(zip(rows, ends, strict=True)):
         if any(not 1 <= place <= len(row) for place in places):
             raise DataError(f"row {index}: ends {list(places)} must lie in 1..{len(row)}")
-    base = unwrap(model)
+    base = unwrap_model(model)
     device = next(base.parameters()).device
     pooled: list[torch.Tensor] = [torch.empty(0)] * len(rows)
     lengths = [len(row) for row in rows]
 
     def fill(group: list[int]) -> None:
-        hidden_BSH = hidden_states(base, unscored_batch([rows[index] for index in group], pad_id).to(device))
+        hidden_BSH = compute_hidden_states(
+            base, build_unscored_batch([rows[index] for index in group], pad_id).to(device)
+        )
         sums_BSH = hidden_BSH.float().cumsum(1)
         for b, index in enumerate(group):
             ends_N = torch.tensor(list(ends[index]), dtype=torch.int64, device=device)
             pooled[index] = sums_BSH[b, ends_N - 1] / ends_N[:, None]
 
-    with evaluating(model):
-        MemoryFit("states for the baseline").compute(micro_batches(lengths, max_tokens), fill, lengths=lengths)
+    with use_eval_mode(model):
+        MemoryFit("states for the baseline").compute_batches(
+            plan_micro_batches(lengths, max_tokens), fill, lengths=lengths
+        )
     return pooled

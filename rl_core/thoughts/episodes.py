@@ -1,8 +1,12 @@
-"""Episodes split into thoughts and answers, and log-likelihoods of the correct answers.
+r"""Gain of a thought: change of the correct answer's log-likelihood or probability.
+
+Suffix: N questions.
+
+Episodes split into thoughts and answers, and log-likelihoods of the correct answers.
 
 A turn is a thought and, on its last line, an answer; the thought may be empty:
 
-    history | 7 0 8 \\n | answer 8 <end> | +2 -9 ... | ...
+    history | 7 0 8 \n | answer 8 <end> | +2 -9 ... | ...
             start      end              stop
 
 The environment gives the correct answer (`Episode.next_target` before each turn). The word `answer` itself requires no
@@ -13,34 +17,61 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
 from rl_core.environments.environment import Environment
-from rl_core.environments.tool_question import ANSWER_WORD, read_answer
+from rl_core.environments.question_episodes import ANSWER_WORD, read_answer
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
-from rl_core.memory import MemoryFit
-from rl_core.models.causal_lm import evaluating
+from rl_core.losses.masking import check_finite
+from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.rollouts.batching import TrainRow, make_batches
-from rl_core.rollouts.collect import Renderer
+from rl_core.out_of_memory import MemoryFit
+from rl_core.rollouts.batching import TrainRow, build_batches
+from rl_core.rollouts.episode_sequence import Renderer
 from rl_core.types import Rollout, StopReason, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "AnswerRows",
-    "Span",
-    "ThoughtEpisode",
-    "ThoughtReader",
-    "ThoughtRenderer",
-    "ThoughtStep",
-    "answer_rows",
-    "read_episode",
-    "span_logprobs",
-]
+
+GainKind = Literal["logprob_gain", "correctness_gain"]
+
+
+def compute_thought_gain(
+    with_thought_N: torch.Tensor,
+    without_N: torch.Tensor,
+    *,
+    kind: GainKind = "logprob_gain",
+    clip: float = 3.0,
+) -> torch.Tensor:
+    """Gain of each thought over none, within +-clip.
+
+    logprob_gain:      log p(answer | history, thought) - log p(answer | history), nats, of the correct answer.
+    correctness_gain:  p(answer | history, thought) - p(answer | history): the expected correctness of a sampled
+                       answer, without the noise of sampling one.
+
+    Args:
+        with_thought_N, without_N: float [N], nats, log-probability of the whole correct answer.
+    Returns: float [N], no gradient.
+    Raises: DataError on shapes, non-finite or positive log-probabilities, an unknown kind, or a clip of 0.
+    Source: Zelikman et al. 2024, arXiv:2403.09629, eq. 2 (log-probability, against the mean over thoughts there).
+    """
+    if with_thought_N.shape != without_N.shape or with_thought_N.ndim != 1:
+        raise DataError(
+            f"with_thought {tuple(with_thought_N.shape)} and without {tuple(without_N.shape)} must be [N]"
+        )
+    if clip <= 0 or kind not in ("logprob_gain", "correctness_gain"):
+        raise DataError(
+            f"kind '{kind}' must be logprob_gain or correctness_gain, clip {clip} above 0"
+        )
+    check_finite(with_thought=with_thought_N, without=without_N)
+    with_N, without_N = with_thought_N.detach(), without_N.detach()
+    if bool((with_N > 1e-4).any()) or bool((without_N > 1e-4).any()):  # rounding alone may pass 0
+        raise DataError("a log-probability is above 0")
+    gain_N = with_N - without_N if kind == "logprob_gain" else with_N.exp() - without_N.exp()
+    return gain_N.clamp(-clip, clip)
 
 
 class ThoughtRenderer(Renderer, Protocol):
@@ -71,7 +102,7 @@ class ThoughtStep:
         return self.end - self.start if self.answered else 0
 
     @property
-    def choices(self) -> range:
+    def thought_positions(self) -> range:
         """Positions that get the thought's advantage: its tokens and the one that ends it."""
         return range(self.start, self.end + 1) if self.answered else range(self.start, self.stop)
 
@@ -101,14 +132,16 @@ class ThoughtReader:
         self._word_ids = renderer.action_ids(ANSWER_WORD)[:-1]
         self._targets: dict[str, tuple[list[int], int]] = {}
 
-    def target_ids(self, target: str) -> tuple[list[int], int]:
+    def encode_target(self, target: str) -> tuple[list[int], int]:
         """Token ids of the correct answer as a turn without a thought, and how many of them are the word `answer`.
 
         Raises: DataError where there is no correct answer to score.
         """
         if target not in self._targets:
             if not target.strip():
-                raise DataError("an episode without a correct answer (Episode.next_target) cannot reward thoughts")
+                raise DataError(
+                    "an episode without a correct answer (Episode.next_target) cannot reward thoughts"
+                )
             ids = self._renderer.action_ids(f"{ANSWER_WORD} {target}")
             shared = 0
             while shared < len(self._word_ids) and ids[shared] == self._word_ids[shared]:
@@ -116,7 +149,7 @@ class ThoughtReader:
             self._targets[target] = ids, shared
         return self._targets[target]
 
-    def split(self, action_ids: Sequence[int]) -> int | None:
+    def split_thought(self, action_ids: Sequence[int]) -> int | None:
         """Number of tokens before the answer; None for a turn without an answer that begins with a token of its own."""
         if not action_ids or action_ids[-1] not in self._renderer.eos_ids:
             return None
@@ -125,20 +158,28 @@ class ThoughtReader:
             return None
         place = text.rindex(text.rstrip().splitlines()[-1].lstrip())
         length = 0
-        while length < len(action_ids) and len(self._renderer.action_text(action_ids[:length])) < place:
+        while (
+            length < len(action_ids)
+            and len(self._renderer.action_text(action_ids[:length])) < place
+        ):
             length += 1
         aligned = self._renderer.action_text(action_ids[:length]) == text[:place]
         return length if aligned and length <= self._max_thought_tokens else None
 
-    def separator_length(self, thought_ids: Sequence[int]) -> int:
+    def count_separator_tokens(self, thought_ids: Sequence[int]) -> int:
         """Number of blank tokens at the end of a thought, which separate it from the answer."""
         count = 0
-        while count < len(thought_ids) and not self._renderer.action_text(thought_ids[-count - 1 :]).strip():
+        while (
+            count < len(thought_ids)
+            and not self._renderer.action_text(thought_ids[-count - 1 :]).strip()
+        ):
             count += 1
         return count
 
 
-def read_episode(environment: Environment, reader: ThoughtReader, rollout: Rollout) -> ThoughtEpisode:
+def read_thought_episode(
+    environment: Environment, reader: ThoughtReader, rollout: Rollout
+) -> ThoughtEpisode:
     """The thoughts of one rollout. The episode is replayed, action by action, to obtain each turn's correct answer.
 
     Raises: EnvironmentFault when the replay ends elsewhere; DataError for a turn without a correct answer;
@@ -153,16 +194,25 @@ def read_episode(environment: Environment, reader: ThoughtReader, rollout: Rollo
     ended = False
     for index, turn in enumerate(played.turns):
         if ended:
-            raise EnvironmentFault(f"episode {played.level}/{played.seed} ended earlier when it was played again")
+            raise EnvironmentFault(
+                f"episode {played.level}/{played.seed} ended earlier when it was played again"
+            )
         while not rollout.loss_mask[place]:  # observation
             place += 1
         stop = place + turn.num_tokens
         action_ids = rollout.completion_ids[place:stop]
-        target_ids, scored_from = reader.target_ids(episode.next_target)
-        split = reader.split(action_ids)
+        target_ids, scored_from = reader.encode_target(episode.next_target)
+        split = reader.split_thought(action_ids)
         end = stop if split is None else place + split
         steps.append(
-            ThoughtStep(offset + place, offset + end, offset + stop, target_ids, scored_from, split is not None)
+            ThoughtStep(
+                offset + place,
+                offset + end,
+                offset + stop,
+                target_ids,
+                scored_from,
+                split is not None,
+            )
         )
         place = stop
         if index < len(played.turns) - 1:
@@ -176,7 +226,7 @@ def read_episode(environment: Environment, reader: ThoughtReader, rollout: Rollo
     )
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens [start, stop) of one row."""
 
     row: int
@@ -189,32 +239,38 @@ class AnswerRows:
     """Token rows in which correct answers are scored: the episodes themselves, then rows that they do not contain."""
 
     rows: list[list[int]]
-    steps: list[tuple[int, int]] = field(default_factory=list)  # (episode, turn) of each answered turn
-    with_thought: list[Span] = field(default_factory=list)  # one for each of `steps`
-    without: list[Span] = field(default_factory=list)  # the same span where the thought is empty
+    steps: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (episode, turn) of each answered turn
+    with_thought: list[TokenSpan] = field(default_factory=list)  # one for each of `steps`
+    without: list[TokenSpan] = field(
+        default_factory=list
+    )  # the same span where the thought is empty
 
 
-def answer_rows(episodes: Sequence[ThoughtEpisode]) -> AnswerRows:
+def build_answer_rows(episodes: Sequence[ThoughtEpisode]) -> AnswerRows:
     """Rows and spans of the correct answer of every answered turn, with its thought and without.
 
     Both follow the same history. A correct answer that was sampled is scored in place; others get a row.
     """
     found = AnswerRows(rows=[episode.ids for episode in episodes])
 
-    def add(ids: list[int], target_ids: list[int], scored_from: int) -> Span:
+    def add(ids: list[int], target_ids: list[int], scored_from: int) -> TokenSpan:
         found.rows.append(ids + target_ids)
-        return Span(len(found.rows) - 1, len(ids) + scored_from, len(ids) + len(target_ids))
+        return TokenSpan(len(found.rows) - 1, len(ids) + scored_from, len(ids) + len(target_ids))
 
     for index, episode in enumerate(episodes):
         for turn, step in enumerate(episode.steps):
             if not step.answered:
                 continue
             if episode.ids[step.end : step.stop] == step.target_ids:
-                span = Span(index, step.end + step.scored_from, step.stop)
+                span = TokenSpan(index, step.end + step.scored_from, step.stop)
             else:
                 span = add(episode.ids[: step.end], step.target_ids, step.scored_from)
             empty = step.end == step.start
-            without = span if empty else add(episode.ids[: step.start], step.target_ids, step.scored_from)
+            without = (
+                span if empty else add(episode.ids[: step.start], step.target_ids, step.scored_from)
+            )
             found.steps.append((index, turn))
             found.with_thought.append(span)
             found.without.append(without)
@@ -222,10 +278,10 @@ def answer_rows(episodes: Sequence[ThoughtEpisode]) -> AnswerRows:
 
 
 @torch.no_grad()
-def span_logprobs(
+def compute_span_logprobs(
     model: PreTrainedModel,
     rows: Sequence[Sequence[int]],
-    spans: Sequence[Span],
+    spans: Sequence[TokenSpan],
     *,
     pad_id: int,
     max_tokens: int = 16384,
@@ -247,7 +303,11 @@ def span_logprobs(
         for b, index in enumerate(batch.rows):
             sums[used[index]] = logprobs_BS[b]
 
-    with evaluating(model):
-        batches = make_batches(train_rows, max_tokens, pad_id) if train_rows else []
-        MemoryFit("scoring of answers").compute(batches, fill)
-    return torch.stack([sums[span.row][span.start : span.stop].sum() for span in spans]) if spans else torch.empty(0)
+    with use_eval_mode(model):
+        batches = build_batches(train_rows, max_tokens, pad_id) if train_rows else []
+        MemoryFit("scoring of answers").compute_batches(batches, fill)
+    return (
+        torch.stack([sums[span.row][span.start : span.stop].sum() for span in spans])
+        if spans
+        else torch.empty(0)
+    )

@@ -1,4 +1,8 @@
-"""Training of thoughts before answers: REINFORCE on what a thought adds to the correct answer (after Quiet-STaR).
+"""Reference of the KL term of thoughts: the model that training starts from, or the policy without its adapters.
+
+Coherence of thoughts: do the thoughts of an episode follow from each other, without repeating each other.
+
+Training of thoughts before answers: REINFORCE on what a thought adds to the correct answer (after Quiet-STaR).
 
 One iteration: play episodes; score every correct answer after its thought and without one; reward each thought with
 the difference; estimate advantages over the questions of an episode against a learned baseline; update thoughts and
@@ -25,6 +29,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +39,7 @@ import torch
 from rl_core.data.batches import attention_mask, pad_rows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
+from rl_core.errors import SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.losses.advantages import gae, returns
 from rl_core.losses.kl import kl_penalty
@@ -40,38 +47,114 @@ from rl_core.losses.masking import fill_masked
 from rl_core.losses.policy import reinforce_loss
 from rl_core.losses.supervised import entropy_bonus, supervised_loss
 from rl_core.losses.value import explained_variance
+from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.rollouts.collect import EpisodeRequest
-from rl_core.rollouts.rollout_metrics import rollout_metrics
-from rl_core.rollouts.training_seeds import training_seeds
+from rl_core.models.lora import disable_adapter
+from rl_core.rollouts.collect import list_training_seeds
+from rl_core.rollouts.episode_sequence import EpisodeRequest
+from rl_core.rollouts.rollout_metrics import compute_rollout_metrics
 from rl_core.settings import ThoughtsSettings
-from rl_core.thoughts.baseline import Baseline
+from rl_core.thoughts.baseline import LearnedBaseline
 from rl_core.thoughts.episodes import (
     AnswerRows,
     ThoughtEpisode,
     ThoughtReader,
     ThoughtRenderer,
-    answer_rows,
-    read_episode,
+    build_answer_rows,
+    compute_thought_gain,
+    read_thought_episode,
 )
-from rl_core.thoughts.gain import thought_gain
-from rl_core.thoughts.gathered_passes import gather_pooled_states, gather_span_logprobs
-from rl_core.thoughts.thought_batches import ThoughtBatch, ThoughtRow, thought_batches, thought_rows
-from rl_core.thoughts.thought_coherence import thought_coherence
-from rl_core.thoughts.thought_kl import needed_reference, ref_logprobs
-from rl_core.thoughts.training_check import TrainingCheck, examine
+from rl_core.thoughts.genuineness_check import GenuinenessCheck, examine_thoughts
+from rl_core.thoughts.thought_batches import (
+    ThoughtBatch,
+    ThoughtRow,
+    build_thought_batches,
+    build_thought_rows,
+    gather_pooled_states,
+    gather_span_logprobs,
+)
 from rl_core.thoughts.verdict import ThoughtVerdict
 from rl_core.timing import span
-from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
+from rl_core.trainers.rollout_trainer import RolloutRecorder, RolloutTrainer
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import RolloutGroup, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ThoughtsTrainer"]
 
-RECENT_EPISODES = 100  # behind the metric reward/mean_100_episodes
+def require_kl_reference(
+    reference: PreTrainedModel | None, kl_coef: float
+) -> PreTrainedModel | None:
+    """The reference, None where no KL is taken. Raises: SettingsError where one is needed and none is there."""
+    if kl_coef > 0 and reference is None:
+        raise SettingsError("kl_coef: needs a reference, the model that training starts from")
+    return reference if kl_coef > 0 else None
+
+
+@torch.no_grad()
+def compute_reference_logprobs(
+    model: PreTrainedModel, reference: PreTrainedModel | None, train: TrainBatch
+) -> torch.Tensor:
+    """Log-probabilities of the tokens that carry loss under the reference, float32 [B, S], without dropout.
+
+    They are at the temperatures of the batch, as the policy's own.
+    Args:
+        reference: `model` itself = that model without its adapters.
+    """
+    assert reference is not None
+    own = disable_adapter(reference) if reference is model else nullcontext()
+    with span("reference"), own, use_eval_mode(reference):
+        return completion_logprobs(reference, train)[0]
+
+
+def compute_thought_coherence(
+    episodes: Sequence[ThoughtEpisode], pooled: Sequence[torch.Tensor]
+) -> dict[str, float]:
+    """Similarity of consecutive thoughts, and repetition, over the episodes; {} where no episode has two thoughts.
+
+    thoughts/coherence: cosine of the mean last hidden states of two consecutive thoughts of an episode, averaged over
+    all such pairs. thoughts/repetition: share of the second thoughts of these pairs that stand token by token in an
+    earlier turn of the episode.
+    Args:
+        pooled: for each episode float [2 K + 1, H], mean states of the first tokens up to: the start of each of its K
+            turns, the end of the episode, the end of each turn's thought.
+    """
+    cosines: list[float] = []
+    repeated = 0
+    for episode, states in zip(episodes, pooled, strict=True):
+        count = len(episode.steps)
+        places = [place for place, step in enumerate(episode.steps) if step.num_thought_tokens]
+        means = {
+            place: _compute_mean_thought_state(episode, states, place, count) for place in places
+        }
+        texts = {
+            place: tuple(episode.ids[episode.steps[place].start : episode.steps[place].end])
+            for place in places
+        }
+        for before, place in pairwise(places):
+            cosines.append(
+                float(torch.nn.functional.cosine_similarity(means[before], means[place], dim=0))
+            )
+            repeated += texts[place] in {texts[earlier] for earlier in places if earlier < place}
+    if not cosines:
+        return {}
+    return {
+        "thoughts/coherence": sum(cosines) / len(cosines),
+        "thoughts/repetition": repeated / len(cosines),
+    }
+
+
+def _compute_mean_thought_state(
+    episode: ThoughtEpisode, states: torch.Tensor, turn: int, count: int
+) -> torch.Tensor:
+    """Mean state of a thought's tokens, float64 [H], from the means up to its two ends."""
+    step = episode.steps[turn]
+    before, after = states[turn].double() * step.start, states[count + 1 + turn].double() * step.end
+    return (after - before) / (step.end - step.start)
+
+
+NUM_RECENT_EPISODES = 100  # behind the metric reward/mean_100_episodes
 
 
 class ThoughtsTrainer(RolloutTrainer):
@@ -95,7 +178,7 @@ class ThoughtsTrainer(RolloutTrainer):
         heldout: Sequence[EpisodeRequest] = (),
         reference: PreTrainedModel | None = None,
         pad_id: int | None = None,
-        record: RolloutRecord | None = None,
+        record: RolloutRecorder | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         """Build everything; nothing is played yet.
@@ -112,64 +195,91 @@ class ThoughtsTrainer(RolloutTrainer):
             DataError for a renderer without padding token where pad_id is None.
         """
         super().__init__(
-            renderer, environment, seed, backend,
-            levels=settings.levels or environment.levels, pad_id=pad_id, record=record, process_group=process_group,
+            renderer,
+            environment,
+            seed,
+            backend,
+            levels=settings.levels or environment.levels,
+            pad_id=pad_id,
+            record=record,
+            process_group=process_group,
             max_failed_share=settings.sampling.max_failed_share,
-        )  # fmt: skip
+        )
         for level in self.levels:
-            training_seeds(environment, level)
+            list_training_seeds(environment, level)
         self.model = model
         self.settings = settings
         self.heldout = list(heldout)
         self.reader = ThoughtReader(renderer, max_thought_tokens=settings.max_thought_tokens)
         self.device = next(model.parameters()).device
-        self.baseline = Baseline.of(settings, model.config.hidden_size, self.device, seed)
+        self.baseline = LearnedBaseline.from_settings(
+            settings, model.config.hidden_size, self.device, seed
+        )
         self.optimizer_step = OptimizerStep(
-            model, settings.with_warmup, settings.iterations, max_nonfinite=settings.max_nonfinite,
+            model,
+            settings.with_warmup,
+            settings.iterations,
+            max_nonfinite=settings.max_nonfinite,
             process_group=process_group,
-        )  # fmt: skip
-        self.reference = needed_reference(reference, settings.kl_coef)
-        self.check = TrainingCheck(settings, len(self.heldout))
-        self._recent_rewards: deque[float] = deque(maxlen=RECENT_EPISODES)  # mean over an episode's turns
+        )
+        self.reference = require_kl_reference(reference, settings.kl_coef)
+        self.genuineness_check = GenuinenessCheck(settings, len(self.heldout))
+        self._recent_rewards: deque[float] = deque(
+            maxlen=NUM_RECENT_EPISODES
+        )  # mean over an episode's turns
         self._counts = (0, 0)  # thought and answer tokens of the current optimizer step
         self._entropy_coef = settings.entropy_coef
 
     def step(self) -> dict[str, float]:
         """One iteration: play, score, compare with the baseline, update both."""
         started = time.perf_counter()
-        rng = self._generator()
+        rng = self._build_generator()
         requests = [self._draw_episode(rng) for _ in range(self.settings.episodes_per_iteration)]
-        groups = self._play_once(requests, "rollouts", self.iteration)
+        groups = self._play_single_rollouts(requests, "rollouts", self.iteration)
         played = time.perf_counter()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         with span("reward"):
-            episodes = self._read(groups)
-            plan = answer_rows(episodes)
-            rewards, metrics = self._rewards(episodes, plan)
-        metrics |= rollout_metrics(groups) | self._failure_metrics()
+            episodes = self._read_thought_episodes(groups)
+            plan = build_answer_rows(episodes)
+            rewards, metrics = self._compute_rewards(episodes, plan)
+        metrics |= compute_rollout_metrics(groups) | self._collect_failure_metrics()
         for rollout, gains in zip(rollouts, rewards, strict=True):
             mean = math.fsum(gains) / len(gains)
             rollout.trajectory.rewards = {**rollout.trajectory.rewards, "thought_gain": mean}
             self._recent_rewards.append(mean)
-        metrics["reward/mean_100_episodes"] = math.fsum(self._recent_rewards) / len(self._recent_rewards)
+        metrics["reward/mean_100_episodes"] = math.fsum(self._recent_rewards) / len(
+            self._recent_rewards
+        )
         self._record_rollouts(rollouts)
         self._entropy_coef = self.entropy_coef
         with span("update"):
-            advantages, more = self._advantages(episodes, rewards)
-            metrics |= more | {"train/entropy_coef": self._entropy_coef} | self._update(episodes, plan, advantages)
+            advantages, more = self._compute_advantages(episodes, rewards)
+            metrics |= (
+                more
+                | {"train/entropy_coef": self._entropy_coef}
+                | self._update_policy(episodes, plan, advantages)
+            )
         self.iteration += 1
         self.rollouts_played += len(rollouts)
-        if self.check.is_due(self.rollouts_played - len(rollouts), self.rollouts_played):
-            metrics |= self.check.run(self._examine, self.rollouts_played)
-        return metrics | self._throughput(rollouts, time.perf_counter() - started, played - started)
+        if self.genuineness_check.is_due(
+            self.rollouts_played - len(rollouts), self.rollouts_played
+        ):
+            metrics |= self.genuineness_check.run_check(
+                self._examine_heldout_thoughts, self.rollouts_played
+            )
+        return metrics | self._compute_throughput(
+            rollouts, time.perf_counter() - started, played - started
+        )
 
     def evaluate(self) -> dict[str, float]:
         """eval/success_rate, eval/thought_gain (mean reward of a turn) and eval/thought_rate, held out."""
         if not self.heldout:
             return {}
-        groups = self._play_once(self.heldout, "validation", 0)  # the same random numbers every time: less noise
-        episodes = self._read(groups)
-        _, metrics = self._rewards(episodes, answer_rows(episodes))
+        groups = self._play_single_rollouts(
+            self.heldout, "validation", 0
+        )  # the same random numbers every time: less noise
+        episodes = self._read_thought_episodes(groups)
+        _, metrics = self._compute_rewards(episodes, build_answer_rows(episodes))
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return {
             "eval/success_rate": sum(rollout.success for rollout in rollouts) / len(rollouts),
@@ -177,22 +287,28 @@ class ThoughtsTrainer(RolloutTrainer):
             "eval/thought_rate": metrics["thoughts/rate"],
         }
 
-    def heldout_episodes(self, requests: Sequence[EpisodeRequest]) -> list[ThoughtEpisode]:
+    def play_heldout_episodes(self, requests: Sequence[EpisodeRequest]) -> list[ThoughtEpisode]:
         """Episodes of the current policy with their thoughts, for the controls."""
-        return self._read(self._play_once(requests, "check", 0))
+        return self._read_thought_episodes(self._play_single_rollouts(requests, "check", 0))
 
-    def _examine(self) -> ThoughtVerdict:
+    def _examine_heldout_thoughts(self) -> ThoughtVerdict:
         """The test for genuine thoughts on the validation's episodes."""
         with span("check"):
-            return examine(
-                self.model, self.reader, self.renderer, self.optimizer_step, self.heldout_episodes(self.heldout),  # type: ignore[arg-type]
-                self.settings, pad_id=self.pad_id, seed=self.seed,
-            )  # fmt: skip
+            return examine_thoughts(
+                self.model,
+                self.reader,
+                self.renderer,  # type: ignore[arg-type]
+                self.optimizer_step,
+                self.play_heldout_episodes(self.heldout),
+                self.settings,
+                pad_id=self.pad_id,
+                seed=self.seed,
+            )
 
     @property
     def finished(self) -> str:
         """Why training ends before its last iteration; "" = it does not."""
-        return self.check.finished
+        return self.genuineness_check.finished
 
     def state_dict(self) -> dict[str, Any]:
         """State besides weights and optimizer."""
@@ -202,7 +318,7 @@ class ThoughtsTrainer(RolloutTrainer):
             "baseline": self.baseline.state_dict(),
             "failures": self.failures.state_dict(),
             "recent_rewards": list(self._recent_rewards),
-            "check": self.check.state_dict(),
+            "check": self.genuineness_check.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -213,34 +329,47 @@ class ThoughtsTrainer(RolloutTrainer):
         self.failures.load_state_dict(state["failures"])
         self._recent_rewards.clear()
         self._recent_rewards.extend(state["recent_rewards"])
-        self.check.load_state_dict(state["check"])
+        self.genuineness_check.load_state_dict(state["check"])
 
     # Rollouts and rewards
 
     def _draw_episode(self, rng: np.random.Generator) -> EpisodeRequest:
         level = self.levels[int(rng.integers(len(self.levels)))]
-        seeds = training_seeds(self.environment, level)
+        seeds = list_training_seeds(self.environment, level)
         return EpisodeRequest(level=level, seed=int(seeds[int(rng.integers(len(seeds)))]))
 
-    def _play_once(self, requests: Sequence[EpisodeRequest], purpose: str, iteration: int) -> list[RolloutGroup]:
+    def _play_single_rollouts(
+        self, requests: Sequence[EpisodeRequest], purpose: str, iteration: int
+    ) -> list[RolloutGroup]:
         """Groups of one rollout each."""
-        return self._play(requests, group_size=1, sampling=self.settings.sampling, purpose=(purpose, iteration))
+        return self._play_groups(
+            requests, group_size=1, sampling=self.settings.sampling, purpose=(purpose, iteration)
+        )
 
-    def _read(self, groups: Sequence[RolloutGroup]) -> list[ThoughtEpisode]:
-        return [read_episode(self.environment, self.reader, group.rollouts[0]) for group in groups]
+    def _read_thought_episodes(self, groups: Sequence[RolloutGroup]) -> list[ThoughtEpisode]:
+        return [
+            read_thought_episode(self.environment, self.reader, group.rollouts[0])
+            for group in groups
+        ]
 
-    def _rewards(
+    def _compute_rewards(
         self, episodes: Sequence[ThoughtEpisode], plan: AnswerRows
     ) -> tuple[list[list[float]], dict[str, float]]:
         """One reward per turn: its thought's gain; minus the clip where no answer was given."""
         settings = self.settings
         spans = [*plan.with_thought, *plan.without]
         logprobs = gather_span_logprobs(
-            self.model, self.optimizer_step.sharded, plan.rows, spans,
-            pad_id=self.pad_id, max_tokens=settings.micro_batch_tokens,
-        )  # fmt: skip
+            self.model,
+            self.optimizer_step.sharded,
+            plan.rows,
+            spans,
+            pad_id=self.pad_id,
+            max_tokens=settings.micro_batch_tokens,
+        )
         with_thought, without = logprobs[: len(plan.steps)], logprobs[len(plan.steps) :]
-        gains = thought_gain(with_thought, without, kind=settings.reward, clip=settings.gain_clip)
+        gains = compute_thought_gain(
+            with_thought, without, kind=settings.reward, clip=settings.gain_clip
+        )
         rewards = [[-settings.gain_clip] * len(episode.steps) for episode in episodes]
         for (index, turn), gain in zip(plan.steps, gains.tolist(), strict=True):
             rewards[index][turn] = gain
@@ -258,29 +387,36 @@ class ThoughtsTrainer(RolloutTrainer):
             "thoughts/unanswered_rate": 1 - len(plan.steps) / len(steps),
         }
 
-    def _pooled(self, episodes: Sequence[ThoughtEpisode]) -> list[torch.Tensor]:
+    def _compute_pooled_states(self, episodes: Sequence[ThoughtEpisode]) -> list[torch.Tensor]:
         """See `gather_pooled_states`; on the trainer's device."""
         found = gather_pooled_states(
-            self.model, self.optimizer_step.sharded, episodes,
-            pad_id=self.pad_id, max_tokens=self.settings.micro_batch_tokens,
-        )  # fmt: skip
+            self.model,
+            self.optimizer_step.sharded,
+            episodes,
+            pad_id=self.pad_id,
+            max_tokens=self.settings.micro_batch_tokens,
+        )
         return [states.to(self.device) for states in found]
 
-    def _advantages(
+    def _compute_advantages(
         self, episodes: Sequence[ThoughtEpisode], rewards: Sequence[Sequence[float]]
     ) -> tuple[list[list[float]], dict[str, float]]:
         """Advantages of the turns of each episode against the baseline, which then learns their returns."""
         counts = [len(episode.steps) for episode in episodes]
         with span("measure"):
-            found = self._pooled(episodes)
+            found = self._compute_pooled_states(episodes)
             pooled = [states[: count + 1] for states, count in zip(found, counts, strict=True)]
-            values_N = self.baseline.values(torch.cat(pooled)).cpu()
+            values_N = self.baseline.predict_values(torch.cat(pooled)).cpu()
         by_episode = values_N.split([count + 1 for count in counts])
         mask_BK = attention_mask(counts)
-        values_BK = pad_rows([values[:-1].tolist() for values in by_episode], 0.0, dtype=torch.float32)
+        values_BK = pad_rows(
+            [values[:-1].tolist() for values in by_episode], 0.0, dtype=torch.float32
+        )
         rewards_BK = pad_rows(rewards, 0.0, dtype=torch.float32)
         # A truncated episode is bootstrapped from its last state; the value after a terminated one is 0.
-        bootstrap_B = torch.stack([v[-1] for v in by_episode]) * torch.tensor([e.is_truncated for e in episodes])
+        bootstrap_B = torch.stack([v[-1] for v in by_episode]) * torch.tensor(
+            [e.is_truncated for e in episodes]
+        )
         gamma = self.settings.gamma
         if self.settings.advantages == "returns":
             returns_BK = returns(rewards_BK, mask_BK, gamma=gamma, bootstrap_B=bootstrap_B)
@@ -296,59 +432,82 @@ class ThoughtsTrainer(RolloutTrainer):
             )
         explained = explained_variance(values_BK, returns_BK, mask_BK)
         states_NH = torch.cat([states[:-1] for states in pooled])
-        loss = self.baseline.fit(states_NH, returns_BK[mask_BK].to(self.device))
+        loss = self.baseline.fit_returns(states_NH, returns_BK[mask_BK].to(self.device))
         return [row[:count].tolist() for row, count in zip(advantages_BK, counts, strict=True)], {
             "train/baseline_loss": loss,
             "train/explained_variance": explained,
             "train/value_mean": float(values_BK[mask_BK].mean()),
             "train/advantages_mean": float(advantages_BK[mask_BK].mean()),
             "train/advantages_std": float(advantages_BK[mask_BK].std(correction=0)),
-            **thought_coherence(episodes, found),
+            **compute_thought_coherence(episodes, found),
         }
 
     # Update
 
-    def _update(
-        self, episodes: Sequence[ThoughtEpisode], plan: AnswerRows, advantages: Sequence[Sequence[float]]
+    def _update_policy(
+        self,
+        episodes: Sequence[ThoughtEpisode],
+        plan: AnswerRows,
+        advantages: Sequence[Sequence[float]],
     ) -> dict[str, float]:
         """One optimizer step over all thoughts and answers."""
-        rows = thought_rows(episodes, plan, advantages, with_answers=self.settings.answer_coef > 0)
-        self._counts = sum(sum(row.thought_mask) for row in rows), sum(sum(row.answer_mask) for row in rows)
+        rows = build_thought_rows(
+            episodes, plan, advantages, with_answers=self.settings.answer_coef > 0
+        )
+        self._counts = (
+            sum(sum(row.thought_mask) for row in rows),
+            sum(sum(row.answer_mask) for row in rows),
+        )
 
         def build(some: Sequence[ThoughtRow]) -> list[ThoughtBatch]:
-            return thought_batches(some, self.settings.micro_batch_tokens, self.pad_id)
+            return build_thought_batches(some, self.settings.micro_batch_tokens, self.pad_id)
 
-        batches = self.optimizer_step.process_group.batches(rows, [len(row.ids) for row in rows], build)
-        return self.optimizer_step.apply(batches, self.loss)
+        batches = self.optimizer_step.process_group.build_local_batches(
+            rows, [len(row.ids) for row in rows], build
+        )
+        return self.optimizer_step.run_step(batches, self.compute_loss)
 
-    def _temperatures(self, thought_BS: torch.Tensor) -> torch.Tensor | None:
+    def _build_temperatures(self, thought_BS: torch.Tensor) -> torch.Tensor | None:
         """Thought tokens (the one that ends it included) at their sampling temperature, correct answers at 1."""
         temperature = self.settings.sampling.temperature
         return torch.where(thought_BS, temperature, 1.0).float() if temperature != 1 else None
 
-    def loss(self, batch: ThoughtBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+    def compute_loss(self, batch: ThoughtBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of one micro-batch over the denominators of the whole optimizer step."""
         num_thought, num_answer = self._counts
-        thought_BS, answer_BS = batch.thought_mask_BS.to(self.device), batch.answer_mask_BS.to(self.device)
+        thought_BS, answer_BS = (
+            batch.thought_mask_BS.to(self.device),
+            batch.answer_mask_BS.to(self.device),
+        )
         train = TrainBatch(
             input_ids_BS=batch.input_ids_BS.to(self.device),
-            attention_mask_BS=attention_mask(batch.lengths_B.tolist(), batch.input_ids_BS.shape[1]).to(self.device),
+            attention_mask_BS=attention_mask(
+                batch.lengths_B.tolist(), batch.input_ids_BS.shape[1]
+            ).to(self.device),
             loss_mask_BS=thought_BS | answer_BS,
-            temperatures_BS=self._temperatures(thought_BS),
+            temperatures_BS=self._build_temperatures(thought_BS),
         )
         logprobs_BS, entropy_BS = completion_logprobs(self.model, train, with_entropy=True)
         assert entropy_BS is not None
         loss, parts = reinforce_loss(
-            logprobs_BS, batch.advantages_BS.to(self.device), thought_BS, num_loss_tokens=num_thought
+            logprobs_BS,
+            batch.advantages_BS.to(self.device),
+            thought_BS,
+            num_loss_tokens=num_thought,
         )
-        bonus, entropy = entropy_bonus(fill_masked(entropy_BS, thought_BS), thought_BS, num_loss_tokens=num_thought)
+        bonus, entropy = entropy_bonus(
+            fill_masked(entropy_BS, thought_BS), thought_BS, num_loss_tokens=num_thought
+        )
         metrics = {f"policy/{name}": value for name, value in (parts | entropy).items()}
         loss = loss + self._entropy_coef * bonus
         if self.settings.kl_coef > 0:
             kl, found = kl_penalty(
-                logprobs_BS, ref_logprobs(self.model, self.reference, train), thought_BS,
-                num_loss_tokens=num_thought, estimator=self.settings.kl_estimator,
-            )  # fmt: skip
+                logprobs_BS,
+                compute_reference_logprobs(self.model, self.reference, train),
+                thought_BS,
+                num_loss_tokens=num_thought,
+                estimator=self.settings.kl_estimator,
+            )
             loss = loss + self.settings.kl_coef * kl
             metrics |= {f"policy/{name}": value for name, value in found.items()}
         if num_answer:

@@ -16,14 +16,12 @@ tracker may also have `begin(name, params)`, called when a run starts, `log_syst
 machine, and `close(status)`, called when it ends with status FINISHED, FAILED or KILLED; it may begin again afterwards.
 """
 
-from rl_core.trackers.background import BackgroundTracker
 from rl_core.trackers.dogstatsd import DogStatsdTracker
-from rl_core.trackers.metric_files import CsvTracker, JsonlTracker
+from rl_core.trackers.experiment_trackers import TensorBoardTracker, WandbTracker
+from rl_core.trackers.local_trackers import CsvTracker, JsonlTracker, TerminalTracker
 from rl_core.trackers.prometheus import PrometheusTracker
-from rl_core.trackers.resolve import TrackerSource, begin, close, several
-from rl_core.trackers.tensorboard import TensorBoardTracker
-from rl_core.trackers.terminal import TerminalTracker
-from rl_core.trackers.weights_and_biases import WandbTracker
+from rl_core.trackers.resolve import TrackerSource, begin_run, build_tracker_group, end_run
+from rl_core.tracking import BackgroundTracker
 
 __all__ = [
     "BackgroundTracker",
@@ -35,7 +33,7 @@ __all__ = [
     "TerminalTracker",
     "TrackerSource",
     "WandbTracker",
-    "begin",
-    "close",
-    "several",
+    "begin_run",
+    "end_run",
+    "build_tracker_group",
 ]

@@ -13,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import SettingsError
-from rl_core.storage.single_files import make_folder, write_text_unsynced
-from rl_core.trackers.base import SilentTracker
-
-__all__ = ["MetricGauges", "PrometheusTracker", "prometheus_name", "served_gauges", "target_of"]
+from rl_core.storage.atomic_files import make_folder, write_text_unsynced
+from rl_core.tracking import SilentTracker
 
 PREFIX = "posttrain_"
 MAX_SERIES = 20_000  # label sets of all metrics; bounds memory where names are generated
 WRITE_SECONDS = 1.0  # between two writes of a file
 
 _served: dict[tuple[str, int], MetricGauges] = {}
-_serving = threading.Lock()
+_served_lock = threading.Lock()
 
 
-def prometheus_name(name: str) -> str:
+def format_prometheus_name(name: str) -> str:
     """A metric's name in Prometheus: posttrain_train_loss for train/loss."""
     return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
@@ -35,33 +33,38 @@ class MetricGauges:
     """The newest value of every metric, by labels, as a collector of prometheus_client. Thread-safe."""
 
     def __init__(self) -> None:
-        from rl_core.analysis.exported_names import exported  # its package takes a second to import
+        from rl_core.analysis.metric_reference import (
+            resolve_exported_metric,  # its package takes a second to import
+        )
 
-        self._exported = exported
+        self._exported = resolve_exported_metric
         self._lock = threading.Lock()
         self._help: dict[str, str] = {}
         self._values: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
         self._series = 0
-        self.dropped = 0  # values without a place, beyond MAX_SERIES
+        self.num_dropped = 0  # values without a place, beyond MAX_SERIES
 
-    def set(self, metrics: Mapping[str, float], labels: Mapping[str, str]) -> None:
+    def set_values(self, metrics: Mapping[str, float], labels: Mapping[str, str]) -> None:
         """Take metrics by the names under which they are logged; they leave under those of `exported_names`."""
         with self._lock:
             for name, value in metrics.items():
                 outside = self._exported(name)
-                own = [(_label(label), text) for label, text in (*labels.items(), *outside.labels)]
+                own = [
+                    (_format_label(label), text)
+                    for label, text in (*labels.items(), *outside.labels)
+                ]
                 key = tuple(sorted(dict(own).items()))
-                series = self._values.setdefault(prometheus_name(outside.name), {})
+                series = self._values.setdefault(format_prometheus_name(outside.name), {})
                 if key not in series and self._series >= MAX_SERIES:
-                    self.dropped += 1
+                    self.num_dropped += 1
                     continue
                 self._series += key not in series
-                self._help[prometheus_name(outside.name)] = outside.help
+                self._help[format_prometheus_name(outside.name)] = outside.help
                 series[key] = float(value) * outside.scale
 
-    def forget(self, labels: Mapping[str, str]) -> None:
+    def remove_values(self, labels: Mapping[str, str]) -> None:
         """Leave out every value with these labels."""
-        gone = {(_label(label), text) for label, text in labels.items()}
+        gone = {(_format_label(label), text) for label, text in labels.items()}
         with self._lock:
             for series in self._values.values():
                 for key in [key for key in series if gone <= set(key)]:
@@ -82,7 +85,7 @@ class MetricGauges:
                     families.append(family)
         return families
 
-    def text(self) -> str:
+    def render_text(self) -> str:
         """All values in Prometheus' text format."""
         from prometheus_client import generate_latest
 
@@ -93,7 +96,9 @@ class MetricGauges:
 class PrometheusTracker(SilentTracker):
     """The newest metrics of a run, in a file or on a port; a port is shared by all runs of a process."""
 
-    def __init__(self, target: Path | tuple[str, int], labels: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, target: Path | tuple[str, int], labels: Mapping[str, str] | None = None
+    ) -> None:
         """Raises: SettingsError where the package is missing, or the port cannot be opened.
 
         Args:
@@ -103,65 +108,73 @@ class PrometheusTracker(SilentTracker):
         try:
             import prometheus_client  # noqa: F401
         except ImportError as error:
-            raise SettingsError("tracker: Prometheus needs the package prometheus-client; install it") from error
+            raise SettingsError(
+                "tracker: Prometheus needs the package prometheus-client; install it"
+            ) from error
         self.labels = dict(labels or {})
         self._path = target if isinstance(target, Path) else None
-        self._gauges = MetricGauges() if isinstance(target, Path) else served_gauges(*target)
+        self._gauges = MetricGauges() if isinstance(target, Path) else serve_gauges(*target)
         self._written = -WRITE_SECONDS
 
     def begin(self, name: str, params: Mapping[str, Any]) -> None:
         """Say that the run is under way."""
-        self._set({"run/active": 1.0})
+        self._set_metrics({"run/active": 1.0})
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Take scalars of one step."""
-        self._set({**metrics, "run/step": float(step)})
+        self._set_metrics({**metrics, "run/step": float(step)})
 
     def log_system(self, metrics: Mapping[str, float], number: int) -> None:
         """Take a reading of the machine."""
-        self._set(metrics)
+        self._set_metrics(metrics)
 
     def progress(self, done: int, total: int, message: str = "") -> None:
         """Take the share that is done."""
-        self._set({"run/progress": done / total if total else 0.0})
+        self._set_metrics({"run/progress": done / total if total else 0.0})
 
     def close(self, status: str) -> None:
         """Say that the run has ended; its last values stay."""
-        self._set({"run/active": 0.0}, at_once=True)
+        self._set_metrics({"run/active": 0.0}, at_once=True)
 
-    def _set(self, metrics: Mapping[str, float], *, at_once: bool = False) -> None:
-        self._gauges.set(metrics, self.labels)
-        if self._path is not None and (at_once or time.monotonic() - self._written >= WRITE_SECONDS):
+    def _set_metrics(self, metrics: Mapping[str, float], *, at_once: bool = False) -> None:
+        self._gauges.set_values(metrics, self.labels)
+        if self._path is not None and (
+            at_once or time.monotonic() - self._written >= WRITE_SECONDS
+        ):
             make_folder(self._path.parent)
-            write_text_unsynced(self._path, self._gauges.text())
+            write_text_unsynced(self._path, self._gauges.render_text())
             self._written = time.monotonic()
 
 
-def target_of(address: str, folder: Path, name: str) -> Path | tuple[str, int]:
+def parse_target(address: str, folder: Path, name: str) -> Path | tuple[str, int]:
     """Target of "prometheus:ADDRESS": PORT, HOST:PORT or a folder for the file `name`; "" = `folder`/prometheus."""
     host, _, port = address.rpartition(":")
     if port.isdecimal():
         return host.strip("[]") or "127.0.0.1", int(port)
-    return (Path(address) if address else folder / "prometheus") / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.prom"
+    return (
+        Path(address) if address else folder / "prometheus"
+    ) / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.prom"
 
 
-def served_gauges(host: str, port: int) -> MetricGauges:
+def serve_gauges(host: str, port: int) -> MetricGauges:
     """The gauges that this process serves on a port; the server starts at the first call and ends with the process.
 
     Raises: SettingsError where the port cannot be opened.
     """
     from prometheus_client import start_http_server
 
-    with _serving:
+    with _served_lock:
         if (host, port) not in _served:
             gauges = MetricGauges()
             try:
                 start_http_server(port, host, registry=gauges)
             except OSError as error:
-                raise SettingsError(f"tracker: prometheus:{host}:{port} cannot be opened: {error}") from error
+                raise SettingsError(
+                    f"tracker: prometheus:{host}:{port} cannot be opened: {error}"
+                ) from error
             _served[host, port] = gauges
         return _served[host, port]
 
 
-def _label(name: str) -> str:
+def _format_label(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_]", "_", name)

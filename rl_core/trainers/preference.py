@@ -1,4 +1,8 @@
-"""Preference optimisation: DPO, conservative DPO, IPO, SimPO, ORPO; KTO on labelled completions.
+"""The loss of preference pairs that the settings name. B pairs.
+
+Log-probabilities of preference pairs under the reference model.
+
+Preference optimisation: DPO, conservative DPO, IPO, SimPO, ORPO; KTO on labelled completions.
 
 The reference is the model that training starts from; SimPO and ORPO have none. B pairs, S whole sequence.
 """
@@ -14,36 +18,160 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from rl_core.data.batches import attention_mask, pad_rows
-from rl_core.data.lazy_rows import LazyRows
-from rl_core.data.pairs import Pair, PairSide
+from rl_core.data.pairs import PairSide, PreferencePair
+from rl_core.data.row_sequences import LazyRows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
-from rl_core.inference.sampling import sequence_seed
+from rl_core.inference.sampling import compute_sequence_seed
 from rl_core.losses.labelled import kto_loss, kto_reference_point
-from rl_core.losses.preference import chosen_nll
-from rl_core.memory import MemoryFit
-from rl_core.models.dropout import drops_out, repeatable_masks, training_mode
+from rl_core.losses.preference import chosen_nll, dpo_loss, ipo_loss, tied_dpo_loss, tied_ipo_loss
+from rl_core.losses.reference_free import orpo_loss, simpo_loss
+from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.forward_modes import (
+    AutocastPrecision,
+    enable_autocast,
+    has_dropout,
+    seed_dropout_masks,
+    use_training_mode,
+)
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.models.precision import Autocast, autocast
+from rl_core.out_of_memory import MemoryFit
+from rl_core.rollouts.batching import TrainRow, build_lazy_batches
 from rl_core.settings import PreferenceSettings
-from rl_core.trainers.pair_losses import pair_loss, tied_pair_loss
-from rl_core.trainers.pair_references import NO_REFERENCE, Reference, checked_references, reference_logprobs
-from rl_core.trainers.supervised_trainer import SupervisedTrainer, pair_micro_batches
+from rl_core.trainers.supervised_trainer import SupervisedTrainer, build_pair_batches
 from rl_core.training.optimizer_step import LossFn
 from rl_core.types import TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["PreferenceTrainer"]
+
+PairTensors = tuple[torch.Tensor, ...]  # (chosen, rejected), each [B]
+
+
+def compute_pair_loss(
+    settings: PreferenceSettings,
+    logprobs: PairTensors,
+    references: PairTensors,
+    tokens: PairTensors,
+    num_pairs: int,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss that the settings name: dpo from sums over the tokens, the others from means."""
+    if settings.loss == "dpo":
+        return dpo_loss(
+            *logprobs,
+            *references,
+            num_pairs=num_pairs,
+            beta=settings.beta,
+            label_smoothing=settings.label_smoothing,
+        )
+    means = logprobs[0] / tokens[0], logprobs[1] / tokens[1]
+    if settings.loss == "simpo":
+        return simpo_loss(
+            *means, num_pairs=num_pairs, beta=settings.beta, gamma=settings.simpo_gamma
+        )
+    if settings.loss == "orpo":
+        return orpo_loss(*means, num_pairs=num_pairs, beta=settings.beta)
+    ref_means = references[0] / tokens[0], references[1] / tokens[1]
+    return ipo_loss(*means, *ref_means, num_pairs=num_pairs, beta=settings.beta)
+
+
+def compute_tied_pair_loss(
+    settings: PreferenceSettings,
+    logprobs: PairTensors,
+    references: PairTensors,
+    tokens: PairTensors,
+    ties_B: torch.Tensor,
+    num_pairs: int,
+    num_ordered: int,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss on pairs of which some are ties: dpo from sums over the tokens, ipo from means."""
+    scale = [torch.ones_like(count_B) if settings.loss == "dpo" else count_B for count_B in tokens]
+    chosen_B, rejected_B = (
+        settings.beta * (own_B - ref_B) / count_B
+        for own_B, ref_B, count_B in zip(logprobs, references, scale, strict=True)
+    )
+    if settings.loss == "dpo":
+        return tied_dpo_loss(
+            chosen_B,
+            rejected_B,
+            ties_B,
+            num_pairs=num_pairs,
+            num_ordered=num_ordered,
+            model=settings.ties,
+            tie_probability=settings.tie_probability,
+        )
+    return tied_ipo_loss(
+        chosen_B,
+        rejected_B,
+        ties_B,
+        num_pairs=num_pairs,
+        num_ordered=num_ordered,
+        beta=settings.beta,
+    )
+
+
+PairReference = tuple[
+    float, float
+]  # log-probs of (chosen, rejected) under the reference, nats, summed over loss tokens
+NO_REFERENCE = (0.0, 0.0)
+
+
+def compute_reference_logprobs(
+    model: PreTrainedModel,
+    pairs: Sequence[PreferencePair],
+    *,
+    pad_id: int,
+    max_tokens: int,
+    precision: AutocastPrecision = "none",
+) -> list[PairReference]:
+    """Log-probabilities of both sides of every pair under `model` as it is now, without dropout and gradient.
+
+    Length-sorted micro-batches of at most `max_tokens` padded tokens. Draws no random number.
+    Returns: (chosen, rejected) of each pair, in nats, summed over the tokens that carry loss.
+    """
+
+    def row(place: int) -> TrainRow:
+        pair = pairs[place // 2]
+        side = pair.rejected if place % 2 else pair.chosen
+        return TrainRow(side.prompt_ids, side.completion_ids, side.loss_mask)
+
+    rows = LazyRows(2 * len(pairs), row)
+    sums = [0.0] * len(rows)
+    device = next(model.parameters()).device
+
+    def fill(batch: TrainBatch) -> None:
+        logprobs_B = completion_logprobs(model, batch.to(device))[0].sum(1)
+        for row, value in zip(batch.rows, logprobs_B.tolist(), strict=True):
+            sums[row] = value
+
+    with use_eval_mode(model), torch.no_grad(), enable_autocast(precision, device):
+        MemoryFit("reference log-probabilities").compute_batches(
+            build_lazy_batches(rows, max_tokens, pad_id), fill
+        )
+    return list(zip(sums[0::2], sums[1::2], strict=True))
+
+
+def check_references(
+    pairs: Sequence[PreferencePair], rows: Sequence[PairReference], name: str
+) -> list[PairReference]:
+    """References of pairs. Raises: DataError where they do not fit or are not finite."""
+    if len(rows) != len(pairs):
+        raise DataError(f"references of {name}: {len(rows)} rows for {len(pairs)} pairs")
+    bad = next((index for index, row in enumerate(rows) if not all(map(math.isfinite, row))), None)
+    if bad is not None:
+        raise DataError(
+            f"references of {name}: row {bad} is {rows[bad]}; the starting model gives no finite number"
+        )
+    return list(rows)
 
 
 class _ReferencedPair(NamedTuple):
     """A pair and its log-probabilities under the reference."""
 
-    pair: Pair
-    reference: Reference
-    place: int  # among the pairs of its set
+    pair: PreferencePair
+    reference: PairReference
+    pair_index: int  # among the pairs of its set
 
 
 @dataclass
@@ -58,7 +186,7 @@ class _ComparedPairBatch:
     rejected_lengths_B: torch.Tensor
     ref_chosen_B: torch.Tensor  # float32 [B], nats, summed over loss tokens
     ref_rejected_B: torch.Tensor
-    places_B: torch.Tensor  # int64 [B], `_ReferencedPair.place`
+    pair_indices_B: torch.Tensor  # int64 [B], `_ReferencedPair.place`
     desirable_B: torch.Tensor  # bool [B], labels of KTO; False for pairs
     ties_B: torch.Tensor  # bool [B], True = neither side is better
 
@@ -92,11 +220,11 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         self,
         model: PreTrainedModel,
         pad_id: int,
-        pairs_train: Sequence[Pair],
-        pairs_heldout: Sequence[Pair],
+        pairs_train: Sequence[PreferencePair],
+        pairs_heldout: Sequence[PreferencePair],
         settings: PreferenceSettings,
         seed: int,
-        references: tuple[Sequence[Reference], Sequence[Reference]] | None = None,
+        references: tuple[Sequence[PairReference], Sequence[PairReference]] | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         """Check the pairs and compute their reference log-probabilities; see `SupervisedTrainer`.
@@ -108,11 +236,15 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                 without dropout; those of the training pairs are not used where training has it.
         Raises: DataError naming a pair that cannot be trained on, or references that do not fit the pairs.
         """
-        masked = settings.needs_reference and settings.dropout and drops_out(model)
-        self._mask_seed = sequence_seed(seed, "masks") if masked else None
-        self.settings, self._pad_id, self._device = settings, pad_id, next(model.parameters()).device
+        masked = settings.needs_reference and settings.dropout and has_dropout(model)
+        self._mask_seed = compute_sequence_seed(seed, "masks") if masked else None
+        self.settings, self._pad_id, self._device = (
+            settings,
+            pad_id,
+            next(model.parameters()).device,
+        )
         self._has_ties = False
-        found: list[list[Reference]] = []
+        found: list[list[PairReference]] = []
         for index, (name, pairs) in enumerate((("train", pairs_train), ("heldout", pairs_heldout))):
             num_ties = 0
             for place, pair in enumerate(pairs):
@@ -120,25 +252,33 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                 num_ties += pair.tie
             self._has_ties = self._has_ties or num_ties > 0
             if name == "heldout" and num_ties and num_ties == len(pairs):
-                raise DataError(f"pairs_heldout: all {num_ties} are ties, so no order can be checked; hold out more")
-            rows: Sequence[Reference] = [NO_REFERENCE] * len(pairs)
+                raise DataError(
+                    f"pairs_heldout: all {num_ties} are ties, so no order can be checked; hold out more"
+                )
+            rows: Sequence[PairReference] = [NO_REFERENCE] * len(pairs)
             if not settings.needs_reference:
                 pass
             elif name == "train" and self._mask_seed is not None:
-                rows = self._masked_references(model, pairs, settings.autocast)
+                rows = self._compute_references_with_dropout(model, pairs, settings.autocast)
             elif references is not None:
                 rows = references[index]
             else:
-                rows = reference_logprobs(
-                    model, pairs, pad_id=pad_id, max_tokens=settings.micro_batch_tokens, precision=settings.autocast
+                rows = compute_reference_logprobs(
+                    model,
+                    pairs,
+                    pad_id=pad_id,
+                    max_tokens=settings.micro_batch_tokens,
+                    precision=settings.autocast,
                 )
-            found.append(checked_references(pairs, rows, name))
+            found.append(check_references(pairs, rows, name))
         self._pairs, self._references = (pairs_train, pairs_heldout), found
-        train, heldout = (_referenced(*part) for part in zip(self._pairs, found, strict=True))
+        train, heldout = (
+            _attach_references(*part) for part in zip(self._pairs, found, strict=True)
+        )
         super().__init__(model, pad_id, train, heldout, settings, seed, process_group)
 
     @property
-    def references(self) -> dict[str, list[Reference]]:
+    def references(self) -> dict[str, list[PairReference]]:
         """Reference log-probabilities of the pairs: train, heldout; {} for a loss without reference."""
         if not self.settings.needs_reference:
             return {}
@@ -146,7 +286,9 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the order of pairs, and the reference log-probabilities [pairs, 2]."""
-        references = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in self.references.items()}
+        references = {
+            name: torch.tensor(rows, dtype=torch.float64) for name, rows in self.references.items()
+        }
         return {**super().state_dict(), "references": references}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,70 +296,92 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         super().load_state_dict(state)
         if self.settings.needs_reference:
             for index, name in enumerate(("train", "heldout")):
-                rows = [(float(row[0]), float(row[1])) for row in state["references"][name].tolist()]
-                self._references[index] = checked_references(self._pairs[index], rows, name)
+                rows = [
+                    (float(row[0]), float(row[1])) for row in state["references"][name].tolist()
+                ]
+                self._references[index] = check_references(self._pairs[index], rows, name)
             self._train, self._heldout = (
-                _referenced(*part) for part in zip(self._pairs, self._references, strict=True)
+                _attach_references(*part)
+                for part in zip(self._pairs, self._references, strict=True)
             )
 
-    def _masked_references(self, model: PreTrainedModel, pairs: Sequence[Pair], precision: Autocast) -> list[Reference]:
-        """As `reference_logprobs`, with the masks that each pair is trained with."""
+    def _compute_references_with_dropout(
+        self, model: PreTrainedModel, pairs: Sequence[PreferencePair], precision: AutocastPrecision
+    ) -> list[PairReference]:
+        """As `compute_reference_logprobs`, with the masks that each pair is trained with."""
         rows = [NO_REFERENCE] * len(pairs)
-        waiting = _referenced(pairs, rows.copy())
+        waiting = _attach_references(pairs, rows.copy())
 
         def fill(batch: _ComparedPairBatch) -> None:
-            chosen_B, rejected_B, _ = self._logprobs(model, batch)
-            rows[int(batch.places_B)] = (float(chosen_B), float(rejected_B))
+            chosen_B, rejected_B, _ = self._compute_pair_logprobs(model, batch)
+            rows[int(batch.pair_indices_B)] = (float(chosen_B), float(rejected_B))
 
-        with training_mode(model, dropout=True), torch.no_grad(), autocast(precision, self._device):
-            MemoryFit("reference log-probabilities").compute(self._build_batches(waiting), fill)
+        with (
+            use_training_mode(model, dropout=True),
+            torch.no_grad(),
+            enable_autocast(precision, self._device),
+        ):
+            MemoryFit("reference log-probabilities").compute_batches(
+                self._build_batches(waiting), fill
+            )
         return rows
 
-    def _logprobs(
+    def _compute_pair_logprobs(
         self, model: PreTrainedModel, batch: _ComparedPairBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probs [B] of the chosen and of the rejected sides, and their loss mask [2 B, S]."""
-        both = self._rows(
+        both = self._build_train_batch(
             torch.cat([batch.chosen_ids_BS, batch.rejected_ids_BS]),
             torch.cat([batch.chosen_mask_BS, batch.rejected_mask_BS]),
             torch.cat([batch.chosen_lengths_B, batch.rejected_lengths_B]),
         )
-        seed = None if self._mask_seed is None else sequence_seed(self._mask_seed, *batch.places_B.tolist())
-        with nullcontext() if seed is None else repeatable_masks(self._device, seed):
+        seed = (
+            None
+            if self._mask_seed is None
+            else compute_sequence_seed(self._mask_seed, *batch.pair_indices_B.tolist())
+        )
+        with nullcontext() if seed is None else seed_dropout_masks(self._device, seed):
             chosen_B, rejected_B = completion_logprobs(model, both)[0].sum(1).chunk(2)
         return chosen_B, rejected_B, both.loss_mask_BS
 
-    def _num_tokens(self, example: _ReferencedPair) -> int:
+    def _count_tokens(self, example: _ReferencedPair) -> int:
         return len(example.pair.chosen_ids) + len(example.pair.rejected_ids)
 
-    def _length(self, example: _ReferencedPair) -> int:
+    def _count_longest_row(self, example: _ReferencedPair) -> int:
         return max(len(example.pair.chosen_ids), len(example.pair.rejected_ids))
 
     def _build_batches(self, examples: Sequence[_ReferencedPair]) -> Sequence[_ComparedPairBatch]:
-        max_tokens = self.settings.micro_batch_tokens if self._mask_seed is None else 1  # 1 = each pair alone
-        groups = pair_micro_batches([self._length(example) for example in examples], max_tokens)
+        max_tokens = (
+            self.settings.micro_batch_tokens if self._mask_seed is None else 1
+        )  # 1 = each pair alone
+        groups = build_pair_batches(
+            [self._count_longest_row(example) for example in examples], max_tokens
+        )
 
         def made(number: int) -> _ComparedPairBatch:
             group, width = groups[number]
             some = [examples[index] for index in group]
-            chosen, rejected = [each.pair.chosen for each in some], [each.pair.rejected for each in some]
+            chosen, rejected = (
+                [each.pair.chosen for each in some],
+                [each.pair.rejected for each in some],
+            )
             return _ComparedPairBatch(
                 pad_rows([side.ids for side in chosen], self._pad_id, width=width),
                 pad_rows([side.ids for side in rejected], self._pad_id, width=width),
-                _loss_mask(chosen, width),
-                _loss_mask(rejected, width),
+                _build_loss_mask(chosen, width),
+                _build_loss_mask(rejected, width),
                 torch.tensor([len(side.ids) for side in chosen]),
                 torch.tensor([len(side.ids) for side in rejected]),
                 torch.tensor([each.reference[0] for each in some], dtype=torch.float32),
                 torch.tensor([each.reference[1] for each in some], dtype=torch.float32),
-                torch.tensor([each.place for each in some]),
+                torch.tensor([each.pair_index for each in some]),
                 torch.tensor([bool(each.pair.desirable) for each in some]),
                 torch.tensor([each.pair.tie for each in some]),
             )
 
         return LazyRows(len(groups), made)
 
-    def _loss_fn(self, examples: Sequence[_ReferencedPair]) -> LossFn[_ComparedPairBatch]:
+    def _build_loss_fn(self, examples: Sequence[_ReferencedPair]) -> LossFn[_ComparedPairBatch]:
         """Loss and metrics of a micro-batch; for KTO after a pass over all of them, for the reference point."""
         pairs = [each.pair for each in examples]
         if self.settings.loss == "kto":
@@ -225,39 +389,47 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                 len(pairs),
                 sum(sum(pair.chosen.loss_mask) for pair in pairs),
                 sum(bool(pair.desirable) for pair in pairs),
-                self._reference_point(examples),
+                self._estimate_reference_point(examples),
                 0,
             )
-            return lambda batch: self._labelled_loss(batch, sums)
+            return lambda batch: self._compute_labelled_loss(batch, sums)
         tokens = sum(sum(p.chosen.loss_mask) + sum(p.rejected.loss_mask) for p in pairs)
         ordered = sum(not p.tie for p in pairs)
         sums = _Denominators(len(pairs), tokens, 0, 0.0, ordered)
-        return lambda batch: self._loss(batch, sums)
+        return lambda batch: self._compute_loss(batch, sums)
 
-    def _reference_point(self, examples: Sequence[_ReferencedPair]) -> float:
+    def _estimate_reference_point(self, examples: Sequence[_ReferencedPair]) -> float:
         """KTO's z from the mismatched completions of these examples, without gradient and dropout."""
 
         def measure(batch: _ComparedPairBatch) -> float:
-            rows = self._rows(batch.rejected_ids_BS, batch.rejected_mask_BS, batch.rejected_lengths_B)
+            rows = self._build_train_batch(
+                batch.rejected_ids_BS, batch.rejected_mask_BS, batch.rejected_lengths_B
+            )
             logprobs_B = completion_logprobs(self.model, rows)[0].sum(1)
             return float((logprobs_B - batch.ref_rejected_B.to(self._device)).double().sum())
 
-        sums = self.optimizer_step.sharded.measure(self._batches(examples), measure, self.optimizer_step.autocast())
+        sums = self.optimizer_step.sharded.measure_batches(
+            self._build_local_batches(examples), measure, self.optimizer_step.enable_autocast()
+        )
         return kto_reference_point(math.fsum(sums), num_rows=len(examples))
 
-    def _rows(self, ids_BS: torch.Tensor, mask_BS: torch.Tensor, lengths_B: torch.Tensor) -> TrainBatch:
+    def _build_train_batch(
+        self, ids_BS: torch.Tensor, mask_BS: torch.Tensor, lengths_B: torch.Tensor
+    ) -> TrainBatch:
         return TrainBatch(
             input_ids_BS=ids_BS,
             attention_mask_BS=attention_mask(lengths_B.tolist(), ids_BS.shape[1]),
             loss_mask_BS=mask_BS,
         ).to(self._device)
 
-    def _labelled_loss(
+    def _compute_labelled_loss(
         self, batch: _ComparedPairBatch, sums: _Denominators
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """KTO on the rows of a micro-batch; their mismatched completions were read for the reference point."""
         settings = self.settings
-        rows = self._rows(batch.chosen_ids_BS, batch.chosen_mask_BS, batch.chosen_lengths_B)
+        rows = self._build_train_batch(
+            batch.chosen_ids_BS, batch.chosen_mask_BS, batch.chosen_lengths_B
+        )
         logprobs_B = completion_logprobs(self.model, rows)[0].sum(1)
         ref_B, desirable_B = batch.ref_chosen_B.to(self._device), batch.desirable_B.to(self._device)
         loss, metrics = kto_loss(
@@ -275,24 +447,33 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
             found_B = logprobs_B.detach()
             metrics |= {
                 "chosen_logprob": (found_B * desirable_B).sum() / max(sums.desirable, 1),
-                "rejected_logprob": (found_B * ~desirable_B).sum() / max(sums.pairs - sums.desirable, 1),
+                "rejected_logprob": (found_B * ~desirable_B).sum()
+                / max(sums.pairs - sums.desirable, 1),
                 "reference_kl": (ref_B - found_B).sum() / sums.loss_tokens,
             }
         return loss, metrics
 
-    def _loss(self, batch: _ComparedPairBatch, sums: _Denominators) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _compute_loss(
+        self, batch: _ComparedPairBatch, sums: _Denominators
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and metrics of some pairs, divided by the pairs (or loss tokens) of the whole step."""
         settings, num_pairs = self.settings, sums.pairs
-        chosen_B, rejected_B, loss_mask_BS = self._logprobs(self.model, batch)
+        chosen_B, rejected_B, loss_mask_BS = self._compute_pair_logprobs(self.model, batch)
         logprobs = chosen_B, rejected_B
         references = batch.ref_chosen_B.to(self._device), batch.ref_rejected_B.to(self._device)
         tokens = loss_mask_BS.sum(1).chunk(2)
         if self._has_ties:
-            loss, metrics = tied_pair_loss(
-                settings, logprobs, references, tokens, batch.ties_B.to(self._device), num_pairs, sums.ordered
+            loss, metrics = compute_tied_pair_loss(
+                settings,
+                logprobs,
+                references,
+                tokens,
+                batch.ties_B.to(self._device),
+                num_pairs,
+                sums.ordered,
             )
         else:
-            loss, metrics = pair_loss(settings, logprobs, references, tokens, num_pairs)
+            loss, metrics = compute_pair_loss(settings, logprobs, references, tokens, num_pairs)
         if settings.sft_coef > 0:
             nll, nll_metrics = chosen_nll(logprobs[0], tokens[0], num_pairs=num_pairs)
             loss, metrics = loss + settings.sft_coef * nll, metrics | nll_metrics
@@ -308,13 +489,15 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         return loss, metrics
 
 
-def _loss_mask(sides: Sequence[PairSide], width: int) -> torch.Tensor:
+def _build_loss_mask(sides: Sequence[PairSide], width: int) -> torch.Tensor:
     rows = [[False] * len(side.prompt_ids) + list(side.loss_mask) for side in sides]
     return pad_rows(rows, False, dtype=torch.bool, width=width)
 
 
-def _check_pair(pair: Pair, name: str, settings: PreferenceSettings) -> None:
-    if pair.tie and (settings.loss not in ("dpo", "ipo") or settings.label_smoothing > 0 or settings.sft_coef > 0):
+def _check_pair(pair: PreferencePair, name: str, settings: PreferenceSettings) -> None:
+    if pair.tie and (
+        settings.loss not in ("dpo", "ipo") or settings.label_smoothing > 0 or settings.sft_coef > 0
+    ):
         what = (
             "label_smoothing"
             if settings.label_smoothing > 0
@@ -328,14 +511,20 @@ def _check_pair(pair: Pair, name: str, settings: PreferenceSettings) -> None:
         raise DataError(f"{name}: the loss {settings.loss} needs {needed}")
     for which, side in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if not side.prompt_ids:
-            raise DataError(f"{name}.{which}: has no prompt, so its first token could carry no loss")
+            raise DataError(
+                f"{name}.{which}: has no prompt, so its first token could carry no loss"
+            )
         if len(side.loss_mask) != len(side.completion_ids):
             count = len(side.completion_ids)
-            raise DataError(f"{name}.{which}: {count} completion tokens, but a loss mask of {len(side.loss_mask)}")
+            raise DataError(
+                f"{name}.{which}: {count} completion tokens, but a loss mask of {len(side.loss_mask)}"
+            )
         if not any(side.loss_mask):
             raise DataError(f"{name}.{which}: no token carries loss")
 
 
-def _referenced(pairs: Sequence[Pair], rows: Sequence[Reference]) -> LazyRows[_ReferencedPair]:
+def _attach_references(
+    pairs: Sequence[PreferencePair], rows: Sequence[PairReference]
+) -> LazyRows[_ReferencedPair]:
     """Pairs with their reference log-probabilities, made where they are asked for."""
     return LazyRows(len(pairs), lambda place: _ReferencedPair(pairs[place], rows[place], place))

@@ -1,6 +1,10 @@
-"""Bradley-Terry reward model on preference pairs, of which some may be ties.
+"""Scores of rows by the reward model that is being trained, distributed over its processes.
+
+Bradley-Terry reward model on preference pairs, of which some may be ties.
 
 B pairs, S whole sequence.
+
+Reward model by regression on scores that people gave (1 to 5, thumbs). B rows, S whole sequence.
 """
 
 from __future__ import annotations
@@ -12,22 +16,55 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from rl_core.data.batches import pad_rows
-from rl_core.data.lazy_rows import LazyRows
+from rl_core.data.batches import pad_rows, plan_micro_batches
+from rl_core.data.row_sequences import LazyRows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
-from rl_core.losses.preference import bradley_terry_loss, calibration_error
-from rl_core.losses.ties import tied_bradley_terry_loss
+from rl_core.losses.preference import (
+    bradley_terry_loss,
+    calibration_error,
+    pairwise_concordance,
+    reward_regression_loss,
+    tied_bradley_terry_loss,
+)
 from rl_core.models import heads
 from rl_core.settings import RewardModelSettings
-from rl_core.trainers.sharded_scoring import sharded_scores
-from rl_core.trainers.supervised_trainer import SupervisedTrainer, pair_micro_batches
-from rl_core.training.optimizer_step import LossFn
+from rl_core.trainers.supervised_trainer import SupervisedTrainer, build_pair_batches
+from rl_core.training.optimizer_step import LossFn, OptimizerStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["RewardModelTrainer", "ScoredPair", "longer_answer_baseline"]
+
+def compute_sharded_scores(
+    optimizer_step: OptimizerStep,
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    pad_id: int,
+) -> list[float]:
+    """`heads.score`, each process computing its share; all of them get all scores.
+
+    Args:
+        max_tokens: padded tokens of a pass at most (a longer row stands alone).
+    """
+    lengths = [len(row) for row in rows]
+
+    def build(some: Sequence[int]) -> list[list[int]]:
+        groups = heads.build_score_batches([lengths[index] for index in some], max_tokens)
+        return [[some[place] for place in group] for group in groups]
+
+    def measure(indices: list[int]) -> list[tuple[int, float]]:
+        values = heads.score_batch(model, [rows[index] for index in indices], pad_id=pad_id)
+        return list(zip(indices, values, strict=True))
+
+    batches = optimizer_step.process_group.build_local_batches(range(len(rows)), lengths, build)
+    parts = optimizer_step.sharded.measure_batches(
+        batches, measure, optimizer_step.enable_autocast()
+    )
+    scores = dict(pair for part in parts for pair in part)
+    return [scores[index] for index in range(len(rows))]
 
 
 class ScoredPair(NamedTuple):
@@ -39,26 +76,28 @@ class ScoredPair(NamedTuple):
     tie: bool = False  # True = neither is to score higher
 
 
-class _Counts(NamedTuple):
+class _PairCounts(NamedTuple):
     """Denominators of a step or an evaluation, over all its micro-batches and processes."""
 
     pairs: int
     ordered: int  # that are no ties
 
 
-def _counts(examples: Sequence[ScoredPair]) -> _Counts:
-    return _Counts(len(examples), sum(not pair.tie for pair in examples))
+def _count_pairs(examples: Sequence[ScoredPair]) -> _PairCounts:
+    return _PairCounts(len(examples), sum(not pair.tie for pair in examples))
 
 
-def _scored(pairs: Sequence[tuple[Sequence[int], Sequence[int]] | ScoredPair]) -> LazyRows[ScoredPair]:
+def _wrap_scored_pairs(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]] | ScoredPair],
+) -> LazyRows[ScoredPair]:
     return LazyRows(len(pairs), lambda place: ScoredPair(*pairs[place]))
 
 
-def _side(pair: ScoredPair, which: int) -> Sequence[int]:
+def _select_side(pair: ScoredPair, which: int) -> Sequence[int]:
     return pair.rejected_ids if which else pair.chosen_ids
 
 
-def longer_answer_baseline(lengths: Sequence[tuple[int, int]]) -> float:
+def compute_longer_answer_baseline(lengths: Sequence[tuple[int, int]]) -> float:
     """Accuracy of "the longer one is the chosen one" on lengths (chosen, rejected); equal ones count half.
 
     Raises: DataError for no pair.
@@ -104,7 +143,7 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
         Raises: DataError naming a pair with an empty sequence, or a margin that is negative or not finite; held-out
             pairs that are all ties.
         """
-        examples = [_scored(pairs) for pairs in (pairs_train, pairs_heldout)]
+        examples = [_wrap_scored_pairs(pairs) for pairs in (pairs_train, pairs_heldout)]
         self._has_ties = False
         for name, part in zip(("pairs_train", "pairs_heldout"), examples, strict=True):
             num_ties = 0
@@ -113,20 +152,28 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
                 if not (len(pair.chosen_ids) and len(pair.rejected_ids)):
                     raise DataError(f"{name}[{place}]: a sequence without tokens cannot be scored")
                 if not 0 <= pair.margin < math.inf:
-                    raise DataError(f"{name}[{place}]: margin {pair.margin} must be finite and at least 0")
+                    raise DataError(
+                        f"{name}[{place}]: margin {pair.margin} must be finite and at least 0"
+                    )
             self._has_ties = self._has_ties or num_ties > 0
             if name == "pairs_heldout" and num_ties and num_ties == len(part):
-                raise DataError(f"pairs_heldout: all {len(part)} are ties, so no order can be checked; hold out more")
+                raise DataError(
+                    f"pairs_heldout: all {len(part)} are ties, so no order can be checked; hold out more"
+                )
         super().__init__(model, pad_id, examples[0], examples[1], settings, seed, process_group)
 
-    def _evaluate(self, examples: Sequence[ScoredPair]) -> dict[str, float]:
+    def _evaluate_examples(self, examples: Sequence[ScoredPair]) -> dict[str, float]:
         """Loss, accuracy and margin of the ordered pairs (equal scores count half), and their calibration error."""
-        rows = LazyRows(2 * len(examples), lambda place: _side(examples[place // 2], place % 2))
-        scores_B = torch.tensor(self._scores(rows))
+        rows = LazyRows(
+            2 * len(examples), lambda place: _select_side(examples[place // 2], place % 2)
+        )
+        scores_B = torch.tensor(self._score_rows(rows))
         chosen_B, rejected_B = scores_B[0::2], scores_B[1::2]
         ties_B = torch.tensor([pair.tie for pair in examples])
         margin_B = torch.tensor([pair.margin for pair in examples])
-        loss, metrics = self._ranking_loss(chosen_B, rejected_B, margin_B, ties_B, _counts(examples))
+        loss, metrics = self._compute_ranking_loss(
+            chosen_B, rejected_B, margin_B, ties_B, _count_pairs(examples)
+        )
         shown = ("accuracy", "margin", "tie_gap")
         return {
             "loss": float(loss),
@@ -134,44 +181,64 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
             "ece": calibration_error((chosen_B - rejected_B)[~ties_B]),
         }
 
-    def _ranking_loss(
+    def _compute_ranking_loss(
         self,
         chosen_B: torch.Tensor,
         rejected_B: torch.Tensor,
         margin_B: torch.Tensor,
         ties_B: torch.Tensor,
-        counts: _Counts,
+        counts: _PairCounts,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Bradley-Terry; with its model of ties where the data has some."""
         center_coef = self.settings.center_coef
         if not self._has_ties:
             return bradley_terry_loss(
-                chosen_B, rejected_B, num_pairs=counts.pairs, margin_B=margin_B, center_coef=center_coef
+                chosen_B,
+                rejected_B,
+                num_pairs=counts.pairs,
+                margin_B=margin_B,
+                center_coef=center_coef,
             )
         return tied_bradley_terry_loss(
-            chosen_B, rejected_B, ties_B, num_pairs=counts.pairs, num_ordered=counts.ordered, margin_B=margin_B,
-            center_coef=center_coef, model=self.settings.ties, tie_probability=self.settings.tie_probability,
-        )  # fmt: skip
-
-    def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """`heads.score`, distributed over the processes."""
-        return sharded_scores(
-            self.optimizer_step, self.model, rows, max_tokens=self.settings.micro_batch_tokens, pad_id=self._pad_id
+            chosen_B,
+            rejected_B,
+            ties_B,
+            num_pairs=counts.pairs,
+            num_ordered=counts.ordered,
+            margin_B=margin_B,
+            center_coef=center_coef,
+            model=self.settings.ties,
+            tie_probability=self.settings.tie_probability,
         )
 
-    def _num_tokens(self, example: ScoredPair) -> int:
+    def _score_rows(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """`heads.score`, distributed over the processes."""
+        return compute_sharded_scores(
+            self.optimizer_step,
+            self.model,
+            rows,
+            max_tokens=self.settings.micro_batch_tokens,
+            pad_id=self._pad_id,
+        )
+
+    def _count_tokens(self, example: ScoredPair) -> int:
         return len(example.chosen_ids) + len(example.rejected_ids)
 
-    def _length(self, example: ScoredPair) -> int:
+    def _count_longest_row(self, example: ScoredPair) -> int:
         return max(len(example.chosen_ids), len(example.rejected_ids))
 
     def _build_batches(self, examples: Sequence[ScoredPair]) -> Sequence[_ScoredPairBatch]:
-        groups = pair_micro_batches([self._length(pair) for pair in examples], self.settings.micro_batch_tokens)
+        groups = build_pair_batches(
+            [self._count_longest_row(pair) for pair in examples], self.settings.micro_batch_tokens
+        )
 
         def made(number: int) -> _ScoredPairBatch:
             group, width = groups[number]
             some = [examples[index] for index in group]
-            chosen, rejected = [pair.chosen_ids for pair in some], [pair.rejected_ids for pair in some]
+            chosen, rejected = (
+                [pair.chosen_ids for pair in some],
+                [pair.rejected_ids for pair in some],
+            )
             return _ScoredPairBatch(
                 pad_rows(chosen, self._pad_id, width=width),
                 pad_rows(rejected, self._pad_id, width=width),
@@ -183,13 +250,140 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
 
         return LazyRows(len(groups), made)
 
-    def _loss_fn(self, examples: Sequence[ScoredPair]) -> LossFn[_ScoredPairBatch]:
-        counts = _counts(examples)
-        return lambda batch: self._loss(batch, counts)
+    def _build_loss_fn(self, examples: Sequence[ScoredPair]) -> LossFn[_ScoredPairBatch]:
+        counts = _count_pairs(examples)
+        return lambda batch: self._compute_loss(batch, counts)
 
-    def _loss(self, batch: _ScoredPairBatch, counts: _Counts) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    def _compute_loss(
+        self, batch: _ScoredPairBatch, counts: _PairCounts
+    ) -> tuple[torch.Tensor, Mapping[str, Any]]:
         input_ids_BS = torch.cat([batch.chosen_ids_BS, batch.rejected_ids_BS]).to(self._device)
         lengths_B = torch.cat([batch.chosen_lengths_B, batch.rejected_lengths_B]).to(self._device)
-        chosen_B, rejected_B = heads.sequence_scores(self.model, input_ids_BS, lengths_B).chunk(2)
+        chosen_B, rejected_B = heads.compute_sequence_scores(
+            self.model, input_ids_BS, lengths_B
+        ).chunk(2)
         margin_B, ties_B = batch.margin_B.to(chosen_B), batch.ties_B.to(chosen_B.device)
-        return self._ranking_loss(chosen_B, rejected_B, margin_B, ties_B, counts)
+        return self._compute_ranking_loss(chosen_B, rejected_B, margin_B, ties_B, counts)
+
+
+MAX_COMPARED_ROWS = 2000  # held-out rows of which all pairs are compared
+
+
+class ScoredRow(NamedTuple):
+    """Token ids of prompt and completion, and the score that was given."""
+
+    ids: Sequence[int]
+    score: float
+
+
+@dataclass
+class _ScoredRowBatch:
+    """A micro-batch; the optimizer step halves one that does not fit."""
+
+    ids_BS: torch.Tensor  # int64 [B, S], right-padded
+    lengths_B: torch.Tensor  # int64 [B], real tokens
+    targets_B: torch.Tensor  # float32 [B], standardised
+
+
+class RewardRegressionTrainer(SupervisedTrainer[ScoredRow, _ScoredRowBatch]):
+    """Minimises the squared error; one iteration is one optimizer step.
+
+    Scores are standardised by mean and standard deviation of the training rows: the head has no offset, and a policy's
+    reward should not depend on the scale that people were given.
+    """
+
+    noun: ClassVar[str] = "row"
+    settings: RewardModelSettings
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pad_id: int,
+        rows_train: Sequence[ScoredRow],
+        rows_heldout: Sequence[ScoredRow],
+        settings: RewardModelSettings,
+        seed: int,
+        process_group: ProcessGroup = SINGLE_PROCESS,
+    ) -> None:
+        """Check the rows; see `SupervisedTrainer`.
+
+        Args:
+            model: a sequence classifier with one label (`rl_core.models.heads`), on its device.
+        Raises: DataError naming a row without tokens or with a score that is not finite; training or held-out rows
+            that all have one score.
+        """
+        for name, rows in (("rows_train", rows_train), ("rows_heldout", rows_heldout)):
+            found = set()
+            for place, row in enumerate(rows):
+                if not len(row.ids):
+                    raise DataError(f"{name}[{place}]: a sequence without tokens cannot be scored")
+                if not math.isfinite(row.score):
+                    raise DataError(f"{name}[{place}]: score {row.score} must be finite")
+                found.add(row.score)
+            if len(found) == 1:
+                raise DataError(
+                    f"{name}: all {len(rows)} scores are {found.pop():g}, so there is nothing to learn"
+                )
+        scores = torch.tensor([row.score for row in rows_train], dtype=torch.float64)
+        self.mean = float(scores.mean()) if len(scores) else 0.0
+        self.std = float(scores.std(correction=0)) if len(scores) else 1.0
+        super().__init__(model, pad_id, rows_train, rows_heldout, settings, seed, process_group)
+
+    def _evaluate_examples(self, examples: Sequence[ScoredRow]) -> dict[str, float]:
+        """Loss and absolute error (of standardised scores), explained variance, share of pairs ordered rightly."""
+        rows = LazyRows(len(examples), lambda place: examples[place].ids)
+        scores_B = torch.tensor(
+            compute_sharded_scores(
+                self.optimizer_step,
+                self.model,
+                rows,
+                max_tokens=self.settings.micro_batch_tokens,
+                pad_id=self._pad_id,
+            )
+        )
+        targets_B = torch.tensor([self._standardise_score(row.score) for row in examples])
+        loss, metrics = reward_regression_loss(scores_B, targets_B, num_rows=len(examples))
+        return {
+            "loss": float(loss),
+            "absolute_error": float(metrics["absolute_error"]),
+            "explained_variance": 1 - float((scores_B - targets_B).var() / targets_B.var()),
+            "accuracy": pairwise_concordance(
+                scores_B[:MAX_COMPARED_ROWS], targets_B[:MAX_COMPARED_ROWS]
+            ),
+        }
+
+    def _standardise_score(self, score: float) -> float:
+        return (score - self.mean) / self.std
+
+    def _count_tokens(self, example: ScoredRow) -> int:
+        return len(example.ids)
+
+    def _count_longest_row(self, example: ScoredRow) -> int:
+        return len(example.ids)
+
+    def _build_batches(self, examples: Sequence[ScoredRow]) -> Sequence[_ScoredRowBatch]:
+        groups = plan_micro_batches(
+            [len(row.ids) for row in examples], self.settings.micro_batch_tokens
+        )
+
+        def made(number: int) -> _ScoredRowBatch:
+            some = [examples[index] for index in groups[number]]
+            return _ScoredRowBatch(
+                pad_rows([row.ids for row in some], self._pad_id),
+                torch.tensor([len(row.ids) for row in some]),
+                torch.tensor([self._standardise_score(row.score) for row in some]),
+            )
+
+        return LazyRows(len(groups), made)
+
+    def _build_loss_fn(self, examples: Sequence[ScoredRow]) -> LossFn[_ScoredRowBatch]:
+        def loss(batch: _ScoredRowBatch) -> tuple[torch.Tensor, Mapping[str, Any]]:
+            lengths_B = batch.lengths_B.to(self._device)
+            scores_B = heads.compute_sequence_scores(
+                self.model, batch.ids_BS.to(self._device), lengths_B
+            )
+            return reward_regression_loss(
+                scores_B, batch.targets_B.to(scores_B), num_rows=len(examples)
+            )
+
+        return loss

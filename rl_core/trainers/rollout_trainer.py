@@ -8,28 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl_core.data.batches import padding_id
+from rl_core.data.batches import resolve_padding_id
 from rl_core.distributed import ProcessGroup
 from rl_core.environments.environment import Environment
-from rl_core.environments.failed_episodes import EpisodeFailures, Keep
-from rl_core.inference.sampling import RolloutBackend, sequence_seed
+from rl_core.environments.failed_episodes import EpisodeFailureMonitor, StoreFailedEpisode
+from rl_core.inference.sampling import RolloutBackend, compute_sequence_seed
 from rl_core.losses.supervised import entropy_coef_at
-from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
+from rl_core.rollouts.collect import collect_rollouts
+from rl_core.rollouts.episode_sequence import EpisodeRequest, Renderer
 from rl_core.settings import PolicySettings, SamplingSettings, ThoughtsSettings
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
-    from rl_core.rollout_workers.schedule_replay import ScheduleReplay
+    from rl_core.rollout_workers.async_worker import RolloutTask
+    from rl_core.rollout_workers.async_worker_group import AsyncWorkerGroup, ScheduleReplay
     from rl_core.rollout_workers.server_backend import ServerBackend
-    from rl_core.rollout_workers.stream import RolloutStream
-    from rl_core.rollout_workers.team import RolloutTeam
-    from rl_core.rollout_workers.tickets import Ticket
+    from rl_core.rollout_workers.worker_group import WorkerGroup
 
-__all__ = ["RolloutRecord", "RolloutTrainer"]
 
-_TICKETS = 2**31  # keeps the random numbers of tickets apart from those of iterations
-RolloutRecord = Callable[[int, Sequence[Rollout]], None]  # is given the number of an iteration and its rollouts
+_TASK_SEED_DOMAIN = 2**31  # keeps the random numbers of tickets apart from those of iterations
+RolloutRecorder = Callable[
+    [int, Sequence[Rollout]], None
+]  # is given the number of an iteration and its rollouts
 
 
 class RolloutTrainer(ABC):
@@ -51,7 +52,7 @@ class RolloutTrainer(ABC):
         *,
         levels: Iterable[str],
         pad_id: int | None,
-        record: RolloutRecord | None,
+        record: RolloutRecorder | None,
         process_group: ProcessGroup,
         max_failed_share: float,
     ) -> None:
@@ -66,20 +67,24 @@ class RolloutTrainer(ABC):
         self.backend = backend
         self.record = record
         self.process_group = process_group
-        self.pad_id = padding_id(renderer, pad_id)
+        self.pad_id = resolve_padding_id(renderer, pad_id)
         self.levels = list(levels)
         for level in self.levels:
             environment.check_level(level)
         self.iteration = 0
         self.rollouts_played = 0  # of all iterations: the entropy coefficient depends on it
-        self.failures = EpisodeFailures(max_failed_share)  # of the environment
-        self.team: RolloutTeam | None = None  # workers that play in place of this process
-        self.server: ServerBackend | None = None  # the backend, where its tokens come from an inference server
-        self.stream: RolloutStream | ScheduleReplay | None = None  # rollouts that are played during updates
+        self.failures = EpisodeFailureMonitor(max_failed_share)  # of the environment
+        self.worker_group: WorkerGroup | None = None  # workers that play in place of this process
+        self.server: ServerBackend | None = (
+            None  # the backend, where its tokens come from an inference server
+        )
+        self.stream: AsyncWorkerGroup | ScheduleReplay | None = (
+            None  # rollouts that are played during updates
+        )
 
-    def keep_failures(self, keep: Keep) -> None:
+    def set_failure_recorder(self, recorder: StoreFailedEpisode) -> None:
         """Have failed episodes kept for people."""
-        self.failures.keep = keep
+        self.failures.store_episode = recorder
 
     @abstractmethod
     def step(self) -> dict[str, float]:
@@ -104,11 +109,11 @@ class RolloutTrainer(ABC):
             floor=settings.entropy_floor,
         )
 
-    def _generator(self) -> np.random.Generator:
+    def _build_generator(self) -> np.random.Generator:
         """Random generator of the iteration."""
         return np.random.default_rng([self.seed, self.iteration])
 
-    def _play(
+    def _play_groups(
         self,
         requests: Sequence[EpisodeRequest],
         *,
@@ -124,63 +129,81 @@ class RolloutTrainer(ABC):
             purpose: with the trainer's seed it determines the random numbers of the sampling.
         """
         self.failures.iteration = self.iteration
-        if self.team is not None:
-            groups = self.team.play(
-                requests, group_size=group_size, sampling=sampling, seed=sequence_seed(self.seed, *purpose),
-                policy_version=self.optimizer_step.num_steps, failures=self.failures,
-            )  # fmt: skip
+        if self.worker_group is not None:
+            groups = self.worker_group.collect_rollouts(
+                requests,
+                group_size=group_size,
+                sampling=sampling,
+                seed=compute_sequence_seed(self.seed, *purpose),
+                policy_version=self.optimizer_step.num_steps,
+                failures=self.failures,
+            )
             return [group for group in groups if group.rollouts]
-        self.backend.refresh()
+        self.backend.refresh_weights()
 
         def play() -> list[RolloutGroup]:
-            return collect(
+            return collect_rollouts(
                 self.environment,
                 self.backend,
                 self.renderer,
                 requests,
                 group_size=group_size,
                 sampling=sampling,
-                seed=sequence_seed(self.seed, *purpose),
+                seed=compute_sequence_seed(self.seed, *purpose),
                 policy_version=self.optimizer_step.num_steps,
                 process_group=self.process_group,
                 failures=self.failures,
             )
 
-        groups = self.optimizer_step.sharded.with_full_weights_independent(play)
+        groups = self.optimizer_step.sharded.run_independently_with_full_weights(play)
         return [group for group in groups if group.rollouts]
 
-    def _take(
-        self, count: int, settings: PolicySettings, draw: Callable[[np.random.Generator], EpisodeRequest]
+    def _take_stream_groups(
+        self,
+        count: int,
+        settings: PolicySettings,
+        draw: Callable[[np.random.Generator], EpisodeRequest],
     ) -> list[RolloutGroup]:
         """The next groups of the stream, those without a rollout left out; `draw` draws episodes ahead of them."""
         assert self.stream is not None
 
-        def ticket(number: int) -> Ticket:
-            from rl_core.rollout_workers.tickets import Ticket
+        def ticket(number: int) -> RolloutTask:
+            from rl_core.rollout_workers.async_worker import RolloutTask
 
-            request = draw(np.random.default_rng([self.seed, _TICKETS, number]))
-            seed = sequence_seed(self.seed, "rollouts", "ticket", number)
-            return Ticket(number, request, settings.group_size, settings.sampling.temperature, seed)
+            request = draw(np.random.default_rng([self.seed, _TASK_SEED_DOMAIN, number]))
+            seed = compute_sequence_seed(self.seed, "rollouts", "ticket", number)
+            return RolloutTask(
+                number, request, settings.group_size, settings.sampling.temperature, seed
+            )
 
         self.failures.iteration = self.iteration
-        groups = self.stream.take(
-            self.iteration, count,
-            ahead=settings.prompts_per_iteration, draw=ticket, sampling=settings.sampling, failures=self.failures,
+        groups = self.stream.take_groups(
+            self.iteration,
+            count,
+            groups_per_iteration=settings.prompts_per_iteration,
+            draw_task=ticket,
+            sampling=settings.sampling,
+            failures=self.failures,
             policy_version=self.optimizer_step.num_steps,
-        )  # fmt: skip
+        )
         return [group for group in groups if group.rollouts]
 
-    def _failure_metrics(self) -> dict[str, float]:
+    def _collect_failure_metrics(self) -> dict[str, float]:
         """Share of the episodes since the last call whose environment failed, and their number since the beginning."""
-        failed, played = self.failures.settle()
-        return {"train/failed_rate": failed / max(1, played), "train/failed_episodes": float(self.failures.total)}
+        failed, played = self.failures.take_counts()
+        return {
+            "train/failed_rate": failed / max(1, played),
+            "train/failed_episodes": float(self.failures.total),
+        }
 
     def _record_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         if self.record is not None and self.process_group.is_rank_zero:
             self.record(self.iteration, rollouts)
 
     @staticmethod
-    def _throughput(rollouts: Iterable[Rollout], seconds: float, rollout_seconds: float) -> dict[str, float]:
+    def _compute_throughput(
+        rollouts: Iterable[Rollout], seconds: float, rollout_seconds: float
+    ) -> dict[str, float]:
         """Sampled tokens per second of the whole iteration, and of its rollout phase."""
         sampled = sum(rollout.trajectory.num_action_tokens for rollout in rollouts)
         return {

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.capabilities import sequence_packing
-from rl_core.data.lazy_rows import LazyRows
+from rl_core.capabilities import check_sequence_packing
+from rl_core.data.row_sequences import LazyRows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.losses.supervised import supervised_loss
-from rl_core.models.logprobs import check_router, token_outputs
-from rl_core.rollouts.batching import TrainRow, lazy_batches
+from rl_core.models.logprobs import check_router, compute_token_outputs
+from rl_core.rollouts.batching import TrainRow, build_lazy_batches
 from rl_core.settings import SFTSettings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer
 from rl_core.training.optimizer_step import LossFn
@@ -27,11 +27,10 @@ from rl_core.types import TrainBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["SFTTrainer"]
 
 logger = logging.getLogger(__name__)
 
-Row = tuple[Sequence[int], Sequence[bool]]  # token ids, loss mask (True = token carries loss)
+SFTRow = tuple[Sequence[int], Sequence[bool]]  # token ids, loss mask (True = token carries loss)
 
 
 class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
@@ -43,8 +42,8 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
         self,
         model: PreTrainedModel,
         pad_id: int,
-        rows_train: Sequence[Row],
-        rows_heldout: Sequence[Row],
+        rows_train: Sequence[SFTRow],
+        rows_heldout: Sequence[SFTRow],
         settings: SFTSettings,
         seed: int,
         process_group: ProcessGroup = SINGLE_PROCESS,
@@ -58,9 +57,12 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
         Raises: DataError naming a row that cannot be trained on.
         """
         check_router(model, settings.router_aux_loss_coef)
-        train, heldout = _train_rows(rows_train, "rows_train"), _train_rows(rows_heldout, "rows_heldout")
+        train, heldout = (
+            _check_train_rows(rows_train, "rows_train"),
+            _check_train_rows(rows_heldout, "rows_heldout"),
+        )
         super().__init__(model, pad_id, train, heldout, settings, seed, process_group)
-        self._packing = settings.packing and sequence_packing(model).allowed
+        self._packing = settings.packing and check_sequence_packing(model).allowed
         if settings.packing and not self._packing:
             logger.warning(
                 "packing: %s with attention '%s' mixes the sequences of a row, so rows are padded instead",
@@ -68,46 +70,52 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
                 getattr(model.config, "_attn_implementation", None),
             )
 
-    def _evaluate(self, examples: Sequence[TrainRow]) -> dict[str, float]:
+    def _evaluate_examples(self, examples: Sequence[TrainRow]) -> dict[str, float]:
         """Loss in nats per loss token (no router's), and perplexity, its exponential."""
-        metrics = super()._evaluate(examples)
+        metrics = super()._evaluate_examples(examples)
         loss = metrics.get("nll", metrics["loss"])
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
-    def _num_tokens(self, example: TrainRow) -> int:
+    def _count_tokens(self, example: TrainRow) -> int:
         return len(example.completion_ids) + 1
 
-    def _length(self, example: TrainRow) -> int:
+    def _count_longest_row(self, example: TrainRow) -> int:
         return len(example.completion_ids) + 1
 
     def _build_batches(self, examples: Sequence[TrainRow]) -> Sequence[TrainBatch]:
-        return lazy_batches(examples, self.settings.micro_batch_tokens, self._pad_id, packing=self._packing)
+        return build_lazy_batches(
+            examples, self.settings.micro_batch_tokens, self._pad_id, packing=self._packing
+        )
 
-    def _loss_fn(self, examples: Sequence[TrainRow]) -> LossFn[TrainBatch]:
+    def _build_loss_fn(self, examples: Sequence[TrainRow]) -> LossFn[TrainBatch]:
         num_loss_tokens = sum(sum(row.loss_mask) for row in examples)
-        num_tokens = sum(map(self._num_tokens, examples))
-        return lambda batch: self._loss(batch, num_loss_tokens, num_tokens)
+        num_tokens = sum(map(self._count_tokens, examples))
+        return lambda batch: self._compute_loss(batch, num_loss_tokens, num_tokens)
 
-    def _loss(self, batch: TrainBatch, num_loss_tokens: int, num_tokens: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    def _compute_loss(
+        self, batch: TrainBatch, num_loss_tokens: int, num_tokens: int
+    ) -> tuple[torch.Tensor, Mapping[str, Any]]:
         """Loss over the loss tokens of the step; a router's loss by the micro-batch's share of its real tokens."""
         batch, coef = batch.to(self._device), self.settings.router_aux_loss_coef
-        outputs = token_outputs(self.model, batch, with_load_balancing=coef > 0)
-        loss, metrics = supervised_loss(outputs.logprobs_BS, batch.loss_mask_BS, num_loss_tokens=num_loss_tokens)
+        outputs = compute_token_outputs(self.model, batch, with_load_balancing=coef > 0)
+        loss, metrics = supervised_loss(
+            outputs.logprobs_BS, batch.loss_mask_BS, num_loss_tokens=num_loss_tokens
+        )
         if outputs.load_balancing_loss is None:
             return loss, {}
         balance = outputs.load_balancing_loss * (batch.attention_mask_BS.sum() / num_tokens)
         return loss + coef * balance, metrics | {"router_aux_loss": balance.detach()}
 
 
-def _train_rows(rows: Sequence[Row], name: str) -> LazyRows[TrainRow]:
+def _check_train_rows(rows: Sequence[SFTRow], name: str) -> LazyRows[TrainRow]:
     """Checked rows, converted where they are asked for: what holds them may be more compact than lists."""
-    made = LazyRows(len(rows), lambda place: _train_row(rows[place], f"{name}[{place}]"))
+    made = LazyRows(len(rows), lambda place: _convert_train_row(rows[place], f"{name}[{place}]"))
     for _ in made:  # which checks each
         pass
     return made
 
 
-def _train_row(row: Row, name: str) -> TrainRow:
+def _convert_train_row(row: SFTRow, name: str) -> TrainRow:
     ids, mask = row
     if len(ids) != len(mask):
         raise DataError(f"{name}: {len(ids)} token ids, but a loss mask of {len(mask)}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from rl_core.data.batches import DataOrder, micro_batches
+from rl_core.data.batches import DataOrder, plan_micro_batches
 from rl_core.distributed import DummyBatch, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.settings import PreferenceSettings, RewardModelSettings, SFTSettings
@@ -20,7 +20,6 @@ from rl_core.training.optimizer_step import LossFn, OptimizerStep, combine_metri
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["SupervisedTrainer", "pair_micro_batches", "training_length"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,23 +61,33 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         self._heldout = heldout
         self._device = next(model.parameters()).device
         self.order = DataOrder(len(train), settings.batch_size, seed)
-        self.total_steps, self.bound = training_length(settings, self.order.batches_per_epoch)  # iterations of the loop
-        if self.bound:
-            logger.info("%s", self.bound)
+        self.total_steps, self.step_limit_message = compute_training_length(
+            settings, self.order.batches_per_epoch
+        )  # iterations of the loop
+        if self.step_limit_message:
+            logger.info("%s", self.step_limit_message)
         self.optimizer_step = OptimizerStep(
-            model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, process_group=process_group
+            model,
+            settings,
+            self.total_steps,
+            max_nonfinite=settings.max_nonfinite,
+            process_group=process_group,
         )
 
-    def bound_note(self, steps: int) -> str:
+    def describe_step_limit(self, steps: int) -> str:
         """`; ` and the limit that ended a training of so many steps; "" where only one was set, or neither ended it."""
-        return f"; {self.bound}" if self.bound and steps >= self.total_steps else ""
+        return (
+            f"; {self.step_limit_message}"
+            if self.step_limit_message and steps >= self.total_steps
+            else ""
+        )
 
     @abstractmethod
-    def _num_tokens(self, example: Example) -> int:
+    def _count_tokens(self, example: Example) -> int:
         """Tokens of all rows of an example."""
 
     @abstractmethod
-    def _length(self, example: Example) -> int:
+    def _count_longest_row(self, example: Example) -> int:
         """Tokens of the longest row of an example."""
 
     @abstractmethod
@@ -86,21 +95,21 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         """Micro-batches of these examples; may be made where they are asked for."""
 
     @abstractmethod
-    def _loss_fn(self, examples: Sequence[Example]) -> LossFn[Batch]:
+    def _build_loss_fn(self, examples: Sequence[Example]) -> LossFn[Batch]:
         """Loss and metrics of a micro-batch of these examples, over the denominators of all of them."""
 
     def step(self) -> dict[str, float]:
         """One optimizer step on the next batch_size examples."""
         started = time.perf_counter()
-        examples = [self._train[index] for index in self.order.next()]
-        num_tokens = sum(map(self._num_tokens, examples))
-        loss_fn = self._loss_fn(examples)
+        examples = [self._train[index] for index in self.order.next_batch()]
+        num_tokens = sum(map(self._count_tokens, examples))
+        loss_fn = self._build_loss_fn(examples)
 
         def named(batch: Batch) -> tuple[torch.Tensor, Mapping[str, Any]]:
             loss, metrics = loss_fn(batch)
             return loss, {f"train/{name}": value for name, value in metrics.items()}
 
-        metrics = self.optimizer_step.apply(list(self._batches(examples)), named)
+        metrics = self.optimizer_step.run_step(list(self._build_local_batches(examples)), named)
         return {
             **metrics,
             "train/tokens": float(num_tokens),
@@ -112,24 +121,32 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         """Metrics over the held-out examples, as eval/...; {} without any."""
         if not self._heldout:
             return {}
-        return {f"eval/{name}": value for name, value in self._evaluate(self._heldout).items()}
+        return {
+            f"eval/{name}": value for name, value in self._evaluate_examples(self._heldout).items()
+        }
 
-    def _evaluate(self, examples: Sequence[Example]) -> dict[str, float]:
+    def _evaluate_examples(self, examples: Sequence[Example]) -> dict[str, float]:
         """Loss and metrics over these examples, without dropout and gradient."""
-        loss_fn = self._loss_fn(examples)
+        loss_fn = self._build_loss_fn(examples)
 
         def measure(batch: Batch) -> dict[str, float]:
             loss, metrics = loss_fn(batch)
             return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
 
         return combine_metrics(
-            self.optimizer_step.sharded.measure(self._batches(examples), measure, self.optimizer_step.autocast())
+            self.optimizer_step.sharded.measure_batches(
+                self._build_local_batches(examples), measure, self.optimizer_step.enable_autocast()
+            )
         )
 
-    def _batches(self, examples: Sequence[Example]) -> Sequence[Batch | DummyBatch[Batch]]:
+    def _build_local_batches(
+        self, examples: Sequence[Example]
+    ) -> Sequence[Batch | DummyBatch[Batch]]:
         """This process's micro-batches of these examples."""
-        lengths = [self._length(example) for example in examples]
-        return self.optimizer_step.process_group.batches(examples, lengths, self._build_batches)
+        lengths = [self._count_longest_row(example) for example in examples]
+        return self.optimizer_step.process_group.build_local_batches(
+            examples, lengths, self._build_batches
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the order of examples."""
@@ -140,7 +157,7 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         self.order.load_state_dict(state["order"])
 
 
-def training_length(
+def compute_training_length(
     settings: SFTSettings | RewardModelSettings | PreferenceSettings, batches_per_epoch: int
 ) -> tuple[int, str]:
     """Optimizer steps of a training, and a sentence on which of `epochs` and `max_steps` binds, where both are set."""
@@ -150,16 +167,21 @@ def training_length(
     of_epochs = f"epochs: {settings.epochs:g} ({steps} steps)"
     if settings.max_steps < steps:
         seen = settings.max_steps / batches_per_epoch
-        return settings.max_steps, f"max_steps {settings.max_steps} ends it after {seen:.3g} epochs, not {of_epochs}"
+        return (
+            settings.max_steps,
+            f"max_steps {settings.max_steps} ends it after {seen:.3g} epochs, not {of_epochs}",
+        )
     return steps, f"{of_epochs} ends it, not max_steps {settings.max_steps}"
 
 
-def pair_micro_batches(widest: Sequence[int], max_tokens: int) -> list[tuple[list[int], int]]:
+def build_pair_batches(
+    longest_lengths: Sequence[int], max_tokens: int
+) -> list[tuple[list[int], int]]:
     """Micro-batches of pairs, both rows of a pair in the same one: (indices of the pairs, common width of all rows).
 
     Args:
         widest: tokens of the longer row of each pair.
         max_tokens: padded tokens of a micro-batch at most (a longer pair stands alone).
     """
-    groups = micro_batches(widest, max(1, max_tokens // 2))
-    return [(list(group), max(widest[index] for index in group)) for group in groups]
+    groups = plan_micro_batches(longest_lengths, max(1, max_tokens // 2))
+    return [(list(group), max(longest_lengths[index] for index in group)) for group in groups]

@@ -21,52 +21,63 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.distributed import ProcessGroup
-from rl_core.errors import SettingsError, Stopped, nearest
-from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
+from rl_core.errors import SettingsError, Stopped, suggest_name
+from rl_core.models.trainable_weights import collect_trainable_weights, load_trainable_weights
 from rl_core.settings import LoopSettings
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.faults import fault
-from rl_core.timing import collected
+from rl_core.storage.faults import inject_fault
+from rl_core.timing import collect_seconds
 from rl_core.tracking import MemoryTracker, Tracker
-from rl_core.training.callbacks import Callback, TrainingEvent, call_all, check_callbacks
-from rl_core.training.loop_checkpoints import LoopCheckpoints
-from rl_core.training.loop_metrics import LoopMetrics
-from rl_core.training.loop_state import LoopMemory, LoopOutcome, LoopProgress
-from rl_core.training.peak_memory import peak_memory_gb
-from rl_core.training.resume import runtime_fingerprint
-from rl_core.training.signals import GivenUp, StopRequests
-from rl_core.training.throughput import COUNTS, throughput_metrics
-from rl_core.training.trainer_protocol import Trainer
-
-__all__ = ["run_loop"]
+from rl_core.training.callbacks import (
+    Callback,
+    Trainer,
+    TrainingEvent,
+    call_callbacks,
+    check_callbacks,
+)
+from rl_core.training.checkpoints import LoopCheckpoints, collect_runtime_fingerprint
+from rl_core.training.loop_state import LoopMemory, LoopMetrics, LoopOutcome, LoopProgress
+from rl_core.training.performance_metrics import (
+    COUNTER_SPANS,
+    compute_throughput_metrics,
+    measure_peak_memory_gb,
+)
+from rl_core.training.signals import IterationAborted, StopRequests
 
 logger = logging.getLogger(__name__)
 
 # Metrics of the progress line with their names there, in order; the first ones that were logged are told.
 HEADLINES = {
-    "train/success_rate": "success", "train/episode_return": "return", "reward/mean": "reward",
-    "policy/update_kl": "KL", "policy/entropy": "entropy", "train/accuracy": "accuracy", "train/loss": "loss",
-}  # fmt: skip
-NUM_HEADLINES = 3
-ROUNDING = 1e-12
-_MAY_BE_IDLE = "policy/update_kl"  # always 0 with one step per rollout: nothing that one would want to be told
+    "train/success_rate": "success",
+    "train/episode_return": "return",
+    "reward/mean": "reward",
+    "policy/update_kl": "KL",
+    "policy/entropy": "entropy",
+    "train/accuracy": "accuracy",
+    "train/loss": "loss",
+}
+MAX_HEADLINES = 3
+ROUNDING_NOISE = 1e-12
+_HIDDEN_WHEN_ZERO = (
+    "policy/update_kl"  # always 0 with one step per rollout: nothing that one would want to be told
+)
 
 
-def headline(metrics: Mapping[str, float]) -> str:
+def format_headline(metrics: Mapping[str, float]) -> str:
     """The numbers of an iteration that matter, for the progress line."""
     told = [
         f"{label} {metrics[name]:.0%}"
         if name.endswith("success_rate")
-        else f"{label} {_without_noise(metrics[name]):.3g}"
+        else f"{label} {_round_noise_to_zero(metrics[name]):.3g}"
         for name, label in HEADLINES.items()
-        if name in metrics and (metrics[name] or name != _MAY_BE_IDLE)
+        if name in metrics and (metrics[name] or name != _HIDDEN_WHEN_ZERO)
     ]
-    return " · ".join(told[:NUM_HEADLINES])
+    return " · ".join(told[:MAX_HEADLINES])
 
 
-def _without_noise(value: float) -> float:
+def _round_noise_to_zero(value: float) -> float:
     """0 for what rounding leaves of a sum that is 0, as of rewards with mean 0 over a group."""
-    return 0.0 if abs(value) < ROUNDING else value
+    return 0.0 if abs(value) < ROUNDING_NOISE else value
 
 
 def run_loop(
@@ -110,16 +121,23 @@ def run_loop(
     tracker, memory = tracker or MemoryTracker(), memory or LoopMemory()
     process_group = trainer.optimizer_step.process_group
     metrics = LoopMetrics(
-        tracker, memory, clock, process_group.is_rank_zero, export_to=history,
-        export_seconds=settings.history_seconds, export_window=settings.history_window,
-    )  # fmt: skip
-    fingerprint = {**(fingerprint or {}), "runtime": runtime_fingerprint(trainer.model)}
-    loop = _Loop(
+        tracker,
+        memory,
+        clock,
+        process_group.is_rank_zero,
+        export_to=history,
+        export_seconds=settings.history_seconds,
+        export_window=settings.history_window,
+    )
+    fingerprint = {**(fingerprint or {}), "runtime": collect_runtime_fingerprint(trainer.model)}
+    loop = _TrainingLoop(
         trainer,
         settings,
         iterations=iterations,
         metrics=metrics,
-        checkpoints=LoopCheckpoints(trainer, checkpoints, memory, metrics, fingerprint, process_group, clock),
+        checkpoints=LoopCheckpoints(
+            trainer, checkpoints, memory, metrics, fingerprint, process_group, clock
+        ),
         best_metric=best_metric,
         sign=1.0 if larger_is_better else -1.0,
         stop=StopRequests(stop_event),
@@ -134,13 +152,13 @@ def run_loop(
         if checkpoints is not None and loop.process_group.is_rank_zero:
             stack.enter_context(checkpoints)
         try:
-            return loop.run(allow_drift)
-        except GivenUp as given_up:
-            raise loop.stopped_within(given_up) from None
+            return loop.run_iterations(allow_drift)
+        except IterationAborted as given_up:
+            raise loop.build_stop_error(given_up) from None
 
 
 @dataclass
-class _Loop:
+class _TrainingLoop:
     trainer: Trainer
     settings: LoopSettings
     iterations: int
@@ -160,75 +178,87 @@ class _Loop:
     def state(self) -> LoopProgress:
         return self.memory.state
 
-    def run(self, allow_drift: bool | Collection[str]) -> LoopOutcome:
+    def run_iterations(self, allow_drift: bool | Collection[str]) -> LoopOutcome:
         started = self.checkpoints.saved_at = self.clock()
-        if not (self.state.iteration and self.memory.is_whole):
-            self.checkpoints.resume(allow_drift)
+        if not (self.state.iteration and self.memory.is_consistent):
+            self.checkpoints.resume_latest(allow_drift)
         resumed = self.state.iteration
         self._evaluate_when_due()
-        while (reason := self._stop_reason()) is None:
-            self._iterate()
+        while (reason := self._find_stop_reason()) is None:
+            self._run_iteration()
             self._evaluate_when_due()
             if self.after_iteration is not None:
                 self.after_iteration(self.state.iteration)
             self.checkpoints.save_when_due(self.settings.checkpoint_every)
-        self._stop_when_asked()
+        self._stop_if_requested()
         if self.state.iteration and self.state.evaluated_iteration != self.state.iteration:
-            self._evaluate()
+            self._run_evaluation()
         if self.settings.checkpoint_every:
-            self.checkpoints.save()
-        self.metrics.export(is_last=True)
-        fault("loop.finished")
-        self._leave_best()
-        fault("loop.left")
+            self.checkpoints.save_checkpoint()
+        self.metrics.export_history(is_last=True)
+        inject_fault("loop.finished")
+        self._restore_best_weights()
+        inject_fault("loop.left")
         return LoopOutcome(
             iterations=self.state.iteration,
             steps=self.trainer.optimizer_step.num_steps,
             stop_reason=reason,
             best_metric=self.state.best_value,
-            metrics=self.state.metrics if self.state.best_iteration is None else self.state.best_metrics,
+            metrics=self.state.metrics
+            if self.state.best_iteration is None
+            else self.state.best_metrics,
             best_iteration=self.state.best_iteration,
             resumed_iteration=resumed,
             seconds=self.clock() - started,
             history=self.memory.history,
         )
 
-    def _stop_reason(self) -> str | None:
+    def _find_stop_reason(self) -> str | None:
         if self.stopped_by is not None:
             return self.stopped_by
         finished = getattr(self.trainer, "finished", None)
         if finished:
             return str(finished)
-        if self.settings.patience is not None and self.state.bad_evaluations >= self.settings.patience:
+        if (
+            self.settings.patience is not None
+            and self.state.bad_evaluations >= self.settings.patience
+        ):
             return "patience"
         return "iterations" if self.state.iteration >= self.iterations else None
 
-    def _iterate(self) -> None:
-        self._stop_when_asked()
-        fault("loop.step")
+    def _run_iteration(self) -> None:
+        self._stop_if_requested()
+        inject_fault("loop.step")
         started = self.clock()
-        self.memory.is_whole = False
-        with collected() as spans:
+        self.memory.is_consistent = False
+        with collect_seconds() as spans:
             metrics = dict(self.trainer.step())
         metrics["perf/step_seconds"] = self.clock() - started
-        metrics["perf/memory_gb"] = peak_memory_gb(self.trainer.model)
+        metrics["perf/memory_gb"] = measure_peak_memory_gb(self.trainer.model)
         optimizer_step = self.trainer.optimizer_step
-        metrics |= throughput_metrics(spans, self.trainer.model, is_bfloat16=optimizer_step.computes_in_bfloat16)
-        for name in COUNTS:
+        metrics |= compute_throughput_metrics(
+            spans, self.trainer.model, is_bfloat16=optimizer_step.computes_in_bfloat16
+        )
+        for name in COUNTER_SPANS:
             spans.pop(name, None)
         metrics |= {
-            f"perf/{name}_seconds": seconds for name, seconds in (spans | self.metrics.take_overheads()).items()
+            f"perf/{name}_seconds": seconds
+            for name, seconds in (spans | self.metrics.take_overheads()).items()
         }
         self.state.iteration += 1
-        self.memory.is_whole = True
-        fault("loop.stepped")
-        finite = self.metrics.log(metrics, self.trainer.optimizer_step.num_steps)
+        self.memory.is_consistent = True
+        inject_fault("loop.stepped")
+        finite = self.metrics.log_metrics(metrics, self.trainer.optimizer_step.num_steps)
         if self.process_group.is_rank_zero:
-            self.metrics.tracker.progress(self.state.iteration, self.iterations, headline(finite))
-        fault("loop.logged")
-        self._call_back("iteration", finite)
+            self.metrics.tracker.progress(
+                self.state.iteration, self.iterations, format_headline(finite)
+            )
+        inject_fault("loop.logged")
+        self._call_callbacks("iteration", finite)
 
-    def _call_back(self, kind: Literal["iteration", "evaluation"], metrics: dict[str, float]) -> None:
+    def _call_callbacks(
+        self, kind: Literal["iteration", "evaluation"], metrics: dict[str, float]
+    ) -> None:
         """Tell the callbacks, in the first process; every process learns whether one asked for a stop."""
         if not self.callbacks:
             return
@@ -242,76 +272,95 @@ class _Loop:
                 dict(metrics),
                 self.trainer,
             )
-            call_all(self.callbacks, event)
+            call_callbacks(self.callbacks, event)
             return event.stop_reason
 
-        self.stopped_by = self.process_group.on_rank_zero(call) or self.stopped_by
+        self.stopped_by = self.process_group.run_on_rank_zero(call) or self.stopped_by
 
     def _evaluate_when_due(self) -> None:
         every, state = self.settings.eval_every, self.state
         if every and state.iteration % every == 0 and state.evaluated_iteration != state.iteration:
-            self._stop_when_asked()  # an evaluation can be long; the resumed run makes up for it
-            self._evaluate()
+            self._stop_if_requested()  # an evaluation can be long; the resumed run makes up for it
+            self._run_evaluation()
 
-    def _evaluate(self) -> None:
+    def _run_evaluation(self) -> None:
         started = self.clock()
-        with collected() as spans, self.trainer.optimizer_step.ema.swapped_in():  # the weights evaluated are those kept
+        with (
+            collect_seconds() as spans,
+            self.trainer.optimizer_step.ema.use_averages(),
+        ):  # the weights evaluated are those kept
             measured = {name: float(value) for name, value in self.trainer.evaluate().items()}
-            raw = self.process_group.on_rank_zero(lambda: measured)
+            raw = self.process_group.run_on_rank_zero(lambda: measured)
             if self.best_metric is not None:
                 if self.best_metric not in raw:
                     raise SettingsError(
-                        f"best_metric '{self.best_metric}' is not evaluated; {nearest(self.best_metric, raw)}"
+                        f"best_metric '{self.best_metric}' is not evaluated; {suggest_name(self.best_metric, raw)}"
                     )
-                self._compare(raw[self.best_metric], raw)
+                self._track_best_evaluation(raw[self.best_metric], raw)
         self.state.metrics = raw
         self.state.evaluated_iteration = self.state.iteration
         perf = {"perf/eval_seconds": self.clock() - started}
         if spans.get("out_of_memory"):
             perf["perf/eval_out_of_memory"] = spans["out_of_memory"]
-        finite = self.metrics.log({**raw, **perf}, self.trainer.optimizer_step.num_steps)
-        fault("loop.evaluated")
-        self._call_back("evaluation", finite)
+        finite = self.metrics.log_metrics({**raw, **perf}, self.trainer.optimizer_step.num_steps)
+        inject_fault("loop.evaluated")
+        self._call_callbacks("evaluation", finite)
 
-    def _compare(self, value: float, metrics: dict[str, float]) -> None:
+    def _track_best_evaluation(self, value: float, metrics: dict[str, float]) -> None:
         """Keep the weights if `value` is the best so far; update the patience counter."""
         state = self.state
-        if math.isfinite(value) and (state.best_value is None or self.sign * (value - state.best_value) > 0):
-            state.best_value, state.best_iteration, state.best_metrics = value, state.iteration, metrics
-            self.memory.best_weights = trainable_weights(self.trainer.model, copy=True)
+        if math.isfinite(value) and (
+            state.best_value is None or self.sign * (value - state.best_value) > 0
+        ):
+            state.best_value, state.best_iteration, state.best_metrics = (
+                value,
+                state.iteration,
+                metrics,
+            )
+            self.memory.best_weights = collect_trainable_weights(self.trainer.model, copy=True)
         gain = math.inf if state.reference is None else self.sign * (value - state.reference)
         if math.isfinite(value) and gain > self.settings.min_improvement:
             state.reference, state.bad_evaluations = value, 0
         else:
             state.bad_evaluations += 1
 
-    def _leave_best(self) -> None:
+    def _restore_best_weights(self) -> None:
         """Leave the outcome's weights in the model: the best or the last; their average with ema_decay."""
         if self.memory.best_weights is None or self.state.best_iteration == self.state.iteration:
-            self.trainer.optimizer_step.ema.adopt()
+            self.trainer.optimizer_step.ema.adopt_averages()
             return
         load_trainable_weights(self.trainer.model, self.memory.best_weights)
-        self.trainer.optimizer_step.master_weights.refresh()
-        logger.info("restored the weights of iteration %s, the best by %s", self.state.best_iteration, self.best_metric)
+        self.trainer.optimizer_step.master_weights.refresh_masters()
+        logger.info(
+            "restored the weights of iteration %s, the best by %s",
+            self.state.best_iteration,
+            self.best_metric,
+        )
 
-    def _stop_when_asked(self) -> None:
+    def _stop_if_requested(self) -> None:
         signum = self.process_group.all_reduce_max(self.stop.signum or 0)
         if not signum:
             return
         if self.checkpoints.store is None:
             raise Stopped(
-                f"stopped after iteration {self.state.iteration}; no checkpoint folder, nothing saved", signum
+                f"stopped after iteration {self.state.iteration}; no checkpoint folder, nothing saved",
+                signum,
             )
-        self.checkpoints.save()
-        raise Stopped(f"stopped after iteration {self.state.iteration}; saved, the same command resumes", signum)
+        self.checkpoints.save_checkpoint()
+        raise Stopped(
+            f"stopped after iteration {self.state.iteration}; saved, the same command resumes",
+            signum,
+        )
 
-    def stopped_within(self, given_up: GivenUp) -> Stopped:
+    def build_stop_error(self, abort: IterationAborted) -> Stopped:
         """The error of a stop that gave the iteration up: what follows resumes from the newest checkpoint."""
-        where = f"stopped within iteration {self.state.iteration + 1} ({given_up})"
-        if self.checkpoints.saved is None:
+        where = f"stopped within iteration {self.state.iteration + 1} ({abort})"
+        if self.checkpoints.saved_position is None:
             return Stopped(
-                f"{where}; no checkpoint yet, so the same command begins this training anew", given_up.signum
+                f"{where}; no checkpoint yet, so the same command begins this training anew",
+                abort.signum,
             )
         return Stopped(
-            f"{where}; the same command resumes after iteration {self.checkpoints.saved[0]}", given_up.signum
+            f"{where}; the same command resumes after iteration {self.checkpoints.saved_position[0]}",
+            abort.signum,
         )

@@ -1,16 +1,19 @@
-"""Float32 master copies of a model's trainable weights."""
+"""Float32 master copies of a model's trainable weights.
+
+Exponential moving average of a model's weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from rl_core.errors import DataError
-
-__all__ = ["MasterWeights"]
+from rl_core.training.optimizers import load_averages
 
 
 class MasterWeights:
@@ -22,7 +25,11 @@ class MasterWeights:
 
     def __init__(self, model: nn.Module) -> None:
         """Raises: DataError when nothing in the model trains."""
-        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trainable = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         if not trainable:
             raise DataError("the model has no trainable parameter")
         self.weights: dict[str, nn.Parameter] = trainable
@@ -31,11 +38,13 @@ class MasterWeights:
             for name, weight in trainable.items()
         }
         self._copied = [  # (name, weight, master) where the two differ
-            (name, weight, self.masters[name]) for name, weight in trainable.items() if weight.dtype != torch.float32
+            (name, weight, self.masters[name])
+            for name, weight in trainable.items()
+            if weight.dtype != torch.float32
         ]
 
     @property
-    def first(self) -> nn.Parameter:
+    def first_weight(self) -> nn.Parameter:
         """A weight of the model, for its device and dtype."""
         return next(iter(self.weights.values()))
 
@@ -49,13 +58,13 @@ class MasterWeights:
             weight.grad = None
 
     @torch.no_grad()
-    def write_back(self) -> None:
+    def write_weights_back(self) -> None:
         """Masters into the model, in place."""
         for _, weight, master in self._copied:
             weight.copy_(master)
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh_masters(self) -> None:
         """Masters from the model, whose weights were changed from outside (a restored model)."""
         for _, weight, master in self._copied:
             master.copy_(weight)
@@ -69,3 +78,76 @@ class MasterWeights:
         """Inverse of `state_dict`; the model's weights are loaded elsewhere."""
         for name, _, master in self._copied:
             master.copy_(state[name])
+
+
+class EmaWeights:
+    """Bias-corrected exponential moving average of weights, in float32.
+
+    a_t = (1 - decay) / (1 - decay^t) sum over i = 1..t of decay^(t - i) w_i, over the weights after each update: the
+    correction of Adam (arXiv:1412.6980, section 3). So a_1 = w_1, and the weights from before the first update have no
+    part in it; an uncorrected average would hold them for about 1 / (1 - decay) updates. Kept up as
+    a_t = a_(t-1) + (1 - decay) / (1 - decay^t) (w_t - a_(t-1)).
+    """
+
+    def __init__(self, master_weights: MasterWeights, decay: float | None) -> None:
+        """decay: None = no average is kept, and every method does nothing."""
+        self.decay = decay
+        self.updates = 0  # t; at 0 the average is the weights themselves
+        self.averages: dict[str, torch.Tensor] = {}
+        self._master_weights = master_weights
+
+    @torch.no_grad()
+    def update_averages(self) -> None:
+        """Take in the present weights."""
+        if self.decay is None:
+            return
+        self.updates += 1
+        share = (1.0 - self.decay) / (1.0 - self.decay**self.updates)
+        for name, master in self._master_weights.masters.items():
+            if self.updates == 1:
+                self.averages[name] = master.detach().clone()
+            else:
+                self.averages[name].lerp_(master, share)
+
+    @contextmanager
+    def use_averages(self) -> Iterator[None]:
+        """The model holds the average inside; afterwards its weights are the very bits that they were before.
+
+        In place, because a rollout engine holds on to the memory of the parameters.
+        """
+        weights = self._master_weights.weights
+        before = {name: weights[name].detach().clone() for name in self.averages}
+        self._write_averages()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, weight in before.items():
+                    weights[name].copy_(weight)
+
+    def adopt_averages(self) -> None:
+        """Leave the average in the model for good: training has ended."""
+        if self.decay is not None:
+            self._write_averages()
+            self._master_weights.refresh_masters()
+
+    @torch.no_grad()
+    def _write_averages(self) -> None:
+        """The average into the model, in the weights' dtype."""
+        for name, average in self.averages.items():
+            self._master_weights.weights[name].copy_(average)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The averages by parameter, and the number of updates in them; None where no average is kept."""
+        return (
+            None
+            if self.decay is None
+            else {"updates": self.updates, "averages": dict(self.averages)}
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Inverse of `state_dict`; an average that only the settings or only the state know of starts afresh."""
+        if self.decay is None or state is None:
+            return
+        self.updates = state["updates"]
+        self.averages = load_averages(state["averages"], self._master_weights.masters)

@@ -1,4 +1,7 @@
-"""One optimizer step: accumulate, guard, clip, step, schedule. The same for every trainer."""
+"""Micro-batches: cutting those that do not fit into memory, and combining their metrics.
+
+One optimizer step: accumulate, guard, clip, step, schedule. The same for every trainer.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +15,71 @@ import torch
 from torch import nn
 
 from rl_core.cpu.allocator import keep_freed_memory
-from rl_core.cpu.waiting import bound_waiting
-from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, local
+from rl_core.cpu.openmp_spin import limit_openmp_spin
+from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, to_local_rows
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
-from rl_core.memory import first_line, halve, is_out_of_memory, note_out_of_memory, padded_tokens
-from rl_core.models.dropout import training_mode
-from rl_core.models.precision import autocast
+from rl_core.models.forward_modes import enable_autocast, use_training_mode
+from rl_core.out_of_memory import (
+    count_padded_tokens,
+    format_first_line,
+    halve_batch,
+    is_out_of_memory,
+    record_out_of_memory,
+)
 from rl_core.settings import OptimizerSettings
-from rl_core.storage.moments import load_moments, moments
-from rl_core.timing import count, span
-from rl_core.training.ema_weights import EmaWeights
-from rl_core.training.gradient_norm import clip_gradients, total_norm
-from rl_core.training.master_weights import MasterWeights
-from rl_core.training.micro_batches import combine_metrics, cut
+from rl_core.storage.checkpoint import extract_moments, load_moments
+from rl_core.timing import add_to_total, span
+from rl_core.training.master_weights import EmaWeights, MasterWeights
 from rl_core.training.optimizers import (
     Grokfast,
     build_optimizer,
+    clip_gradients,
+    compute_learning_rate,
+    compute_total_norm,
     enable_activation_checkpointing,
-    learning_rate_at,
     step_adamw,
 )
-from rl_core.training.sharded_step import ShardedModel, without_dummy
-from rl_core.training.throughput import sequence_lengths, step_flops
+from rl_core.training.performance_metrics import count_step_flops, read_sequence_lengths
+from rl_core.training.sharded_step import ShardedModel, unwrap_dummy
 
-__all__ = ["LossFn", "OptimizerStep"]
+Batch = TypeVar("Batch")
+
+
+def combine_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Metrics of micro-batches as one: names ending in _max or _min combine so, all others add up.
+
+    Losses normalise their metrics by the global denominator, which is why sums are right (tensors are read only here,
+    so that an accelerator is waited for once a step).
+    """
+    columns: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            columns.setdefault(name, []).append(float(value))
+    return {
+        name: max(values)
+        if name.endswith("_max")
+        else min(values)
+        if name.endswith("_min")
+        else math.fsum(values)
+        for name, values in columns.items()
+    }
+
+
+def split_oversized_batches(micro_batches: list[Batch], max_tokens: int | None) -> list[Batch]:
+    """Those above `max_tokens` padded tokens halved, again and again, down to single rows; None = as they are."""
+    if max_tokens is None:
+        return micro_batches
+    parts: list[Batch] = []
+    for batch in micro_batches:
+        halves = halve_batch(batch) if count_padded_tokens(batch) > max_tokens else None
+        parts.extend(split_oversized_batches(list(halves), max_tokens) if halves else [batch])
+    return parts
+
 
 logger = logging.getLogger(__name__)
 
-Batch = TypeVar("Batch")
 LossFn = Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]]
-CLIP_FROM = 0.99  # of max_grad_norm, so that torch's 1e-6 and rounding make no difference
+CLIP_MARGIN = 0.99  # of max_grad_norm, so that torch's 1e-6 and rounding make no difference
 
 
 class OptimizerStep:
@@ -62,7 +100,7 @@ class OptimizerStep:
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         keep_freed_memory()
-        bound_waiting()
+        limit_openmp_spin()
         self.model = model
         self.process_group = process_group
         self.settings = settings
@@ -72,7 +110,9 @@ class OptimizerStep:
         self.skipped_steps = 0  # steps skipped because something was not finite
         self.skipped_in_row = 0
         self.learning_rate_scale = 1.0  # of the whole schedule; a rollback makes it smaller
-        self.max_tokens: int | None = None  # padded tokens that were seen to fit; None = nothing ever ran out of memory
+        self.max_tokens: int | None = (
+            None  # padded tokens that were seen to fit; None = nothing ever ran out of memory
+        )
         self.sharded = ShardedModel(model, process_group)
         self.master_weights = MasterWeights(model)
         if settings.activation_checkpointing:
@@ -81,33 +121,44 @@ class OptimizerStep:
         self.optimizer = build_optimizer(model, masters, settings)
         self._grokfast: Grokfast | None = None
         if settings.grokfast_lambda > 0:
-            self._grokfast = Grokfast(masters, amplification=settings.grokfast_lambda, alpha=settings.grokfast_alpha)
+            self._grokfast = Grokfast(
+                masters, amplification=settings.grokfast_lambda, alpha=settings.grokfast_alpha
+            )
         self.ema = EmaWeights(self.master_weights, settings.ema_decay)
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
-        return self.learning_rate_scale * learning_rate_at(self.num_steps, self.settings, self.total_steps)
+        return self.learning_rate_scale * compute_learning_rate(
+            self.num_steps, self.settings, self.total_steps
+        )
 
     @property
     def computes_in_bfloat16(self) -> bool:
         """True = matrix products are taken in bfloat16, by autocast or because the weights are."""
-        return self.settings.autocast == "bfloat16" or self.master_weights.first.dtype == torch.bfloat16
+        return (
+            self.settings.autocast == "bfloat16"
+            or self.master_weights.first_weight.dtype == torch.bfloat16
+        )
 
     @property
     def computes_in_float32(self) -> bool:
         """True = matrix products and weights are in float32, those of a frozen base model included."""
-        return not self.computes_in_bfloat16 and next(self.model.parameters()).dtype == torch.float32
+        return (
+            not self.computes_in_bfloat16 and next(self.model.parameters()).dtype == torch.float32
+        )
 
-    def autocast(self) -> AbstractContextManager[None]:
+    def enable_autocast(self) -> AbstractContextManager[None]:
         """Context in which the model computes: bfloat16 where the settings ask for it, float32 weights either way.
 
         `apply` runs its loss function in it; a trainer runs its own passes over the model in it, so that log-probs
         agree.
         """
-        return autocast(self.settings.autocast, self.master_weights.first.device)
+        return enable_autocast(self.settings.autocast, self.master_weights.first_weight.device)
 
-    def apply(self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]) -> dict[str, float]:
+    def run_step(
+        self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]
+    ) -> dict[str, float]:
         """One optimizer step over all micro-batches.
 
         Args:
@@ -122,53 +173,70 @@ class OptimizerStep:
         """
         if not micro_batches:
             raise DataError("an optimizer step needs at least one micro-batch")
-        lengths = [length for batch in micro_batches for length in sequence_lengths(batch)]  # a dummy has none
-        count("optimizer_flops", step_flops(self.model, lengths))
+        lengths = [
+            length for batch in micro_batches for length in read_sequence_lengths(batch)
+        ]  # a dummy has none
+        add_to_total("optimizer_flops", count_step_flops(self.model, lengths))
         with span("optimizer"):
-            return self._apply(micro_batches, loss_fn)
+            return self._run_step(micro_batches, loss_fn)
 
-    def _apply(self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]) -> dict[str, float]:
-        with training_mode(self.model, dropout=self.settings.dropout):
+    def _run_step(
+        self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]
+    ) -> dict[str, float]:
+        with use_training_mode(self.model, dropout=self.settings.dropout):
             if self.sharded.shards is None:
-                parts, problem = self._accumulate([without_dummy(batch) for batch in micro_batches], loss_fn)
+                parts, problem = self._accumulate_gradients(
+                    [unwrap_dummy(batch) for batch in micro_batches], loss_fn
+                )
             else:
-                self._clear()
-                parts, problem = self.sharded.accumulate(
-                    micro_batches, loss_fn, autocast=self.autocast, collect=self.master_weights.collect_gradients
+                self._clear_gradients()
+                parts, problem = self.sharded.accumulate_gradients(
+                    micro_batches,
+                    loss_fn,
+                    autocast=self.enable_autocast,
+                    collect=self.master_weights.collect_gradients,
                 )
         metrics = combine_metrics(parts)
-        norm = self._grad_norm()
+        norm = self._compute_grad_norm()
         metrics["train/grad_norm"] = float(norm)
         metrics["train/learning_rate"] = self.learning_rate
         is_finite = (
-            problem is None and math.isfinite(metrics["train/loss"]) and math.isfinite(metrics["train/grad_norm"])
+            problem is None
+            and math.isfinite(metrics["train/loss"])
+            and math.isfinite(metrics["train/grad_norm"])
         )
         if is_finite and self._grokfast is not None:
             # After the check, so that no bad gradient enters its average; before clipping, so that max_grad_norm bounds
             # what the optimizer gets, amplified or not.
-            self._grokfast.amplify()
-            norm = self._grad_norm()
+            self._grokfast.amplify_gradients()
+            norm = self._compute_grad_norm()
             metrics["train/grokfast_grad_norm"] = float(norm)
             is_finite = math.isfinite(metrics["train/grokfast_grad_norm"])
         if is_finite:
-            self._optimize(norm, metrics.get("train/grokfast_grad_norm", metrics["train/grad_norm"]))
+            self._update_weights(
+                norm, metrics.get("train/grokfast_grad_norm", metrics["train/grad_norm"])
+            )
         else:
-            self._skip(parts, problem)
-        self._clear()
+            self._skip_update(parts, problem)
+        self._clear_gradients()
         metrics["train/skipped_steps"] = float(self.skipped_steps)
         return metrics
 
-    def _grad_norm(self) -> torch.Tensor:
+    def _compute_grad_norm(self) -> torch.Tensor:
         masters = self.master_weights.masters.values()
-        grads = [local(master.grad) for master in masters if master.grad is not None]
-        return self.process_group.norm(total_norm(grads))
+        grads = [to_local_rows(master.grad) for master in masters if master.grad is not None]
+        return self.process_group.compute_norm(compute_total_norm(grads))
 
-    def _optimize(self, norm: torch.Tensor, size: float) -> None:
+    def _update_weights(self, norm: torch.Tensor, size: float) -> None:
         """Clip, step, and take the new weights over. `size`: the norm, read already."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
-        if size > CLIP_FROM * self.settings.max_grad_norm:  # below, clipping would multiply by exactly 1
-            clip_gradients(list(self.master_weights.masters.values()), self.settings.max_grad_norm, norm)
+        if (
+            size > CLIP_MARGIN * self.settings.max_grad_norm
+        ):  # below, clipping would multiply by exactly 1
+            clip_gradients(
+                list(self.master_weights.masters.values()), self.settings.max_grad_norm, norm
+            )
         try:
             if isinstance(self.optimizer, torch.optim.AdamW):
                 step_adamw(self.optimizer)
@@ -178,15 +246,15 @@ class OptimizerStep:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(
-                f"the optimizer's state does not fit into memory ({first_line(error)}); use LoRA, a smaller model, or "
+                f"the optimizer's state does not fit into memory ({format_first_line(error)}); use LoRA, a smaller model, or "
                 "more processes, which share it out"
             ) from error
-        self.master_weights.write_back()
-        self.ema.update()
+        self.master_weights.write_weights_back()
+        self.ema.update_averages()
         self.skipped_in_row = 0
         self.num_steps += 1
 
-    def _accumulate(
+    def _accumulate_gradients(
         self, micro_batches: list[Batch], loss_fn: LossFn[Batch]
     ) -> tuple[list[dict[str, Any]], str | None]:
         """Backward of every micro-batch; on lack of memory, all again with the large ones cut in half.
@@ -195,12 +263,12 @@ class OptimizerStep:
         Returns: metrics of each micro-batch; what was not finite, where the loss refused its input.
         """
         while True:
-            self._clear()
-            micro_batches = cut(micro_batches, self.max_tokens)
+            self._clear_gradients()
+            micro_batches = split_oversized_batches(micro_batches, self.max_tokens)
             parts: list[dict[str, Any]] = []
             try:
                 for batch in micro_batches:
-                    with self.autocast():
+                    with self.enable_autocast():
                         loss, metrics = loss_fn(batch)
                     loss.backward()
                     self.master_weights.collect_gradients()
@@ -211,41 +279,44 @@ class OptimizerStep:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                problem = first_line(error)
+                problem = format_first_line(error)
                 loss = metrics = None  # type: ignore[assignment]  # frees the graph before the next try
             failed = micro_batches[len(parts)]
-            if halve(failed) is None:
+            if halve_batch(failed) is None:
                 raise OutOfMemory(
-                    f"one row of {padded_tokens(failed)} tokens does not fit into memory ({problem}); "
+                    f"one row of {count_padded_tokens(failed)} tokens does not fit into memory ({problem}); "
                     "shorten max_completion_tokens or the context, or use a smaller model or LoRA"
                 )
-            self.max_tokens = padded_tokens(failed) - 1
-            note_out_of_memory("micro-batches", self.max_tokens, "padded tokens")
+            self.max_tokens = count_padded_tokens(failed) - 1
+            record_out_of_memory("micro-batches", self.max_tokens, "padded tokens")
 
-    def _clear(self) -> None:
+    def _clear_gradients(self) -> None:
         """Drop all gradients; every optimizer's are those of the masters."""
         for master in self.master_weights.masters.values():
             master.grad = None
         for weight in self.master_weights.weights.values():
             weight.grad = None
 
-    def _skip(self, parts: Sequence[Mapping[str, Any]], problem: str | None) -> None:
+    def _skip_update(self, parts: Sequence[Mapping[str, Any]], problem: str | None) -> None:
         self.skipped_steps += 1
         self.skipped_in_row += 1
-        bad = self._first_nonfinite(parts, problem)
+        bad = self._find_first_nonfinite(parts, problem)
         logger.warning(
-            "optimizer step %d skipped, %d in a row: not finite: %s", self.num_steps, self.skipped_in_row, bad
+            "optimizer step %d skipped, %d in a row: not finite: %s",
+            self.num_steps,
+            self.skipped_in_row,
+            bad,
         )
         self.num_steps += 1
         if self.skipped_in_row >= self.max_nonfinite:
-            self._clear()
+            self._clear_gradients()
             raise NonFiniteError(
                 f"{self.skipped_in_row} non-finite optimizer steps in a row (max_nonfinite); the last at step "
                 f"{self.num_steps - 1}, first bad tensor: {bad}. The weights are those of the last good step; "
                 "try a lower learning_rate or max_grad_norm, and look at the data of that step"
             )
 
-    def _first_nonfinite(self, parts: Sequence[Mapping[str, Any]], problem: str | None) -> str:
+    def _find_first_nonfinite(self, parts: Sequence[Mapping[str, Any]], problem: str | None) -> str:
         """Name of the first bad tensor, causes before consequences: weights, a loss's input, losses, gradients."""
         for name, weight in self.master_weights.weights.items():
             if not self._is_finite(weight):
@@ -261,12 +332,14 @@ class OptimizerStep:
         return "global gradient norm"
 
     def _is_finite(self, tensor: torch.Tensor) -> bool:
-        return not self.process_group.all_reduce_max(int(not bool(torch.isfinite(local(tensor)).all())))
+        return not self.process_group.all_reduce_max(
+            int(not bool(torch.isfinite(to_local_rows(tensor)).all()))
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer moments, float32 masters, averages and counters; the schedule follows from `num_steps`."""
         return {
-            "optimizer": self._moments(),
+            "optimizer": self._collect_moments(),
             "masters": self.master_weights.state_dict(),
             **({"grokfast": self._grokfast.state_dict()} if self._grokfast is not None else {}),
             "ema": self.ema.state_dict(),
@@ -277,9 +350,9 @@ class OptimizerStep:
             "max_tokens": self.max_tokens,
         }
 
-    def _moments(self) -> dict[str, Any]:
+    def _collect_moments(self) -> dict[str, Any]:
         if isinstance(self.optimizer, torch.optim.Optimizer):
-            return moments(self.optimizer)
+            return extract_moments(self.optimizer)
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -288,7 +361,7 @@ class OptimizerStep:
         Averages that only the settings or only the state know of start afresh, or are left out (a resume with changed
         settings, which has to be allowed explicitly). Raises: CheckpointError for the state of another optimizer.
         """
-        if state["optimizer"].keys() != self._moments().keys():
+        if state["optimizer"].keys() != self._collect_moments().keys():
             raise CheckpointError(
                 f"the checkpoint holds the state of another optimizer than '{self.settings.optimizer}'; "
                 "put the old setting back, or start afresh in another folder"

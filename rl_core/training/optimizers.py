@@ -1,4 +1,9 @@
-"""Parts of an optimizer step: learning-rate schedule, AdamW or Muon, Grokfast, activation checkpointing.
+"""Norm and clipping of gradients: torch's, to the last bit, without what it looks up at every call.
+
+Around networks as small as those of `rl_core.networks` the lookup costs more than the norm. Where gradients differ in
+device or type, torch's own functions do the work.
+
+Parts of an optimizer step: learning-rate schedule, AdamW or Muon, Grokfast, activation checkpointing.
 
 `rl_core.training.optimizer_step` puts them together. All of them work on the float32 parameters, by name.
 """
@@ -13,26 +18,48 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from rl_core.distributed.sharded_types import is_sharded_tensor
+from rl_core.distributed.sharding import is_sharded_tensor
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.settings import OptimizerSettings
-from rl_core.storage.moments import load_moments, moments
+from rl_core.storage.checkpoint import extract_moments, load_moments
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "GatheredMuon",
-    "Grokfast",
-    "JointOptimizer",
-    "Optimizer",
-    "build_optimizer",
-    "enable_activation_checkpointing",
-    "hidden_matrices",
-    "learning_rate_at",
-    "load_averages",
-    "step_adamw",
-]
+
+def compute_total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Euclidean norm over all gradients, scalar; as `torch.nn.utils.get_total_norm`."""
+    if not _has_single_device_and_dtype(gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    with torch.no_grad():
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2.0)), 2.0)
+
+
+def clip_gradients(parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Scale the gradients of the parameters, in place, by min(1, max_norm / (norm + 1e-6)).
+
+    As `torch.nn.utils.clip_grads_with_norm_`. Args: norm: of all gradients, scalar.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not _has_single_device_and_dtype(gradients) or norm.device != gradients[0].device:
+        torch.nn.utils.clip_grads_with_norm_(list(parameters), max_norm, norm)
+        return
+    with torch.no_grad():
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def _has_single_device_and_dtype(gradients: Sequence[torch.Tensor]) -> bool:
+    """True = plain dense tensors of one device and type, which torch handles together."""
+    if not gradients:
+        return False
+    device, dtype = gradients[0].device, gradients[0].dtype
+    return device.type in ("cpu", "cuda") and all(
+        type(gradient) is torch.Tensor
+        and gradient.dtype == dtype
+        and gradient.device == device
+        and gradient.layout == torch.strided
+        for gradient in gradients
+    )
 
 
 class Optimizer(Protocol):
@@ -55,7 +82,7 @@ class Optimizer(Protocol):
         """Inverse of `state_dict`."""
 
 
-def learning_rate_at(step: int, settings: OptimizerSettings, total_steps: int) -> float:
+def compute_learning_rate(step: int, settings: OptimizerSettings, total_steps: int) -> float:
     """Learning rate of optimizer step number `step` (0 = the first).
 
     Warm-up: peak (step + 1) / warmup_steps, so that step "-1" would be at 0 and the last warm-up step is at the peak.
@@ -66,12 +93,20 @@ def learning_rate_at(step: int, settings: OptimizerSettings, total_steps: int) -
         return peak * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return peak
-    progress = min(1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps))
-    share = 1.0 - progress if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    progress = min(
+        1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
+    )
+    share = (
+        1.0 - progress
+        if settings.schedule == "linear"
+        else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
     return peak * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * share)
 
 
-def build_optimizer(model: nn.Module, masters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> Optimizer:
+def build_optimizer(
+    model: nn.Module, masters: Mapping[str, nn.Parameter], settings: OptimizerSettings
+) -> Optimizer:
     """AdamW over all of `masters`, or Muon over the hidden matrices and AdamW over the rest.
 
     Muon's update is scaled by 0.2 sqrt(max(rows, columns)) (arXiv:2502.16982, section 2.2), which gives it the size of
@@ -80,7 +115,7 @@ def build_optimizer(model: nn.Module, masters: Mapping[str, nn.Parameter], setti
     Args:
         masters: float32 parameters to train, named as in `model`.
     """
-    hidden = hidden_matrices(model) & masters.keys() if settings.optimizer == "muon" else set()
+    hidden = find_hidden_matrices(model) & masters.keys() if settings.optimizer == "muon" else set()
     rest = [parameter for name, parameter in masters.items() if name not in hidden]
     # Decay on matrices only: norms and biases are scales, not directions (arXiv:1711.05101 leaves it open).
     groups: list[dict[str, Any]] = [
@@ -99,7 +134,7 @@ def build_optimizer(model: nn.Module, masters: Mapping[str, nn.Parameter], setti
             fused=True,  # one pass over memory in place of a dozen
         )
     if hidden:
-        parts["muon"] = _muon_class([masters[name] for name in masters if name in hidden])(
+        parts["muon"] = _select_muon_class([masters[name] for name in masters if name in hidden])(
             [parameter for name, parameter in masters.items() if name in hidden],
             lr=settings.learning_rate,
             weight_decay=settings.weight_decay,
@@ -125,14 +160,24 @@ def step_adamw(optimizer: torch.optim.AdamW) -> None:
         updates.append((group, trained, states))
     for group, trained, states in updates:
         adamw(
-            trained, [parameter.grad for parameter in trained if parameter.grad is not None],
-            [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states], [],
-            [state["step"] for state in states], fused=True, amsgrad=False, maximize=False, lr=group["lr"],
-            beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
-        )  # fmt: skip
+            trained,
+            [parameter.grad for parameter in trained if parameter.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
 
 
-def hidden_matrices(model: nn.Module) -> set[str]:
+def find_hidden_matrices(model: nn.Module) -> set[str]:
     """Names of the trainable parameters that Muon is meant for.
 
     These are the matrices between embedding and head (adapters' matrices, where there are adapters): 2D, and neither
@@ -155,8 +200,12 @@ def hidden_matrices(model: nn.Module) -> set[str]:
     }
 
 
-def _muon_class(parameters: Sequence[torch.Tensor]) -> type[torch.optim.Muon]:
-    return GatheredMuon if any(is_sharded_tensor(parameter) for parameter in parameters) else torch.optim.Muon
+def _select_muon_class(parameters: Sequence[torch.Tensor]) -> type[torch.optim.Muon]:
+    return (
+        GatheredMuon
+        if any(is_sharded_tensor(parameter) for parameter in parameters)
+        else torch.optim.Muon
+    )
 
 
 class GatheredMuon(torch.optim.Muon):
@@ -166,8 +215,12 @@ class GatheredMuon(torch.optim.Muon):
     """
 
     def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
-        self._sharded: list[DTensor] = [parameter for parameter in params if is_sharded_tensor(parameter)]
-        super().__init__([nn.Parameter(parameter.full_tensor()) for parameter in self._sharded], **options)
+        self._sharded: list[DTensor] = [
+            parameter for parameter in params if is_sharded_tensor(parameter)
+        ]
+        super().__init__(
+            [nn.Parameter(parameter.full_tensor()) for parameter in self._sharded], **options
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -180,7 +233,11 @@ class GatheredMuon(torch.optim.Muon):
             whole.grad = None if sharded.grad is None else sharded.grad.full_tensor()  # type: ignore[attr-defined]
         super().step()
         for sharded, whole in zip(self._sharded, wholes, strict=True):
-            sharded.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None))
+            sharded.copy_(
+                distribute_tensor(
+                    whole, sharded.device_mesh, sharded.placements, src_data_rank=None
+                )
+            )
             whole.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -212,12 +269,14 @@ class JointOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Moments of each part, under its name."""
-        return {name: moments(part) for name, part in self.parts.items()}
+        return {name: extract_moments(part) for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Inverse of `state_dict`. Raises: CheckpointError for the state of another optimizer."""
         if state_dict.keys() != self.parts.keys():
-            raise CheckpointError(f"optimizer: state of {sorted(state_dict)}, expected {sorted(self.parts)}")
+            raise CheckpointError(
+                f"optimizer: state of {sorted(state_dict)}, expected {sorted(self.parts)}"
+            )
         for name, part in self.parts.items():
             load_moments(part, state_dict[name])
 
@@ -229,14 +288,16 @@ class Grokfast:
     Source: Lee et al. 2024, arXiv:2405.20233, Grokfast-EMA.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, amplification: float, alpha: float) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], *, amplification: float, alpha: float
+    ) -> None:
         self.parameters = parameters
         self.amplification = amplification  # lambda
         self.alpha = alpha
         self.averages: dict[str, torch.Tensor] = {}  # mu, float32
 
     @torch.no_grad()
-    def amplify(self) -> None:
+    def amplify_gradients(self) -> None:
         """Take the present gradients, all of them finite, into the averages, and add these to them in place."""
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
@@ -260,7 +321,9 @@ def load_averages(
     """Tensors of a checkpoint, each on its parameter's device. Raises: CheckpointError for a name that is not there."""
     unknown = sorted(tensors.keys() - parameters.keys())
     if unknown:
-        raise CheckpointError(f"averages of another model: there is no trainable parameter {unknown[0]}")
+        raise CheckpointError(
+            f"averages of another model: there is no trainable parameter {unknown[0]}"
+        )
     return {name: tensor.to(parameters[name].device, copy=True) for name, tensor in tensors.items()}
 
 
@@ -269,15 +332,19 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
 
     It does so in training mode only. Raises: SettingsError when `model` holds none that can.
     """
-    targets = _checkpointable(model)
+    targets = _find_checkpointable_modules(model)
     if not targets:
         raise SettingsError(
             f"activation_checkpointing: {type(model).__name__} is no transformers model that can do it; leave it false"
         )
     for target in targets:
-        options = {"use_reentrant": False}  # the reentrant form loses gradients where inputs need none (adapters)
+        options = {
+            "use_reentrant": False
+        }  # the reentrant form loses gradients where inputs need none (adapters)
         try:
-            if hasattr(target, "activation_checkpointing_enable"):  # the newer name in transformers 5
+            if hasattr(
+                target, "activation_checkpointing_enable"
+            ):  # the newer name in transformers 5
                 target.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
             else:
                 target.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
@@ -285,8 +352,8 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
             raise SettingsError(f"activation_checkpointing: {error}; leave it false") from error
 
 
-def _checkpointable(module: nn.Module) -> Sequence[Any]:
+def _find_checkpointable_modules(module: nn.Module) -> Sequence[Any]:
     """The outermost modules that know how to checkpoint their activations."""
     if hasattr(module, "gradient_checkpointing_enable"):
         return [module]
-    return [found for child in module.children() for found in _checkpointable(child)]
+    return [found for child in module.children() for found in _find_checkpointable_modules(child)]

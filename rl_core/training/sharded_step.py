@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from rl_core.capabilities import plain_head
+from rl_core.capabilities import check_chunked_head
 from rl_core.distributed import DummyBatch, ProcessGroup, Shards, gather_state, scatter_state
 from rl_core.errors import OutOfMemory
-from rl_core.memory import MemoryFit, is_out_of_memory, padded_tokens
-from rl_core.models.causal_lm import evaluating
-from rl_core.models.critic import PolicyWithCritic
-
-__all__ = ["ShardedModel", "without_dummy"]
+from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.heads import PolicyWithCritic
+from rl_core.out_of_memory import MemoryFit, count_padded_tokens, is_out_of_memory
 
 Batch = TypeVar("Batch")
 Row = TypeVar("Row")
@@ -40,25 +38,25 @@ class ShardedModel:
         self.shards: Shards | None = None
         if process_group.size > 1:
             policy = model.policy if isinstance(model, PolicyWithCritic) else model
-            plain_head(policy)  # its trial runs the model, which has to be whole for that
+            check_chunked_head(policy)  # its trial runs the model, which has to be whole for that
             self.shards = Shards(model, process_group)
 
-    def with_full_weights(self, compute: Callable[[], Result]) -> Result:
+    def run_with_full_weights(self, compute: Callable[[], Result]) -> Result:
         """Result of `compute()`, run with whole weights in the model: a trainer's own passes run in it."""
-        return compute() if self.shards is None else self.shards.with_full_weights(compute)
+        return compute() if self.shards is None else self.shards.run_with_full_weights(compute)
 
-    def with_full_weights_independent(self, compute: Callable[[], Result]) -> Result:
+    def run_independently_with_full_weights(self, compute: Callable[[], Result]) -> Result:
         """Result of `compute()`, run with whole weights in the model for as long as it takes; without gradient.
 
         For rollouts, and for passes over a process's own share of some rows: each process may call the model as often
         as it likes.
         """
         if self.shards is not None:
-            return self.shards.with_full_weights_independent(compute)
+            return self.shards.run_independently_with_full_weights(compute)
         with torch.no_grad():
             return compute()
 
-    def measure(
+    def measure_batches(
         self,
         batches: Sequence[Batch | DummyBatch[Batch]],
         fn: Callable[[Batch], Result],
@@ -71,17 +69,22 @@ class ShardedModel:
         Raises: OutOfMemory.
         """
         results: list[Result] = []
-        with evaluating(self.model), torch.no_grad(), autocast:
+        with use_eval_mode(self.model), torch.no_grad(), autocast:
             if self.shards is None:
-                return MemoryFit("evaluation").compute((without_dummy(batch) for batch in batches), fn)
+                return MemoryFit("evaluation").compute_batches(
+                    (unwrap_dummy(batch) for batch in batches), fn
+                )
             for batch in batches:
-                result = self.with_full_weights(functools.partial(fn, without_dummy(batch)))
+                result = self.run_with_full_weights(functools.partial(fn, unwrap_dummy(batch)))
                 if not isinstance(batch, DummyBatch):
                     results.append(result)
         return [result for part in self.process_group.all_gather(results) for result in part]
 
-    def all_gather_rows(
-        self, rows: Sequence[Row], lengths: Sequence[int], compute: Callable[[list[Row]], Sequence[Result]]
+    def gather_row_results(
+        self,
+        rows: Sequence[Row],
+        lengths: Sequence[int],
+        compute: Callable[[list[Row]], Sequence[Result]],
     ) -> list[Result]:
         """`compute` of each row, without gradient; each process does its share, and all get everything.
 
@@ -89,13 +92,15 @@ class ShardedModel:
             lengths: tokens of each row.
             compute: one result a row, in order; results travel between processes, so their tensors lie on the CPU.
         """
-        mine = self.process_group.share(lengths)
-        own = self.with_full_weights_independent(lambda: compute([rows[index] for index in mine]))
+        mine = self.process_group.select_local_rows(lengths)
+        own = self.run_independently_with_full_weights(
+            lambda: compute([rows[index] for index in mine])
+        )
         shares = self.process_group.all_gather(dict(zip(mine, own, strict=True)))
         results = {index: result for share in shares for index, result in share.items()}
         return [results[index] for index in range(len(rows))]
 
-    def accumulate(
+    def accumulate_gradients(
         self,
         micro_batches: Sequence[Batch | DummyBatch[Batch]],
         loss_fn: Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]],
@@ -123,14 +128,15 @@ class ShardedModel:
             try:
                 with autocast():
                     loss, metrics, why = self.shards.run_loss(
-                        functools.partial(loss_fn, without_dummy(batch)), weight=0.0 if is_dummy else 1.0
+                        functools.partial(loss_fn, unwrap_dummy(batch)),
+                        weight=0.0 if is_dummy else 1.0,
                     )
                 loss.backward()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 raise OutOfMemory(
-                    f"a micro-batch of {padded_tokens(without_dummy(batch))} padded tokens does not fit into the "
+                    f"a micro-batch of {count_padded_tokens(unwrap_dummy(batch))} padded tokens does not fit into the "
                     f"memory of process {rank}; lower micro_batch_tokens"
                 ) from error
             collect()
@@ -159,22 +165,28 @@ class ShardedModel:
             state,
             self.process_group,
             mesh=self.shards.mesh if self.shards else None,
-            is_sharded=functools.partial(_is_sharded, names),
+            is_sharded=functools.partial(_is_sharded_path, names),
         )
 
 
-def without_dummy(batch: Batch | DummyBatch[Batch]) -> Batch:
+def unwrap_dummy(batch: Batch | DummyBatch[Batch]) -> Batch:
     """The micro-batch itself."""
     return batch.batch if isinstance(batch, DummyBatch) else batch
 
 
-def _is_sharded(names: set[str], path: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
+def _is_sharded_path(names: set[str], path: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
     """True = the tensor at this place of a checkpoint is sharded: weights, and optimizer state of their shapes."""
     if path[:2] == ("trainer", "critic_optimizer_step"):
         path = path[1:]
-    elif path[:2] == ("trainer", "entries"):  # ... of a stage: its model, or which of its optimizer steps
+    elif path[:2] == (
+        "trainer",
+        "entries",
+    ):  # ... of a stage: its model, or which of its optimizer steps
         path = path[4:] if path[3:4] == ("optimizer_steps",) else path[3:]
         path = ("optimizer_step", *path[1:]) if path and isinstance(path[0], int) else path
-    if path[0] in ("optimizer_step", "critic_optimizer_step"):  # what has a shape there has that of a weight
+    if path[0] in (
+        "optimizer_step",
+        "critic_optimizer_step",
+    ):  # what has a shape there has that of a weight
         return len(shape) > 0 and path[1:3] != ("optimizer", "muon")  # Muon's are whole everywhere
     return path[0] in ("model", "best_model") and path[1] in names

@@ -7,15 +7,15 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-__all__ = ["GRACE_SECONDS", "GivenUp", "StopRequests"]
-
 logger = logging.getLogger(__name__)
 
 
-GRACE_SECONDS = 4.0  # after SIGTERM, for the iteration that runs; a preempted process has few seconds in all
+GRACE_SECONDS = (
+    4.0  # after SIGTERM, for the iteration that runs; a preempted process has few seconds in all
+)
 
 
-class GivenUp(KeyboardInterrupt):
+class IterationAborted(KeyboardInterrupt):
     """A stop that cannot wait for the iteration. Not an Exception: a guard around a user's code would catch it."""
 
     def __init__(self, message: str, signum: int) -> None:
@@ -40,7 +40,7 @@ class StopRequests:
         self._previous: dict[int, object] = {}
         self._guard = threading.Lock()
         self._timer: threading.Timer | None = None
-        self._late = False
+        self._is_late = False
 
     @property
     def signum(self) -> int | None:
@@ -52,11 +52,14 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
             for signum in self.SIGNALS:
-                self._previous[signum] = signal.signal(signum, self._receive)
+                self._previous[signum] = signal.signal(signum, self._handle_signal)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         with self._guard:  # the timer raises nothing behind this block
             if self._timer is not None:
@@ -67,19 +70,21 @@ class StopRequests:
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
         self._previous.clear()
 
-    def _receive(self, signum: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._received is not None:
-            why = f"not done {GRACE_SECONDS:g} s after" if self._late else "a second"
-            raise GivenUp(f"{why} {signal.Signals(signum).name}", self._received)
+            why = f"not done {GRACE_SECONDS:g} s after" if self._is_late else "a second"
+            raise IterationAborted(f"{why} {signal.Signals(signum).name}", self._received)
         self._received = signum
         if signum == signal.SIGTERM:
-            self._timer = threading.Timer(GRACE_SECONDS, self._give_up)
+            self._timer = threading.Timer(GRACE_SECONDS, self._abort_iteration)
             self._timer.daemon = True
             self._timer.start()
-        logger.warning("%s: finishing this iteration, then saving and stopping", signal.Signals(signum).name)
+        logger.warning(
+            "%s: finishing this iteration, then saving and stopping", signal.Signals(signum).name
+        )
 
-    def _give_up(self) -> None:
+    def _abort_iteration(self) -> None:
         with self._guard:
             if self._timer is not None:
-                self._late = True
+                self._is_late = True
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

@@ -18,13 +18,10 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.settings import EvaluationSettings, Settings, resolve_defaults
-from tasks.config.code_checks import named_code
 from tasks.config.cross_checks import check_combinations, find_waste
-from tasks.config.files import context_of, replaced, resolve_files
-from tasks.config.overrides import apply_overrides
-from tasks.config.own_stages import load_own_stages
-from tasks.config.problems import ConfigError, KeyLocations, Problem, overlap
-from tasks.config.schema import model_of, read
+from tasks.config.machine_checks import read_context_length, replace_unchecked, resolve_files
+from tasks.config.problems import ConfigError, ConfigProblem, KeyLocations, keys_overlap
+from tasks.config.schema import parse_settings, resolve_pydantic_model
 from tasks.config.settings import (
     STAGES,
     PipelineSettings,
@@ -35,7 +32,8 @@ from tasks.config.settings import (
     StagesSettings,
     TrackingSettings,
 )
-from tasks.config.yaml_loader import read_yaml
+from tasks.config.user_code import list_code_paths, load_custom_stages
+from tasks.config.yaml_loader import apply_overrides, read_yaml
 from tasks.shipped import find_config
 
 __all__ = [
@@ -48,23 +46,23 @@ __all__ = [
     "StageName",
     "StagesSettings",
     "TrackingSettings",
-    "evaluation_settings",
-    "from_dict",
-    "load",
-    "named_code",
-    "pipeline_model",
-    "resolve",
-    "settings_digest",
+    "resolve_evaluation_settings",
+    "build_settings",
+    "load_settings",
+    "list_code_paths",
+    "build_pipeline_model",
+    "dump_settings",
+    "digest_settings",
 ]
 
 
-def load(
+def load_settings(
     path: str | Path,
     overrides: Iterable[str] = (),
     *,
     check_files: bool = True,
     import_code: bool = True,
-    ask_servers: bool = True,
+    check_servers: bool = True,
     warn: Callable[[str], object] | None = None,
 ) -> PipelineSettings:
     """Read a pipeline's YAML file and check all of it.
@@ -85,88 +83,109 @@ def load(
     places = KeyLocations(str(path), lines=document.lines)
     problems = document.problems + apply_overrides(document.data, overrides, places)
     folder = Path(path).parent if check_files else None
-    settings, found = _check_all(document.data, folder, problems, import_code, ask_servers and check_files)
+    settings, found = _check_settings(
+        document.data, folder, problems, import_code, check_servers and check_files
+    )
     if found or settings is None:
         raise ConfigError(found, places)
     if warn is not None:
         for problem in find_waste(settings):
-            warn(places.line(problem))
+            warn(places.format_problem(problem))
     return settings
 
 
-def from_dict(
-    values: Mapping[str, Any], *, check_files: bool = True, import_code: bool = True, ask_servers: bool = True
+def build_settings(
+    values: Mapping[str, Any],
+    *,
+    check_files: bool = True,
+    import_code: bool = True,
+    check_servers: bool = True,
 ) -> PipelineSettings:
     """The settings of a plain dict, as `resolve` gives it or Prefect passes it, with the same checks as a file.
 
     Raises: ConfigError.
     """
-    settings, problems = _check_all(
-        values, Path() if check_files else None, [], import_code, ask_servers and check_files
+    settings, problems = _check_settings(
+        values, Path() if check_files else None, [], import_code, check_servers and check_files
     )
     if problems or settings is None:
         raise ConfigError(problems, KeyLocations("settings"))
     return settings
 
 
-def _check_all(
+def _check_settings(
     values: Any,
     folder: Path | None,
-    problems: list[Problem],
+    problems: list[ConfigProblem],
     import_code: bool = True,
-    ask_servers: bool = True,
-) -> tuple[PipelineSettings | None, list[Problem]]:
+    check_servers: bool = True,
+) -> tuple[PipelineSettings | None, list[ConfigProblem]]:
     """Types and ranges, files (unless folder is None), combinations; all problems, with those known before."""
-    settings, found = read(PipelineSettings, values)
-    problems = problems + [problem for problem in found if problem.key not in {known.key for known in problems}]
+    settings, found = parse_settings(PipelineSettings, values)
+    problems = problems + [
+        problem for problem in found if problem.key not in {known.key for known in problems}
+    ]
     if settings is None:
         return None, problems
     if folder is not None:
         settings, found = resolve_files(settings, folder)
         problems = problems + found
-    context = context_of(settings.model)
+    context = read_context_length(settings.model)
     if import_code:
-        stages, found = load_own_stages(settings.stages, settings.model, context)
-        settings, problems = replaced(settings, stages=stages), problems + found
+        stages, found = load_custom_stages(settings.stages, settings.model, context)
+        settings, problems = replace_unchecked(settings, stages=stages), problems + found
     try:
         stages = resolve_defaults(settings.stages, settings.model, context)
-        settings = replaced(settings, stages=stages)
+        settings = replace_unchecked(settings, stages=stages)
     except SettingsError as error:
         name, _, text = str(error).partition(": ")
         key = ("stages", *name.split("."))
-        problems = problems + ([] if any(overlap(key, known.key) for known in problems) else [Problem(key, text)])
+        problems = problems + (
+            []
+            if any(keys_overlap(key, known.key) for known in problems)
+            else [ConfigProblem(key, text)]
+        )
     broken = {problem.key for problem in problems}
-    return settings, problems + check_combinations(settings, broken, import_code=import_code, ask_servers=ask_servers)
+    return settings, problems + check_combinations(
+        settings, broken, import_code=import_code, check_servers=check_servers
+    )
 
 
-def evaluation_settings(settings: PipelineSettings) -> EvaluationSettings:
+def resolve_evaluation_settings(settings: PipelineSettings) -> EvaluationSettings:
     """The evaluation's settings; its defaults for the pipeline's model where it has no such stage."""
     model = settings.model
-    return settings.stages.evaluate or resolve_defaults(EvaluationSettings(), model, context_of(model))
+    return settings.stages.evaluate or resolve_defaults(
+        EvaluationSettings(), model, read_context_length(model)
+    )
 
 
-def pipeline_model() -> Any:
+def build_pipeline_model() -> Any:
     """The pydantic model of PipelineSettings: the type of a Prefect flow's parameter, shown as a form."""
-    return model_of(PipelineSettings)
+    return resolve_pydantic_model(PipelineSettings)
 
 
-def resolve(settings: Settings) -> dict[str, Any]:
-    """The settings as plain JSON values, defaults included; `from_dict` is the inverse for PipelineSettings."""
-    plain: dict[str, Any] = _plain(settings)
+def dump_settings(settings: Settings) -> dict[str, Any]:
+    """The settings as plain JSON values, defaults included; `build_settings` is the inverse for PipelineSettings."""
+    plain: dict[str, Any] = _convert_to_json_values(settings)
     return plain
 
 
-def settings_digest(value: Any) -> str:
+def digest_settings(value: Any) -> str:
     """16 hex digits that are equal exactly when the settings (or plain JSON values) are equal."""
-    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(
+        _convert_to_json_values(value), sort_keys=True, separators=(",", ":"), allow_nan=False
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _plain(value: Any) -> Any:
+def _convert_to_json_values(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: _convert_to_json_values(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        }
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _convert_to_json_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_convert_to_json_values(item) for item in value]
     return str(value) if isinstance(value, Path) else value

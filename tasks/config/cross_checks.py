@@ -1,45 +1,188 @@
-"""Checks across settings: combinations that cannot work are refused before anything runs, wasteful ones are named."""
+"""Needs of stages from the stages before them, or from model.path.
+
+Checks of networks for plain observations: the package is there, the environment can be made and acted in.
+
+Check of `tracking.alerts`: a condition on a metric that nothing logs can never come true.
+
+Checks across settings: combinations that cannot work are refused before anything runs, wasteful ones are named.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core.curriculum.watched_metrics import TOOL_SHARE, unknown_tool
-from rl_core.errors import PosttrainError, SettingsError, nearest
+from rl_core.curriculum.watched_metrics import (
+    TOOL_SHARE_PREFIX,
+    describe_unknown_tool,
+    find_metric_range,
+)
+from rl_core.errors import PosttrainError, SettingsError, suggest_name
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
-from rl_core.settings.sinks import check_installed
-from tasks.config.alert_checks import unlogged_alerts
-from tasks.config.code_checks import code_problems
-from tasks.config.curriculum_checks import POLICY, curriculum_problems, watched_keys
-from tasks.config.files import context_of
-from tasks.config.memory_checks import memory_problems
-from tasks.config.network_checks import STAGE as NETWORK
-from tasks.config.network_checks import network_problems
-from tasks.config.problems import Key, Problem, overlap
-from tasks.config.rollout_checks import rollout_problems
-from tasks.config.settings import PipelineSettings
-from tasks.config.stage_checks import stage_problems
-from tasks.stage_registry import policy_stages
+from rl_core.settings.services import check_sink_installed
+from tasks.config.machine_checks import check_memory, read_context_length
+from tasks.config.policy_checks import (
+    POLICY_KEY,
+    check_curriculum,
+    check_rollouts,
+    list_watched_metrics,
+)
+from tasks.config.problems import ConfigProblem, Key, keys_overlap
+from tasks.config.settings import PipelineSettings, StagesSettings
+from tasks.config.user_code import check_user_code
+from tasks.stage_registry import list_policy_stages, list_stage_names
 
-__all__ = ["check_combinations", "find_waste"]
+StageFinding = tuple[ConfigProblem, tuple[Key, ...]]  # with the other keys that it rests on
+
+_MODEL_PATH_KEY: Key = ("model", "path")
+_PREPARE_DATA_KEY: Key = ("stages", "prepare_data")
+
+
+def check_stage_inputs(settings: PipelineSettings) -> Iterator[StageFinding]:
+    """Stages that lack what they work on, each with the keys that the problem rests on."""
+    trained = any(getattr(settings.stages, name) is not None for name in list_policy_stages())
+    own = settings.stages.own.items()
+    trained = trained or any(
+        block and name not in list_stage_names() for name, block in own
+    )  # not imported
+    yield from _check_training_inputs(settings)
+    yield from _check_result_stages(settings, trained=trained)
+
+
+def _build_stage_finding(key: Key, text: str, *about: Key) -> StageFinding:
+    return ConfigProblem(key, text), about
+
+
+def _check_training_inputs(settings: PipelineSettings) -> Iterator[StageFinding]:
+    """Data, pairs and teachers of the stages that train."""
+    stages, path = settings.stages, settings.model.path
+    has_pairs = stages.prepare_data is not None and stages.prepare_data.preferences is not None
+    if stages.sft is not None and stages.prepare_data is None and path is not None:
+        text = "learns from what stages.prepare_data reads or makes; add `prepare_data: {}`"
+        yield _build_stage_finding(("stages", "sft"), text, _MODEL_PATH_KEY, _PREPARE_DATA_KEY)
+    if stages.reward_model is not None and stages.reward_model.loss == "mse" and not has_pairs:
+        yield _build_stage_finding(
+            ("stages", "reward_model", "loss"),
+            "mse learns from scored answers; name a file of rows with prompt, completion and score in "
+            "stages.prepare_data.preferences, or use bradley_terry",
+            _PREPARE_DATA_KEY,
+        )
+    if stages.distill is not None and stages.distill.teacher.model is None:
+        yield _build_stage_finding(
+            ("stages", "distill", "teacher", "model"),
+            "no teacher is named; give a model folder, a hub name or models:/NAME@ALIAS, or with url the name that the "
+            "server knows it by",
+        )
+    for name in ("preference", "reward_model"):
+        if getattr(stages, name) is None or has_pairs or stages.sft is not None or path is not None:
+            continue
+        yield _build_stage_finding(
+            ("stages", name),
+            "has no pairs to learn from; set stages.prepare_data.preferences to a file of them, or give it a policy "
+            "whose scored rollouts make them (stages.sft or model.path)",
+            _MODEL_PATH_KEY,
+            ("stages", "sft"),
+            _PREPARE_DATA_KEY,
+        )
+
+
+def _check_result_stages(settings: PipelineSettings, *, trained: bool) -> Iterator[StageFinding]:
+    """Episodes and models of the stages that judge; `trained`: a stage trains a policy."""
+    stages = settings.stages
+    policies = [("stages", name) for name in list_policy_stages()]
+    any_policy = f"{', '.join(list_policy_stages()[:-1])} or {list_policy_stages()[-1]}"
+    if stages.evaluate is not None and not trained and settings.model.path is None:
+        text = f"has no policy to evaluate; add stages.{any_policy}, or set model.path"
+        yield _build_stage_finding(("stages", "evaluate"), text, _MODEL_PATH_KEY, *policies)
+    for name, needed, purpose in _list_evaluation_consumers(stages):
+        if stages.evaluate is None:
+            text = f"needs {needed} of stages.evaluate; add `evaluate: {{}}`"
+            yield _build_stage_finding(("stages", name), text, ("stages", "evaluate"))
+        if purpose and not trained:
+            yield _build_stage_finding(
+                ("stages", name),
+                f"has no new model to {purpose}; add stages.{any_policy}",
+                *policies,
+            )
+
+
+def _list_evaluation_consumers(stages: StagesSettings) -> Iterator[tuple[str, str, str]]:
+    """(stage, its need from the evaluation, its purpose with a new model), of the stages after the evaluation."""
+    if stages.analyze is not None:
+        yield "analyze", "the episodes", ""
+    if (
+        stages.export is not None and stages.promote is None
+    ):  # else it comes with promote, which says it
+        yield "export", "the log-probs", "prove"
+    if stages.promote is not None:
+        yield "promote", "the result", "promote"
+
+
+NETWORK_KEY: Key = ("stages", "network")
+
+
+def check_network_environment(
+    settings: PipelineSettings, import_code: bool
+) -> Iterator[ConfigProblem]:
+    """Problems of the environment that `stages.network` names; one of the user's is made only where code may run."""
+    network = settings.stages.network
+    if network is None or (network.environment_class is not None and not import_code):
+        return
+    from rl_core.networks.vector_environment import check_environment  # imports torch
+
+    try:
+        check_environment(network)
+    except PosttrainError as error:
+        name, _, text = str(error).partition(": ")
+        yield ConfigProblem(
+            (*NETWORK_KEY, name) if name.isidentifier() else NETWORK_KEY,
+            text if name.isidentifier() else str(error),
+        )
+
+
+def find_unlogged_alerts(settings: PipelineSettings) -> Iterator[ConfigProblem]:
+    """Alerts on names that are not in the metric reference, for warnings: stages of one's own may log any."""
+    if not settings.tracking.alerts:
+        return
+    from rl_core.analysis.metric_reference import METRIC_GROUPS  # imports pandas
+
+    names = [metric.name for group in METRIC_GROUPS for metric in group.metrics]
+    patterns = [
+        re.compile("[^/]+".join(map(re.escape, re.split(r"\{\w+\}", name)))) for name in names
+    ]
+    plain = [name for name in names if "{" not in name]
+    policy = settings.stages.policy
+    for alert in settings.tracking.alerts:
+        is_known = alert.startswith("online/") or any(
+            pattern.fullmatch(alert) for pattern in patterns
+        )
+        if not is_known and (policy is None or find_metric_range(alert, policy) is None):
+            yield ConfigProblem(
+                ("tracking", "alerts", alert),
+                f"no stage logs a metric of this name; {suggest_name(alert, plain)}",
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
     """A problem and the other keys that it rests on."""
 
-    problem: Problem
+    problem: ConfigProblem
     about: tuple[Key, ...]
 
 
 def check_combinations(
-    settings: PipelineSettings, broken: Collection[Key] = (), *, import_code: bool = True, ask_servers: bool = True
-) -> list[Problem]:
+    settings: PipelineSettings,
+    broken: Collection[Key] = (),
+    *,
+    import_code: bool = True,
+    check_servers: bool = True,
+) -> list[ConfigProblem]:
     """Problems of combinations of settings.
 
     Args:
@@ -49,94 +192,108 @@ def check_combinations(
             package that frozen weights in few bits need.
     """
     findings = [
-        *_model(settings),
-        *(_few_bits(settings) if ask_servers else ()),
-        *(_Finding(problem, about) for problem, about in stage_problems(settings)),
-        *_sampling(settings),
-        *_loops(settings),
-        *_sinks(settings),
-        *(_Finding(problem, (("model",),)) for problem in rollout_problems(settings, ask_servers)),
-        *(_Finding(problem, ()) for problem in code_problems(settings, import_code)),
-        *_environment(settings, import_code),
-        *_rewards(settings, import_code),
-        *(_Finding(problem, about) for problem, about in curriculum_problems(settings.stages.policy)),
-        *(_Finding(problem, (problem.key[:-1],)) for problem in memory_problems(settings)),
-        *(_Finding(problem, (NETWORK,)) for problem in network_problems(settings, import_code)),
+        *_check_model(settings),
+        *(_check_quantization(settings) if check_servers else ()),
+        *(_Finding(problem, about) for problem, about in check_stage_inputs(settings)),
+        *_check_sampling(settings),
+        *_check_training_loops(settings),
+        *_check_sinks(settings),
+        *(_Finding(problem, (("model",),)) for problem in check_rollouts(settings, check_servers)),
+        *(_Finding(problem, ()) for problem in check_user_code(settings, import_code)),
+        *_check_environment(settings, import_code),
+        *_check_rewards(settings, import_code),
+        *(_Finding(problem, about) for problem, about in check_curriculum(settings.stages.policy)),
+        *(_Finding(problem, (problem.key[:-1],)) for problem in check_memory(settings)),
+        *(
+            _Finding(problem, (NETWORK_KEY,))
+            for problem in check_network_environment(settings, import_code)
+        ),
     ]
     return [
         finding.problem
         for finding in findings
-        if not any(overlap(key, other) for key in (finding.problem.key, *finding.about) for other in broken if other)
+        if not any(
+            keys_overlap(key, other)
+            for key in (finding.problem.key, *finding.about)
+            for other in broken
+            if other
+        )
     ]
 
 
-def find_waste(settings: PipelineSettings) -> list[Problem]:
+def find_waste(settings: PipelineSettings) -> list[ConfigProblem]:
     """Settings that work, but spend time on what nothing uses, or wait for what never comes: for warnings."""
-    policy, found = settings.stages.policy, [*unlogged_alerts(settings)]
-    if settings.stages.reward_model is None or policy is None or _asks_reward_model(policy):
+    policy, found = settings.stages.policy, [*find_unlogged_alerts(settings)]
+    if settings.stages.reward_model is None or policy is None or _uses_learned_reward(policy):
         return found
     text = (
         "is trained, but no reward of the policy uses it: set stages.policy.rewards.learned to a weight, as "
         "`rewards: {task: 1.0, learned: 0.1}`, or leave this stage out"
     )
-    return [*found, Problem(("stages", "reward_model"), text)]
+    return [*found, ConfigProblem(("stages", "reward_model"), text)]
 
 
-def _asks_reward_model(policy: PolicySettings) -> bool:
+def _uses_learned_reward(policy: PolicySettings) -> bool:
     """The component `learned` has a weight other than 0 in some stage of the curriculum, or without one."""
-    by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [policy.rewards]
+    by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [
+        policy.rewards
+    ]
     return any(weights.get("learned") for weights in by_stage)
 
 
-def _finding(key: Key, text: str, *about: Key) -> _Finding:
-    return _Finding(Problem(key, text), about)
+def _build_finding(key: Key, text: str, *about: Key) -> _Finding:
+    return _Finding(ConfigProblem(key, text), about)
 
 
-def _model(settings: PipelineSettings) -> Iterator[_Finding]:
+def _check_model(settings: PipelineSettings) -> Iterator[_Finding]:
     model = settings.model
     if model.lora is not None and model.path is None:
-        yield _finding(
+        yield _build_finding(
             ("model", "lora"),
             "adapters on a from-scratch preset leave its random weights as they are; set model.path, or remove lora",
             ("model", "path"),
         )
     if model.trust_remote_code and model.path is None:
-        yield _finding(
+        yield _build_finding(
             ("model", "trust_remote_code"),
             "a preset brings no code; set model.path, or remove this key",
             ("model", "path"),
         )
 
 
-def _few_bits(settings: PipelineSettings) -> Iterator[_Finding]:
+def _check_quantization(settings: PipelineSettings) -> Iterator[_Finding]:
     """The GPU and the package of frozen weights in few bits are here, where a stage trains adapters on them."""
     lora = settings.model.lora
-    trains = any(name in policy_stages() for name in settings.stages.active)
+    trains = any(name in list_policy_stages() for name in settings.stages.active)
     if lora is None or lora.quantize == "none" or not trains:
         return
-    from rl_core.models.causal_lm import device_of  # imports torch
-    from rl_core.models.lora import check_few_bits
+    from rl_core.models.causal_lm import resolve_device  # imports torch
+    from rl_core.models.lora import check_quantization
 
     try:
-        check_few_bits(lora, device_of(settings.model))
+        check_quantization(lora, resolve_device(settings.model))
     except SettingsError as error:
         key = ("model", "lora", "quantize")
-        yield _finding(key, str(error).removeprefix("lora.quantize: "), ("model", "device"))
+        yield _build_finding(key, str(error).removeprefix("lora.quantize: "), ("model", "device"))
 
 
-def _samplings(settings: PipelineSettings) -> Iterator[tuple[Key, SamplingSettings]]:
+def _list_sampling_settings(settings: PipelineSettings) -> Iterator[tuple[Key, SamplingSettings]]:
     for name in settings.stages.active:
         sampling = getattr(getattr(settings.stages, name), "sampling", None)
         if isinstance(sampling, SamplingSettings):
             yield ("stages", name, "sampling"), sampling
 
 
-def _sampling(settings: PipelineSettings) -> Iterator[_Finding]:
-    context = context_of(settings.model)
-    for key, sampling in _samplings(settings):
+def _check_sampling(settings: PipelineSettings) -> Iterator[_Finding]:
+    context = read_context_length(settings.model)
+    for key, sampling in _list_sampling_settings(settings):
         if context is not None and sampling.max_completion_tokens >= context:
-            source = "model.context" if settings.model.path is None else f"the context of {settings.model.path}"
-            yield _finding(
+            source = (
+                "model.context"
+                if settings.model.path is None
+                else f"the context of {settings.model.path}"
+            )
+            yield _build_finding(
                 (*key, "max_completion_tokens"),
                 f"{sampling.max_completion_tokens} leaves no room for a prompt: {source} is {context}; lower this, or "
                 "take a longer context",
@@ -144,37 +301,37 @@ def _sampling(settings: PipelineSettings) -> Iterator[_Finding]:
             )
     evaluate = settings.stages.evaluate
     if evaluate is not None and evaluate.samples > 1 and evaluate.sampling.temperature == 0:
-        yield _finding(
+        yield _build_finding(
             ("stages", "evaluate", "samples"),
             f"{evaluate.samples} greedy samples of an episode are all alike; use samples 1, or a temperature above 0",
             ("stages", "evaluate", "sampling", "temperature"),
         )
 
 
-def _loops(settings: PipelineSettings) -> Iterator[_Finding]:
+def _check_training_loops(settings: PipelineSettings) -> Iterator[_Finding]:
     for name in settings.stages.active:
         loop = getattr(settings.stages, name)
         if isinstance(loop, LoopSettings) and loop.patience is not None and loop.eval_every == 0:
-            yield _finding(
+            yield _build_finding(
                 ("stages", name, "patience"),
                 f"{loop.patience} evaluations are never made with eval_every 0; set eval_every, or remove patience",
                 ("stages", name, "eval_every"),
             )
 
 
-def _sinks(settings: PipelineSettings) -> Iterator[_Finding]:
+def _check_sinks(settings: PipelineSettings) -> Iterator[_Finding]:
     """The package of each place of metrics is installed."""
     for index, sink in enumerate(settings.tracking.sinks):
         try:
-            check_installed(sink)
+            check_sink_installed(sink)
         except PosttrainError as error:
-            yield _finding(("tracking", "sinks", index), str(error))
+            yield _build_finding(("tracking", "sinks", index), str(error))
 
 
-def _environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:
+def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:
     """The environment exists, takes its options, and has the levels that are named."""
-    from rl_core.environments import make  # imports torch
-    from rl_core.environments import named_code as of_environment
+    from rl_core.environments import list_environment_code as of_environment
+    from rl_core.environments import make_environment  # imports torch
 
     if not import_code and of_environment(settings.environment.name, settings.environment.options):
         return
@@ -187,48 +344,63 @@ def _environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Fin
         # tasks/config/files says what is wrong with it; names and levels are checked all the same
         options["path"] = os.devnull
     try:
-        environment = make(settings.environment.name, options)
+        environment = make_environment(settings.environment.name, options)
         known = tuple(environment.levels)
     except PosttrainError as error:
         name, colon, text = str(error).partition(": ")
         inside = colon and name.split(".")[0] in ("name", "options")
         key: Key = ("environment", *name.split(".")) if inside else ("environment",)
-        yield _finding(key, text if inside else str(error))
+        yield _build_finding(key, text if inside else str(error))
         return
     except Exception as error:  # a user's own class: whatever it raises is for the user to see
-        yield _finding(("environment",), f"{settings.environment.name!r} raised {type(error).__name__}: {error}")
+        yield _build_finding(
+            ("environment",),
+            f"{settings.environment.name!r} raised {type(error).__name__}: {error}",
+        )
         return
-    yield from _columns(settings, environment.columns, import_code)
+    yield from _check_reward_columns(settings, environment.columns, import_code)
     policy = settings.stages.policy
-    for key, metric in watched_keys(policy):
-        if problem := unknown_tool(metric, environment.tools.tools if metric.startswith(TOOL_SHARE) else ()):
-            yield _finding((*key, "metric"), problem, ("environment",))
-    if policy is not None and settings.environment.name == "prompts" and not environment.knows_success:
-        by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [policy.rewards]
-        if not any(weight for weights in by_stage for name, weight in weights.items() if name != "task"):
-            yield _finding(
-                (*POLICY, "rewards"),
+    for key, metric in list_watched_metrics(policy):
+        if problem := describe_unknown_tool(
+            metric, environment.tools.tools if metric.startswith(TOOL_SHARE_PREFIX) else ()
+        ):
+            yield _build_finding((*key, "metric"), problem, ("environment",))
+    if (
+        policy is not None
+        and settings.environment.name == "prompts"
+        and not environment.knows_success
+    ):
+        by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [
+            policy.rewards
+        ]
+        if not any(
+            weight for weights in by_stage for name, weight in weights.items() if name != "task"
+        ):
+            yield _build_finding(
+                (*POLICY_KEY, "rewards"),
                 "prompts alone reward nothing: set environment.options.verifier (exact, numeric, regex, math, code), "
                 'or name a reward, as `rewards: {exact: 1.0}` or {"rewards.py:correct": 1.0}',
                 ("environment",),
             )
-    for key, levels in _named_levels(settings):
+    for key, levels in _list_configured_levels(settings):
         for level in levels:
             if level not in known:
-                text = f"environment '{settings.environment.name}' has no level '{level}'; {nearest(level, known)}"
-                yield _finding((*key, *_item(levels, level)), text, ("environment",))
+                text = f"environment '{settings.environment.name}' has no level '{level}'; {suggest_name(level, known)}"
+                yield _build_finding(
+                    (*key, *_build_level_key(levels, level)), text, ("environment",)
+                )
         if key == ("stages", "prepare_data", "levels"):
             continue  # there, twice means twice as often
         for level in (level for level, count in Counter(list(levels)).items() if count > 1):
-            yield _finding(key, f"level '{level}' is named twice; name it once")
+            yield _build_finding(key, f"level '{level}' is named twice; name it once")
 
 
-def _item(levels: Collection[str], level: str) -> Key:
+def _build_level_key(levels: Collection[str], level: str) -> Key:
     """The rest of the key of one level: its name in a mapping, its index in a list."""
     return (levels.index(level),) if isinstance(levels, Sequence) else (level,)
 
 
-def _named_levels(settings: PipelineSettings) -> Iterator[tuple[Key, Collection[str]]]:
+def _list_configured_levels(settings: PipelineSettings) -> Iterator[tuple[Key, Collection[str]]]:
     for name in settings.stages.active:
         stage = getattr(settings.stages, name)
         levels = getattr(stage, "levels", None)
@@ -240,21 +412,27 @@ def _named_levels(settings: PipelineSettings) -> Iterator[tuple[Key, Collection[
         yield ("prefer", "levels"), settings.prefer.levels
 
 
-def _columns(settings: PipelineSettings, columns: tuple[str, ...] | None, import_code: bool) -> Iterator[_Finding]:
+def _check_reward_columns(
+    settings: PipelineSettings, columns: tuple[str, ...] | None, import_code: bool
+) -> Iterator[_Finding]:
     """Columns that rewards read are columns of the environment's rows."""
     policy = settings.stages.policy
-    for key, name, weight in _named_rewards(settings, import_code):
+    for key, name, weight in _list_configured_rewards(settings, import_code):
         from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
 
         with contextlib.suppress(PosttrainError):  # `_rewards` says what is wrong with it
-            rewards = RewardOrchestrator({name: weight}, options=policy.reward_options if policy else None)
+            rewards = RewardOrchestrator(
+                {name: weight}, options=policy.reward_options if policy else None
+            )
             try:
                 rewards.check_columns(columns)
             except PosttrainError as error:
-                yield _finding(key, str(error), ("environment",))
+                yield _build_finding(key, str(error), ("environment",))
 
 
-def _named_rewards(settings: PipelineSettings, import_code: bool) -> Iterator[tuple[Key, str, float]]:
+def _list_configured_rewards(
+    settings: PipelineSettings, import_code: bool
+) -> Iterator[tuple[Key, str, float]]:
     """(key, name, weight) of every reward that can be made here, and wrong: `task` is always there."""
     for stage in ("policy", "evaluate"):
         for name, weight in getattr(getattr(settings.stages, stage), "rewards", {}).items():
@@ -262,29 +440,36 @@ def _named_rewards(settings: PipelineSettings, import_code: bool) -> Iterator[tu
                 yield ("stages", stage, "rewards", name), name, weight
 
 
-def _rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:
+def _check_rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:
     policy = settings.stages.policy
-    for place, name, weight in _named_rewards(settings, import_code):
+    for place, name, weight in _list_configured_rewards(settings, import_code):
         from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
 
         try:
             RewardOrchestrator({name: weight}, options=policy.reward_options if policy else None)
         except PosttrainError as error:
-            yield _finding(place, str(error).partition(": ")[2] or str(error))
+            yield _build_finding(place, str(error).partition(": ")[2] or str(error))
     if settings.stages.evaluate is not None and "learned" in settings.stages.evaluate.rewards:
-        yield _finding(
+        yield _build_finding(
             ("stages", "evaluate", "rewards", "learned"),
             "the reward model scores while a policy trains; name a verifier or a function here",
         )
     if policy is None:
         return
-    key: Key = (*POLICY, "rewards")
-    by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [policy.rewards]
+    key: Key = (*POLICY_KEY, "rewards")
+    by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [
+        policy.rewards
+    ]
     if not all(any(weights.values()) for weights in by_stage):
-        yield _finding(key, "no reward has a weight other than 0, so there is nothing to learn; write {task: 1.0}")
-    asked = policy.rewards.get("learned") or any(stage.rewards.get("learned") for stage in policy.curriculum)
+        yield _build_finding(
+            key,
+            "no reward has a weight other than 0, so there is nothing to learn; write {task: 1.0}",
+        )
+    asked = policy.rewards.get("learned") or any(
+        stage.rewards.get("learned") for stage in policy.curriculum
+    )
     if asked and settings.stages.reward_model is None:
-        yield _finding(
+        yield _build_finding(
             (*key, "learned"),
             "needs a reward model; add `reward_model: {}` to the stages, or remove this reward",
             ("stages", "reward_model"),

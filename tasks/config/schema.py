@@ -17,96 +17,121 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import annotated_types
 import pydantic
 
-from rl_core.errors import SettingsError, nearest
+from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings import Settings
-from rl_core.settings.defaults import is_open
-from rl_core.settings.peer_names import peer_hint, peer_hints_within
-from rl_core.settings.values import comparison_hint
-from tasks.config.problems import Key, Problem, overlap, shown
-
-__all__ = ["model_of", "read"]
+from rl_core.settings.base import suggest_comparison
+from rl_core.settings.defaults import is_unresolved
+from rl_core.settings.framework_aliases import explain_framework_block, explain_framework_name
+from tasks.config.problems import ConfigProblem, Key, describe_value, keys_overlap
 
 S = TypeVar("S", bound=Settings)
 
-_LIMITS = {"gt": annotated_types.Gt, "ge": annotated_types.Ge, "lt": annotated_types.Lt, "le": annotated_types.Le}
+_PYDANTIC_LIMITS = {
+    "gt": annotated_types.Gt,
+    "ge": annotated_types.Ge,
+    "lt": annotated_types.Lt,
+    "le": annotated_types.Le,
+}
 MAX_PROBLEMS = 30  # after these the reader stops: it is no configuration of ours
-_WORDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
-_STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+_LIMIT_PHRASES = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
+_STRICT_CONFIG = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 # ---------------------------------------------------------------------------------------------- dataclass -> pydantic
 
 
-_MODELS: dict[type[Settings], type[pydantic.BaseModel]] = {}  # made once each: forms refer to them by name
+_MODEL_CACHE: dict[
+    type[Settings], type[pydantic.BaseModel]
+] = {}  # made once each: forms refer to them by name
 
 
-def model_of(cls: type[Settings]) -> type[pydantic.BaseModel]:
+def resolve_pydantic_model(cls: type[Settings]) -> type[pydantic.BaseModel]:
     """The pydantic model of a settings class: the same fields, defaults, ranges and meanings."""
-    if cls not in _MODELS:
-        _MODELS[cls] = _made(cls)
-    return _MODELS[cls]
+    if cls not in _MODEL_CACHE:
+        _MODEL_CACHE[cls] = _create_pydantic_model(cls)
+    return _MODEL_CACHE[cls]
 
 
-def _made(cls: type[Settings]) -> type[pydantic.BaseModel]:
+def _create_pydantic_model(cls: type[Settings]) -> type[pydantic.BaseModel]:
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        limits = [_LIMITS[name](limit) for name, limit in field.metadata.items() if name in _LIMITS]
-        annotation = _annotation(_hints(cls)[field.name], limits)
-        fields[field.name] = (annotation | None if _by_model(field) else annotation, _default(field))
-    model = pydantic.create_model(cls.__name__, __config__=_STRICT, __doc__=cls.__doc__, **fields)
+        limits = [
+            _PYDANTIC_LIMITS[name](limit)
+            for name, limit in field.metadata.items()
+            if name in _PYDANTIC_LIMITS
+        ]
+        annotation = _convert_annotation(_resolve_type_hints(cls)[field.name], limits)
+        fields[field.name] = (
+            annotation | None if _has_model_default(field) else annotation,
+            _build_pydantic_field(field),
+        )
+    model = pydantic.create_model(
+        cls.__name__, __config__=_STRICT_CONFIG, __doc__=cls.__doc__, **fields
+    )
     return typing.cast(type[pydantic.BaseModel], model)
 
 
-def _hints(cls: type[Settings]) -> dict[str, Any]:
-    if cls not in _HINTS:
-        _HINTS[cls] = typing.get_type_hints(cls)
-    return _HINTS[cls]
+def _resolve_type_hints(cls: type[Settings]) -> dict[str, Any]:
+    if cls not in _TYPE_HINT_CACHE:
+        _TYPE_HINT_CACHE[cls] = typing.get_type_hints(cls)
+    return _TYPE_HINT_CACHE[cls]
 
 
-_HINTS: dict[Any, dict[str, Any]] = {}  # of each class, found once: looking them up takes milliseconds
+_TYPE_HINT_CACHE: dict[
+    Any, dict[str, Any]
+] = {}  # of each class, found once: looking them up takes milliseconds
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def _build_pydantic_field(field: dataclasses.Field[Any]) -> Any:
     info: dict[str, Any] = {"description": field.metadata.get("doc")}
-    if _by_model(field):
+    if _has_model_default(field):
         return pydantic.Field(default=None, **info)  # a form that fills the field in would set it
     if field.default_factory is not dataclasses.MISSING:
         return pydantic.Field(default=field.default_factory(), **info)
     if field.default is dataclasses.MISSING:
         return pydantic.Field(**info)
     if isinstance(field.default, Settings):
-        return pydantic.Field(default=model_of(type(field.default)).model_validate(_values(field.default)), **info)
+        return pydantic.Field(
+            default=resolve_pydantic_model(type(field.default)).model_validate(
+                _collect_field_values(field.default)
+            ),
+            **info,
+        )
     return pydantic.Field(default=field.default, **info)
 
 
-def _by_model(field: dataclasses.Field[Any]) -> bool:
+def _has_model_default(field: dataclasses.Field[Any]) -> bool:
     """True = left out (or null), the setting has a default that depends on the model."""
     return "by_model" in field.metadata
 
 
-def _values(settings: Settings) -> dict[str, Any]:
+def _collect_field_values(settings: Settings) -> dict[str, Any]:
     """Plain values; None for a default that depends on the model."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if isinstance(value, Settings):
-            value = _values(value)
-        values[field.name] = None if is_open(value) else value
+            value = _collect_field_values(value)
+        values[field.name] = None if is_unresolved(value) else value
     return values
 
 
-def _annotation(hint: Any, limits: list[Any]) -> Any:
+def _convert_annotation(hint: Any, limits: list[Any]) -> Any:
     """The pydantic type of a type hint; limits go to the numbers inside it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, type) and issubclass(hint, Settings):
-        return model_of(hint)
+        return resolve_pydantic_model(hint)
     if origin in (Union, types.UnionType):
-        return Union[tuple(_annotation(argument, limits) for argument in arguments)]  # noqa: UP007 (built at run time)
+        return Union[tuple(_convert_annotation(argument, limits) for argument in arguments)]  # noqa: UP007 (built at run time)
     if origin is tuple:
-        inner = tuple(item if item is ... else _annotation(item, limits) for item in arguments)
-        return Annotated[tuple.__class_getitem__(inner), pydantic.Strict(False)]  # YAML and JSON have lists, no tuples
+        inner = tuple(
+            item if item is ... else _convert_annotation(item, limits) for item in arguments
+        )
+        return Annotated[
+            tuple.__class_getitem__(inner), pydantic.Strict(False)
+        ]  # YAML and JSON have lists, no tuples
     if origin is dict:
-        return dict[str, _annotation(arguments[1], [])]  # type: ignore[misc]
+        return dict[str, _convert_annotation(arguments[1], [])]  # type: ignore[misc]
     if hint in (int, float) and limits:
         return Annotated[(hint, *limits)]
     return hint
@@ -115,7 +140,7 @@ def _annotation(hint: Any, limits: list[Any]) -> Any:
 # --------------------------------------------------------------------------------------------------- values -> settings
 
 
-def read(cls: type[S], values: Any) -> tuple[S | None, list[Problem]]:
+def parse_settings(cls: type[S], values: Any) -> tuple[S | None, list[ConfigProblem]]:
     """Settings from plain values, with every problem found on the way.
 
     Where a value is bad its default takes its place, so that what depends on other values can still be checked.
@@ -124,38 +149,57 @@ def read(cls: type[S], values: Any) -> tuple[S | None, list[Problem]]:
     if isinstance(values, pydantic.BaseModel):
         values = values.model_dump()
     if not isinstance(values, Mapping):
-        return None, [Problem((), f"found {shown(values)}; settings are a block of keys")]
+        return None, [
+            ConfigProblem((), f"found {describe_value(values)}; settings are a block of keys")
+        ]
     values = copy.deepcopy(dict(values))
-    problems: list[Problem] = []
-    model = model_of(cls)
+    problems: list[ConfigProblem] = []
+    model = resolve_pydantic_model(cls)
     while True:
         try:
             checked = model.model_validate(values)
             break
         except pydantic.ValidationError as error:
             errors = error.errors(include_url=False, include_context=True)
-        if any(item["type"] == "invalid_key" for item in errors):  # half of a surrogate pair, in a dict
-            return None, [*problems, Problem((), "a key is no text that a file can store; rename it")]
-        known = {problem.key for problem in problems}  # what was dropped for its own problem is not missing
+        if any(
+            item["type"] == "invalid_key" for item in errors
+        ):  # half of a surrogate pair, in a dict
+            return None, [
+                *problems,
+                ConfigProblem((), "a key is no text that a file can store; rename it"),
+            ]
+        known = {
+            problem.key for problem in problems
+        }  # what was dropped for its own problem is not missing
         for item in errors:
-            if len(problems) >= MAX_PROBLEMS:  # to suggest names for each of thousands takes minutes
-                problems.append(Problem((), f"and more; {len(errors)} values in all cannot be used"))
+            if (
+                len(problems) >= MAX_PROBLEMS
+            ):  # to suggest names for each of thousands takes minutes
+                problems.append(
+                    ConfigProblem((), f"and more; {len(errors)} values in all cannot be used")
+                )
                 return None, problems
-            problem = _problem(cls, item)
+            problem = _describe_pydantic_error(cls, item)
             if problem.key not in known:
                 problems.append(problem)
-                known.add(problem.key)  # a number or a word: one error for each kind that it could have been
+                known.add(
+                    problem.key
+                )  # a number or a word: one error for each kind that it could have been
         for item in sorted(errors, key=lambda item: len(item["loc"]), reverse=True):
-            if not _drop(values, _key(cls, item), item["type"]):
+            if not _drop_bad_value(values, _locate_error(cls, item), item["type"]):
                 return None, problems
-    found: list[Problem] = []
-    settings = _build(cls, checked.model_dump(), (), found)
+    found: list[ConfigProblem] = []
+    settings = _build_instance(cls, checked.model_dump(), (), found)
     # A block that lost a bad value may fail a check for that alone.
-    found = [item for item in found if not any(overlap(item.key, problem.key) for problem in problems)]
+    found = [
+        item
+        for item in found
+        if not any(keys_overlap(item.key, problem.key) for problem in problems)
+    ]
     return typing.cast(S, settings), problems + found
 
 
-def _drop(values: Any, key: Key, kind: str) -> bool:
+def _drop_bad_value(values: Any, key: Key, kind: str) -> bool:
     """Remove what an error of this kind points at, so that the rest can be read; False when nothing is left to read."""
     if kind == "missing":
         if key == ("name",):  # the one required text at the root
@@ -163,7 +207,7 @@ def _drop(values: Any, key: Key, kind: str) -> bool:
             return True
         key = key[:-1]  # the block that lacks it
     for end in range(len(key), 0, -1):
-        parent = _at(values, key[: end - 1])
+        parent = _find_value_at(values, key[: end - 1])
         if isinstance(parent, dict):
             parent.pop(key[end - 1], None)  # it may be gone already, with an earlier error
             return True
@@ -171,26 +215,26 @@ def _drop(values: Any, key: Key, kind: str) -> bool:
     return False
 
 
-def _key(cls: type[Settings], error: Any) -> Key:
+def _locate_error(cls: type[Settings], error: Any) -> Key:
     """Path of the value that an error is about."""
     key: Key = ()
     for part in error["loc"]:
         if part == "[key]":
             continue
-        if len(_kinds(_hint_at(cls, key))) > 1:
+        if len(_split_union(_resolve_hint_at(cls, key))) > 1:
             break  # a number or a word: what follows names one of the kinds
         key = (*key, part)
     return key
 
 
-def _kinds(hint: Any) -> list[Any]:
+def _split_union(hint: Any) -> list[Any]:
     """X and Y of `X | Y | None`; otherwise the hint itself."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         return [item for item in typing.get_args(hint) if item is not type(None)]
     return [hint]
 
 
-def _at(values: Any, key: Key) -> Any:
+def _find_value_at(values: Any, key: Key) -> Any:
     for part in key:
         try:
             values = values[part]
@@ -199,33 +243,49 @@ def _at(values: Any, key: Key) -> Any:
     return values
 
 
-def _build(hint: Any, value: Any, key: Key, problems: list[Problem]) -> Any:
+def _build_instance(hint: Any, value: Any, key: Key, problems: list[ConfigProblem]) -> Any:
     """The dataclass (tuple, dict) of validated values; failing checks of combinations become problems."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if value is None:
         return None
     if origin in (Union, types.UnionType):
-        return _build(_plain_hint(hint), value, key, problems)
-    if origin is dict and value and _plain_hint(arguments[1]) is not Any:
-        return {name: _build(arguments[1], item, (*key, name), problems) for name, item in value.items()}
+        return _build_instance(_unwrap_optional(hint), value, key, problems)
+    if origin is dict and value and _unwrap_optional(arguments[1]) is not Any:
+        return {
+            name: _build_instance(arguments[1], item, (*key, name), problems)
+            for name, item in value.items()
+        }
     if origin is tuple and not isinstance(value, str):  # a word in place of a list
         kinds = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
         return tuple(
-            _build(kind, item, (*key, index), problems)
+            _build_instance(kind, item, (*key, index), problems)
             for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
         )
     if not (isinstance(hint, type) and issubclass(hint, Settings)):
         return value
-    hints, fields = _hints(hint), hint.__dataclass_fields__
-    value = {name: item for name, item in value.items() if item is not None or not _by_model(fields[name])}
-    built = {name: _build(hints[name], item, (*key, name), problems) for name, item in value.items()}
+    hints, fields = _resolve_type_hints(hint), hint.__dataclass_fields__
+    value = {
+        name: item
+        for name, item in value.items()
+        if item is not None or not _has_model_default(fields[name])
+    }
+    built = {
+        name: _build_instance(hints[name], item, (*key, name), problems)
+        for name, item in value.items()
+    }
     try:
         return hint(**built)
     except SettingsError as error:
         name, colon, text = str(error).partition(": ")
         known = colon and name.split(".")[0] in hints
-        problems.append(Problem((*key, *name.split(".")), text) if known else Problem(key, str(error)))
-        unchecked = object.__new__(hint)  # each value is in its range: go on to find the other problems
+        problems.append(
+            ConfigProblem((*key, *name.split(".")), text)
+            if known
+            else ConfigProblem(key, str(error))
+        )
+        unchecked = object.__new__(
+            hint
+        )  # each value is in its range: go on to find the other problems
         for field, item in built.items():
             object.__setattr__(unchecked, field, item)
         return unchecked
@@ -234,125 +294,142 @@ def _build(hint: Any, value: Any, key: Key, problems: list[Problem]) -> Any:
 # ------------------------------------------------------------------------------------------------------------ messages
 
 
-def _problem(cls: type[Settings], error: Any) -> Problem:
+def _describe_pydantic_error(cls: type[Settings], error: Any) -> ConfigProblem:
     """A message with the found value, the allowed ones and a remedy, from pydantic's error."""
-    key = _key(cls, error)
+    key = _locate_error(cls, error)
     kind, found = error["type"], error.get("input")
     if kind == "extra_forbidden":
-        return Problem(key, f"unknown key; {_suggestion(cls, key, found)}")
+        return ConfigProblem(key, f"unknown key; {_suggest_key(cls, key, found)}")
     if kind == "missing":
-        doc = _field(cls, key).metadata["doc"]
-        return Problem(key, f"is missing; add it [{doc}]")
-    expected = _expected(cls, key)
-    return Problem(key, f"found {shown(found)}; expected {expected}{_hint(kind, found, _hint_at(cls, key))}")
+        doc = _find_dataclass_field(cls, key).metadata["doc"]
+        return ConfigProblem(key, f"is missing; add it [{doc}]")
+    expected = _describe_expected(cls, key)
+    return ConfigProblem(
+        key,
+        f"found {describe_value(found)}; expected {expected}{_suggest_fix(kind, found, _resolve_hint_at(cls, key))}",
+    )
 
 
-def _suggestion(cls: type[Settings], key: Key, value: Any) -> str:
+def _suggest_key(cls: type[Settings], key: Key, value: Any) -> str:
     """The block below that has the key; what TRL's or verl's key is here; the nearest key; blocks elsewhere; all."""
-    block = _plain_hint(_hint_at(cls, key[:-1]))
+    block = _unwrap_optional(_resolve_hint_at(cls, key[:-1]))
     names = [field.name for field in dataclasses.fields(block)]
     name, prefix = str(key[-1]), ".".join(map(str, key[:-1]))
-    if isinstance(value, Mapping) and (peer := peer_hints_within(name, value)):
+    if isinstance(value, Mapping) and (peer := explain_framework_block(name, value)):
         return peer
-    below = list(_blocks_with(block, name, prefix))
+    below = list(_find_blocks_with(block, name, prefix))
     if below:
         return f"it belongs to {', '.join(below)}"
     stage = str(key[1]) if len(key) > 2 and key[0] == "stages" else None
-    if peer := peer_hint(name, stage):
+    if peer := explain_framework_name(name, stage):
         return peer
-    sentence = nearest(name, names)
+    sentence = suggest_name(name, names)
     if sentence.startswith("known"):
-        elsewhere = [where for where in _blocks_with(cls, name, "") if where]
+        elsewhere = [where for where in _find_blocks_with(cls, name, "") if where]
         if elsewhere:
             return f"it belongs to {', '.join(elsewhere)}"
-        inner = [path for path in _paths(block, "") if "." in path]
-        if match := difflib.get_close_matches(name, {path.rsplit(".", 1)[1] for path in inner}, n=1, cutoff=0.8):
+        inner = [path for path in _list_setting_paths(block, "") if "." in path]
+        if match := difflib.get_close_matches(
+            name, {path.rsplit(".", 1)[1] for path in inner}, n=1, cutoff=0.8
+        ):
             found = [path for path in inner if path.endswith("." + match[0])]
             return f"did you mean '{min(found, key=lambda path: path.count('.'))}'?"
     return sentence
 
 
-def _paths(cls: type[Settings], prefix: str) -> Iterable[str]:
+def _list_setting_paths(cls: type[Settings], prefix: str) -> Iterable[str]:
     """Dotted paths of all settings in a block and in the blocks within it."""
     for field in dataclasses.fields(cls):
         yield prefix + field.name
-        inner = _plain_hint(_hints(cls)[field.name])
+        inner = _unwrap_optional(_resolve_type_hints(cls)[field.name])
         if isinstance(inner, type) and issubclass(inner, Settings):
-            yield from _paths(inner, f"{prefix}{field.name}.")
+            yield from _list_setting_paths(inner, f"{prefix}{field.name}.")
 
 
-def _blocks_with(cls: type[Settings], name: str, prefix: str) -> Iterable[str]:
+def _find_blocks_with(cls: type[Settings], name: str, prefix: str) -> Iterable[str]:
     for field in dataclasses.fields(cls):
         if field.name == name:
             yield prefix
-        inner = _plain_hint(_hints(cls)[field.name])
+        inner = _unwrap_optional(_resolve_type_hints(cls)[field.name])
         if isinstance(inner, type) and issubclass(inner, Settings):
-            yield from _blocks_with(inner, name, f"{prefix}.{field.name}".lstrip("."))
+            yield from _find_blocks_with(inner, name, f"{prefix}.{field.name}".lstrip("."))
 
 
-def _plain_hint(hint: Any) -> Any:
+def _unwrap_optional(hint: Any) -> Any:
     """X of `X | None`, the first of several kinds; otherwise the hint itself."""
-    return _kinds(hint)[0]
+    return _split_union(hint)[0]
 
 
-def _hint_at(cls: Any, key: Key) -> Any:
+def _resolve_hint_at(cls: Any, key: Key) -> Any:
     """The type hint at a key's path."""
     hint = cls
     for part in key:
-        hint = _plain_hint(hint)
+        hint = _unwrap_optional(hint)
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin is tuple:
             hint = arguments[0] if arguments[-1] is ... else arguments[int(part)]
         elif origin is dict:
             hint = arguments[1]
         else:
-            hint = _hints(hint)[str(part)]
+            hint = _resolve_type_hints(hint)[str(part)]
     return hint
 
 
-def _field(cls: type[Settings], key: Key) -> dataclasses.Field[Any]:
+def _find_dataclass_field(cls: type[Settings], key: Key) -> dataclasses.Field[Any]:
     """The dataclass field that a key's path belongs to (for an item of a list or dict: the list or dict)."""
     block: Any = cls
     found: dataclasses.Field[Any] | None = None
     for end in range(len(key)):
-        block = _plain_hint(_hint_at(cls, key[:end]))
+        block = _unwrap_optional(_resolve_hint_at(cls, key[:end]))
         if isinstance(block, type) and issubclass(block, Settings):
             found = block.__dataclass_fields__[str(key[end])]
     assert found is not None
     return found
 
 
-def _expected(cls: type[Settings], key: Key) -> str:
-    field = _field(cls, key)
-    limits = [f"{_WORDS[name]} {limit}" for name, limit in field.metadata.items() if name in _WORDS]
-    return f"{_type_words(_hint_at(cls, key), ' and '.join(limits))} [{field.metadata['doc']}]"
+def _describe_expected(cls: type[Settings], key: Key) -> str:
+    field = _find_dataclass_field(cls, key)
+    limits = [
+        f"{_LIMIT_PHRASES[name]} {limit}"
+        for name, limit in field.metadata.items()
+        if name in _LIMIT_PHRASES
+    ]
+    return f"{_describe_type(_resolve_hint_at(cls, key), ' and '.join(limits))} [{field.metadata['doc']}]"
 
 
-def _type_words(hint: Any, limits: str = "") -> str:
+def _describe_type(hint: Any, limits: str = "") -> str:
     """Description of a type, with the limits of the numbers in it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        named = [_type_words(kind, limits) for kind in _kinds(hint)] + ["null"] * (type(None) in arguments)
+        named = [_describe_type(kind, limits) for kind in _split_union(hint)] + ["null"] * (
+            type(None) in arguments
+        )
         return f"{', '.join(named[:-1])} or {named[-1]}"
     if origin is Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(argument) for argument in arguments)
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(
+            str(argument) for argument in arguments
+        )
     if origin is tuple:
         if arguments[-1] is ...:
-            return f"a list, each item {_type_words(arguments[0], limits)}"
-        return f"a list of exactly {len(arguments)}, each {_type_words(arguments[0], limits)}"
+            return f"a list, each item {_describe_type(arguments[0], limits)}"
+        return f"a list of exactly {len(arguments)}, each {_describe_type(arguments[0], limits)}"
     if origin is dict:
-        return "a block of `name: value`" + ("" if arguments[1] is Any else f", each value {_type_words(arguments[1])}")
+        return "a block of `name: value`" + (
+            "" if arguments[1] is Any else f", each value {_describe_type(arguments[1])}"
+        )
     if isinstance(hint, type) and issubclass(hint, Settings):
         return "a block of keys ({} = its defaults)"
     if hint in (int, float) and limits:
-        return f"{_type_words(hint)} {limits}"
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, "a value")
+        return f"{_describe_type(hint)} {limits}"
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(
+        hint, "a value"
+    )
 
 
-def _hint(kind: str, found: Any, hint: Any = None) -> str:
+def _suggest_fix(kind: str, found: Any, hint: Any = None) -> str:
     """Remedy for a common slip; "" for any other."""
     if kind == "literal_error":
-        return comparison_hint(found, typing.get_args(hint))
+        return suggest_comparison(found, typing.get_args(hint))
     if kind in ("int_type", "int_from_float") and isinstance(found, float) and found == int(found):
         return f"; write {int(found)}"
     if kind in ("int_type", "float_type") and isinstance(found, str):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from rl_core.errors import SettingsError, nearest
+from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings import (
     AnalysisSettings,
     DataSettings,
@@ -34,35 +34,25 @@ from rl_core.settings import (
     ThoughtsSettings,
     setting,
 )
-from rl_core.settings.sinks import ALERTS_DOC, SINKS_DOC, check_alerts, check_sinks
+from rl_core.settings.services import ALERTS_DOC, SINKS_DOC, check_alerts, check_sinks
 from tasks import stage_registry
 
-__all__ = [
-    "STAGES",
-    "OwnStageSettings",
-    "PipelineSettings",
-    "PromotionSettings",
-    "RetrainSettings",
-    "RunSettings",
-    "StageName",
-    "StagesSettings",
-    "TrackingSettings",
-]
-
-STAGES = stage_registry.names()  # in the order in which they run; later ones: `stage_registry.names()`
+STAGES = (
+    stage_registry.list_stage_names()
+)  # in the order in which they run; later ones: `stage_registry.names()`
 if TYPE_CHECKING:
     StageName = str
 else:
     StageName = Literal[STAGES]  # a choice in Prefect's form
 
 # Folders that servers and logs have in the output folder, beside those of pipelines.
-_RESERVED = ("logs", "mlflow", "operations", "prefect")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_STORES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
+_RESERVED_NAMES = ("logs", "mlflow", "operations", "prefect")
+_PIPELINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_STORE_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
 
-def _check_name(field: str, name: str) -> None:
-    if not _NAME.fullmatch(name) or ".." in name:
+def _check_pipeline_name(field: str, name: str) -> None:
+    if not _PIPELINE_NAME.fullmatch(name) or ".." in name:
         raise SettingsError(
             f"{field}: {name[:80]!r} must be 1 to 64 of letters, digits, '.', '_' and '-', starting with a letter or "
             "digit (it names folders and models, so no path separators and no '..')"
@@ -74,12 +64,19 @@ class TrackingSettings(Settings):
     """Tracking store, experiment and registered model of a pipeline."""
 
     uri: str | None = setting(
-        None, doc="MLflow server or database; left out: MLFLOW_TRACKING_URI, else sqlite in the output folder"
+        None,
+        doc="MLflow server or database; left out: MLFLOW_TRACKING_URI, else sqlite in the output folder",
     )
     experiment: str | None = setting(None, doc="MLflow experiment; left out: the pipeline's name")
-    registered_model: str | None = setting(None, doc="name in the model registry; left out: the pipeline's name")
-    traces: int = setting(20, ge=0, le=10_000, doc="evaluation episodes logged as MLflow traces, per evaluated model")
-    system_metrics_seconds: float = setting(5.0, ge=0, doc="seconds between samples of CPU, memory, GPU; 0 = off")
+    registered_model: str | None = setting(
+        None, doc="name in the model registry; left out: the pipeline's name"
+    )
+    traces: int = setting(
+        20, ge=0, le=10_000, doc="evaluation episodes logged as MLflow traces, per evaluated model"
+    )
+    system_metrics_seconds: float = setting(
+        5.0, ge=0, doc="seconds between samples of CPU, memory, GPU; 0 = off"
+    )
     records_megabytes: float = setting(
         50.0,
         ge=0,
@@ -93,8 +90,10 @@ class TrackingSettings(Settings):
     def check(self) -> None:
         """The store must be one that MLflow takes, without a password; names must be usable."""
         if self.registered_model is not None:
-            _check_name("registered_model", self.registered_model)
-        if self.experiment is not None and not (self.experiment.strip() and self.experiment.isprintable()):
+            _check_pipeline_name("registered_model", self.registered_model)
+        if self.experiment is not None and not (
+            self.experiment.strip() and self.experiment.isprintable()
+        ):
             raise SettingsError(f"experiment: {self.experiment!r} must be printable text")
         check_sinks(self.sinks)
         check_alerts(self.alerts)
@@ -104,7 +103,7 @@ class TrackingSettings(Settings):
             parts = urlsplit(self.uri)
         except ValueError as error:
             raise SettingsError(f"uri: {self.uri!r} is no address: {error}") from error
-        if parts.scheme.split("+")[0] not in _STORES:
+        if parts.scheme.split("+")[0] not in _STORE_SCHEMES:
             raise SettingsError(
                 f"uri: {self.uri!r} is no store that MLflow takes; use http://host:port, sqlite:///absolute/path.db or "
                 "postgresql://..., or leave it out for a sqlite file in the output folder"
@@ -128,20 +127,31 @@ class PromotionSettings(Settings):
         "success", doc="outcome of an episode that challenger and champion are compared by"
     )
     alpha: float = setting(
-        0.05, gt=0, lt=0.5, doc="chance of promoting a model without the gain, over all attempts on the same episodes"
+        0.05,
+        gt=0,
+        lt=0.5,
+        doc="chance of promoting a model without the gain, over all attempts on the same episodes",
     )
     repeated_attempts: Literal["spend", "fresh", "off"] = setting(
         "spend",
         doc="spend: attempt k on the same episodes is tested at alpha / (k (k + 1)); fresh: each attempt plays other "
         "held-out episodes while there are some, then spend; off: each attempt is tested as if it were the first",
     )
-    min_episodes: int = setting(50, ge=1, doc="episodes that a promotion needs, also that of the first champion")
-    min_discordant: int = setting(
-        10, ge=0, doc="episodes with different outcomes that a promotion needs (not with a min_gain below 0)"
+    min_episodes: int = setting(
+        50, ge=1, doc="episodes that a promotion needs, also that of the first champion"
     )
-    bootstrap_samples: int = setting(2000, ge=100, le=1_000_000, doc="resamples of the paired difference")
+    min_discordant: int = setting(
+        10,
+        ge=0,
+        doc="episodes with different outcomes that a promotion needs (not with a min_gain below 0)",
+    )
+    bootstrap_samples: int = setting(
+        2000, ge=100, le=1_000_000, doc="resamples of the paired difference"
+    )
     confidence: float = setting(0.95, gt=0.5, lt=1, doc="of the interval")
-    approve: Literal["auto", "manual"] = setting("auto", doc="manual: what passes the gate waits for a person")
+    approve: Literal["auto", "manual"] = setting(
+        "auto", doc="manual: what passes the gate waits for a person"
+    )
     approval_timeout_seconds: float = setting(
         86_400.0, gt=0, doc="an approval that has not come by then is a rejection"
     )
@@ -151,13 +161,19 @@ class PromotionSettings(Settings):
 class RetrainSettings(Settings):
     """Triggers and options of `posttrain retrain`, and the margin by which a champion counts as worse."""
 
-    start: Literal["champion", "base"] = setting("champion", doc="where it starts: the champion, or model as it stands")
-    min_new_rows: int = setting(1, ge=1, doc="rows that the champion has not seen, for a retraining to be worth it")
+    start: Literal["champion", "base"] = setting(
+        "champion", doc="where it starts: the champion, or model as it stands"
+    )
+    min_new_rows: int = setting(
+        1, ge=1, doc="rows that the champion has not seen, for a retraining to be worth it"
+    )
     repeat: Literal["new", "all"] = setting(
-        "new", doc="new: sft and preference run only where the file that they learn from is new; all: always"
+        "new",
+        doc="new: sft and preference run only where the file that they learn from is new; all: always",
     )
     new_episodes: bool = setting(
-        True, doc="generated episodes: each retraining plays others, by a seed of its own (never where files are split)"
+        True,
+        doc="generated episodes: each retraining plays others, by a seed of its own (never where files are split)",
     )
     margin: float = setting(
         0.02,
@@ -168,7 +184,7 @@ class RetrainSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnStageSettings(Settings):
+class CustomStageSettings(Settings):
     """A stage of the user's: see "Stage" in docs/bring-your-own.md."""
 
     use: str | None = setting(
@@ -184,24 +200,38 @@ class OwnStageSettings(Settings):
 class StagesSettings(Settings):
     """The stages of the pipeline, in this order; a stage left out (or null) is skipped, `{}` means its defaults."""
 
-    prepare_data: DataSettings | None = setting(None, doc="read or make the data, check and split it")
+    prepare_data: DataSettings | None = setting(
+        None, doc="read or make the data, check and split it"
+    )
     sft: SFTSettings | None = setting(None, doc="supervised fine-tuning on the demonstrations")
-    distill: DistillationSettings | None = setting(None, doc="on-policy distillation from a teacher")
+    distill: DistillationSettings | None = setting(
+        None, doc="on-policy distillation from a teacher"
+    )
     preference: PreferenceSettings | None = setting(
         None, doc="preference optimisation (DPO and its relatives) on pairs"
     )
-    reward_model: RewardModelSettings | None = setting(None, doc="reward model from preference pairs")
+    reward_model: RewardModelSettings | None = setting(
+        None, doc="reward model from preference pairs"
+    )
     policy: PolicySettings | None = setting(None, doc="policy optimisation from rewards")
-    thoughts: ThoughtsSettings | None = setting(None, doc="thoughts before answers, rewarded by what they add")
-    network: NetworkSettings | None = setting(None, doc="networks for plain observations, by PPO; on its own")
-    evaluate: EvaluationSettings | None = setting(None, doc="held-out episodes, for every model of the run")
+    thoughts: ThoughtsSettings | None = setting(
+        None, doc="thoughts before answers, rewarded by what they add"
+    )
+    network: NetworkSettings | None = setting(
+        None, doc="networks for plain observations, by PPO; on its own"
+    )
+    evaluate: EvaluationSettings | None = setting(
+        None, doc="held-out episodes, for every model of the run"
+    )
     analyze: AnalysisSettings | None = setting(None, doc="what the evaluated trajectories show")
     export: ExportSettings | None = setting(
         None,
         doc="written models against those that were trained and evaluated; left out: its defaults where promote is",
     )
-    promote: PromotionSettings | None = setting(None, doc="compare with the champion and promote, or not")
-    own: dict[str, OwnStageSettings | None] = setting({}, doc="stages of yours, by name")
+    promote: PromotionSettings | None = setting(
+        None, doc="compare with the champion and promote, or not"
+    )
+    own: dict[str, CustomStageSettings | None] = setting({}, doc="stages of yours, by name")
 
     def check(self) -> None:
         """No promotion without a proof of export: that stage comes with it."""
@@ -211,17 +241,21 @@ class StagesSettings(Settings):
     def __getattr__(self, name: str) -> Any:
         """Settings of a stage of the user's by its name: typed once it is registered, else the block as it stands."""
         block = self.__dict__.get("own", {}).get(name)
-        if block is None and name not in stage_registry.names():
+        if block is None and name not in stage_registry.list_stage_names():
             raise AttributeError(f"there is no stage '{name}'")
-        found = stage_registry.entry(name).own if name in stage_registry.names() else None
+        found = (
+            stage_registry.find_stage(name).custom
+            if name in stage_registry.list_stage_names()
+            else None
+        )
         if block is None or found is None:
             return block
-        from tasks.config.schema import read
+        from tasks.config.schema import parse_settings
 
-        typed, problems = read(found.settings, block.settings)
+        typed, problems = parse_settings(found.settings, block.settings)
         return block if problems else typed  # problems were reported when they were read
 
-    def with_stages(self, changes: Mapping[str, Any]) -> StagesSettings:
+    def replace_stages(self, changes: Mapping[str, Any]) -> StagesSettings:
         """Other settings for some stages, by name; None = without that stage."""
         own = dict(self.own)
         for name in [name for name in changes if name in own]:
@@ -229,20 +263,27 @@ class StagesSettings(Settings):
             if value is None or block is None:
                 del own[name]
             else:
-                own[name] = dataclasses.replace(block, settings=json.loads(json.dumps(dataclasses.asdict(value))))
+                own[name] = dataclasses.replace(
+                    block, settings=json.loads(json.dumps(dataclasses.asdict(value)))
+                )
         fields = {field.name for field in dataclasses.fields(self)}
-        return dataclasses.replace(self, **{name: changes[name] for name in changes if name in fields}, own=own)
+        return dataclasses.replace(
+            self, **{name: changes[name] for name in changes if name in fields}, own=own
+        )
 
     @property
     def active(self) -> tuple[StageName, ...]:
         """The stages that run, in order."""
-        known = stage_registry.names()
+        known = stage_registry.list_stage_names()
         there = [name for name in known if getattr(self, name) is not None]
-        return (*there, *(name for name, block in self.own.items() if block is not None and name not in known))
+        return (
+            *there,
+            *(name for name, block in self.own.items() if block is not None and name not in known),
+        )
 
     @property
     def preference_uses(self) -> tuple[str, ...]:
-        """Uses of the preference rows: a loss, the reward model's, or both (see `rl_core.data.row_uses.misfit`)."""
+        """Uses of the preference rows: a loss, the reward model's, or both (see `rl_core.data.formats.explain_misfit`)."""
         losses = (self.preference.loss,) if self.preference is not None else ()
         return losses if self.reward_model is None else (*losses, self.reward_model.use)
 
@@ -251,13 +292,21 @@ class StagesSettings(Settings):
 class RunSettings(Settings):
     """Execution of the stages: retries, limits, waiting for locks; changes no result."""
 
-    wait_seconds: float = setting(0.0, ge=0, doc="wait while another run writes into the same folder; 0 = refuse")
-    retries: int = setting(2, ge=0, le=100, doc="tries after the first one, for errors that may pass (never settings)")
-    retry_delay_seconds: float = setting(10.0, ge=0, doc="wait before the first retry; doubles with each")
+    wait_seconds: float = setting(
+        0.0, ge=0, doc="wait while another run writes into the same folder; 0 = refuse"
+    )
+    retries: int = setting(
+        2, ge=0, le=100, doc="tries after the first one, for errors that may pass (never settings)"
+    )
+    retry_delay_seconds: float = setting(
+        10.0, ge=0, doc="wait before the first retry; doubles with each"
+    )
     timeout_seconds: float | None = setting(None, gt=0, doc="of one stage; left out: no limit")
-    timeouts: dict[str, float] = setting({}, doc="seconds by stage name, in place of timeout_seconds")
+    timeouts: dict[str, float] = setting(
+        {}, doc="seconds by stage name, in place of timeout_seconds"
+    )
 
-    def timeout(self, stage: str) -> float | None:
+    def find_timeout(self, stage: str) -> float | None:
         """Seconds that the stage may take; None = no limit."""
         return self.timeouts.get(stage, self.timeout_seconds)
 
@@ -275,22 +324,30 @@ class PipelineSettings(Settings):
     name: str = setting(doc="of the pipeline; names its folder, experiment and model")
     seed: int = setting(0, ge=0, lt=2**31, doc="all randomness of the run comes from it")
     seeds: dict[str, int] = setting(
-        {}, doc="seeds of single training stages by name, in place of seed: repeats one stage on the same data"
+        {},
+        doc="seeds of single training stages by name, in place of seed: repeats one stage on the same data",
     )
     output: str = setting("outputs", doc="folder that everything is written into")
     threads: int | Literal["auto"] | None = setting(
-        None, ge=1, le=1024,
+        None,
+        ge=1,
+        le=1024,
         doc="CPU threads of torch; left out: torch decides; auto: as many as processors are free at the run's start",
-    )  # fmt: skip
+    )
     environment: EnvironmentSettings = setting(EnvironmentSettings(), doc="where the policy acts")
     model: ModelSettings = setting(ModelSettings(), doc="where the policy starts")
     tracking: TrackingSettings = setting(TrackingSettings(), doc="where results go")
     run: RunSettings = setting(RunSettings(), doc="retries and timeouts")
-    retrain: RetrainSettings = setting(RetrainSettings(), doc="training again when there is new data")
-    serving: ServingSettings | None = setting(None, doc="the server of `posttrain serve`; `{}` = its defaults")
+    retrain: RetrainSettings = setting(
+        RetrainSettings(), doc="training again when there is new data"
+    )
+    serving: ServingSettings | None = setting(
+        None, doc="the server of `posttrain serve`; `{}` = its defaults"
+    )
     stages: StagesSettings = setting(doc="what is done")
     prefer: RatingSettings | None = setting(
-        None, doc="the page of `posttrain prefer`, where people compare answers; `{}` = its defaults"
+        None,
+        doc="the page of `posttrain prefer`, where people compare answers; `{}` = its defaults",
     )
     online: OnlineSettings | None = setting(
         None, doc="learning from what is served, `posttrain serve --learn`; `{}` = its defaults"
@@ -298,32 +355,34 @@ class PipelineSettings(Settings):
 
     def check(self) -> None:
         """The name is one path component; there is something to do."""
-        _check_name("name", self.name)
-        if self.name.casefold() in _RESERVED:
+        _check_pipeline_name("name", self.name)
+        if self.name.casefold() in _RESERVED_NAMES:
             raise SettingsError(
                 f"name: {self.name!r} is reserved: that folder of the output holds files of another kind (reserved are "
-                f"{', '.join(_RESERVED)}); choose another name"
+                f"{', '.join(_RESERVED_NAMES)}); choose another name"
             )
         if not self.output.strip() or "\0" in self.output:
             raise SettingsError(f"output: {self.output!r} must name a folder")
-        stages = {*stage_registry.names(), *self.stages.own}
+        stages = {*stage_registry.list_stage_names(), *self.stages.own}
         for stage in self.run.timeouts:
             if stage not in stages:
-                raise SettingsError(f"run.timeouts.{stage}: no such stage; {nearest(stage, stages)}")
-        for stage, number in self.seeds.items():
-            if stage not in (*stage_registry.training_stages(), *self.stages.own):
                 raise SettingsError(
-                    f"seeds.{stage}: no stage that trains; {nearest(stage, stage_registry.training_stages())}"
+                    f"run.timeouts.{stage}: no such stage; {suggest_name(stage, stages)}"
+                )
+        for stage, number in self.seeds.items():
+            if stage not in (*stage_registry.list_training_stages(), *self.stages.own):
+                raise SettingsError(
+                    f"seeds.{stage}: no stage that trains; {suggest_name(stage, stage_registry.list_training_stages())}"
                 )
             if not 0 <= number < 2**31:
                 raise SettingsError(f"seeds.{stage}: {number} must be at least 0 and below 2^31")
         if not self.stages.active:
             raise SettingsError(
-                f"stages: none is given; name at least one of {', '.join(stage_registry.names())} "
+                f"stages: none is given; name at least one of {', '.join(stage_registry.list_stage_names())} "
                 "(`sft: {}` = defaults)"
             )
 
-    def seed_of(self, stage: str) -> int:
+    def find_stage_seed(self, stage: str) -> int:
         """Seed of a stage: its own in `seeds`, else the pipeline's."""
         return self.seeds.get(stage, self.seed)
 

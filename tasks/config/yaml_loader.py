@@ -2,6 +2,8 @@
 
 Scalars follow YAML 1.2: `1e-5` is a number, `yes` and `2024-01-01` are text. PyYAML's own resolver follows YAML 1.1,
 where `1e-5` is text. Anchors, aliases and merge keys (`<<`) work as long as what they expand to stays small.
+
+Overrides from the command line: `--set stages.policy.learning_rate=3e-4`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import errno
 import math
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,34 +21,36 @@ from typing import Any
 import yaml
 
 from rl_core.errors import SettingsError
-from tasks.config.problems import Key, Problem
-from tasks.shipped import config_names
-
-__all__ = ["Document", "parse_value", "read_yaml"]
+from tasks.config.problems import ConfigProblem, Key, KeyLocations, join_key
+from tasks.shipped import list_config_names
 
 MAX_BYTES = 256 * 1024  # a pipeline's file has a few KiB; PyYAML needs about a second for 256 KiB
 MAX_DEPTH = 32  # nested blocks
-_STARTER = " (`posttrain init FOLDER` writes one to start from)"
-MAX_NODES = 10_000  # values, before and after the expansion of aliases; a thousand take a tenth of a second
+_INIT_HINT = " (`posttrain init FOLDER` writes one to start from)"
+MAX_NODES = (
+    10_000  # values, before and after the expansion of aliases; a thousand take a tenth of a second
+)
 
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]{1,40}")
-_BASED = re.compile(r"0o[0-7]{1,40}|0x[0-9a-fA-F]{1,40}")
+_BASED_INT = re.compile(r"0o[0-7]{1,40}|0x[0-9a-fA-F]{1,40}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,10})?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """A YAML file as plain dicts, lists, text, numbers, booleans and None."""
 
     data: Any
     lines: dict[Key, int] = field(default_factory=dict)  # line of every key and list item, from 1
-    problems: list[Problem] = field(default_factory=list)  # what does not keep the file from being read further
+    problems: list[ConfigProblem] = field(
+        default_factory=list
+    )  # what does not keep the file from being read further
 
 
-def read_yaml(path: str | Path, shipped_names: Sequence[str] | None = None) -> Document:
+def read_yaml(path: str | Path, shipped_names: Sequence[str] | None = None) -> YamlDocument:
     """Read a YAML file that holds one mapping.
 
     Args:
@@ -54,15 +58,21 @@ def read_yaml(path: str | Path, shipped_names: Sequence[str] | None = None) -> D
     Raises: SettingsError when the file is missing, a folder, empty, too large, no UTF-8, no valid YAML, holds a tag or
         several documents, nests or expands too far, or is not a mapping.
     """
-    text = _read_text(Path(path), str(path), config_names() if shipped_names is None else shipped_names)
-    document = _parse(text, str(path))
+    text = _read_yaml_text(
+        Path(path), str(path), list_config_names() if shipped_names is None else shipped_names
+    )
+    document = _parse_yaml(text, str(path))
     is_pipeline = shipped_names is None
     if document.data is None and not document.problems:
-        needs = f"a pipeline needs at least `name` and `stages`{_STARTER}" if is_pipeline else "write settings into it"
+        needs = (
+            f"a pipeline needs at least `name` and `stages`{_INIT_HINT}"
+            if is_pipeline
+            else "write settings into it"
+        )
         raise SettingsError(f"{path}: is empty; {needs}")
     if not isinstance(document.data, dict):
         kind = "a list" if isinstance(document.data, list) else "a single value"
-        wanted = f"a pipeline is a mapping of `key: value` lines{_STARTER}"
+        wanted = f"a pipeline is a mapping of `key: value` lines{_INIT_HINT}"
         if not is_pipeline:
             wanted = "settings are a mapping of `key: value` lines"
         raise SettingsError(f"{path}: holds {kind}; {wanted}")
@@ -75,7 +85,7 @@ def parse_value(text: str) -> Any:
     Raises: SettingsError.
     """
     try:
-        document = _parse(text, "value")
+        document = _parse_yaml(text, "value")
     except SettingsError as error:
         raise SettingsError(re.sub(r"^value(:\d+)?: ", "the value ", str(error))) from error
     if document.problems:
@@ -83,7 +93,7 @@ def parse_value(text: str) -> Any:
     return document.data
 
 
-def _read_text(path: Path, name: str, shipped_names: Sequence[str]) -> str:
+def _read_yaml_text(path: Path, name: str, shipped_names: Sequence[str]) -> str:
     try:
         kind = path.stat().st_mode
     except ValueError:  # a NUL in its name
@@ -95,8 +105,14 @@ def _read_text(path: Path, name: str, shipped_names: Sequence[str]) -> str:
     if path.is_dir():
         raise SettingsError(f"{name}: is a folder; name a YAML file in it")
     if not path.exists():
-        found = sorted(item.name for item in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-        near = f"; {path.parent} has {', '.join(found[:8])}" if found else f"; the current folder is {Path.cwd()}"
+        found = (
+            sorted(item.name for item in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        )
+        near = (
+            f"; {path.parent} has {', '.join(found[:8])}"
+            if found
+            else f"; the current folder is {Path.cwd()}"
+        )
         stems = {Path(item).stem: item for item in found}
         if match := get_close_matches(path.stem, stems, n=1, cutoff=0.6):
             near = f"; did you mean '{path.parent / stems[match[0]]}'?"
@@ -108,14 +124,18 @@ def _read_text(path: Path, name: str, shipped_names: Sequence[str]) -> str:
             near = f"; the shipped config is named without folder and suffix: {path.stem}{near}"
         raise SettingsError(f"{name}: no such file{near}")
     if not stat.S_ISREG(kind):  # a pipe that nobody writes into would be waited for
-        raise SettingsError(f"{name}: is no regular file (a pipe, a socket or a device); name a YAML file")
+        raise SettingsError(
+            f"{name}: is no regular file (a pipe, a socket or a device); name a YAML file"
+        )
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise SettingsError(f"{name}: cannot be read: {error.strerror}") from error
     if len(raw) > MAX_BYTES:
-        raise SettingsError(f"{name}: is larger than {MAX_BYTES // 1024} KiB; this is no configuration")
+        raise SettingsError(
+            f"{name}: is larger than {MAX_BYTES // 1024} KiB; this is no configuration"
+        )
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise SettingsError(f"{name}: is UTF-16; save it as UTF-8")
     try:
@@ -127,9 +147,9 @@ def _read_text(path: Path, name: str, shipped_names: Sequence[str]) -> str:
         ) from error
 
 
-def _parse(text: str, name: str) -> Document:
+def _parse_yaml(text: str, name: str) -> YamlDocument:
     try:
-        _check_events(text, name)
+        _check_yaml_events(text, name)
         loader = yaml.SafeLoader(text)
         try:
             node = loader.get_single_node()
@@ -138,45 +158,57 @@ def _parse(text: str, name: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         hint = "; indent with spaces" if error.problem and "'\\t'" in error.problem else ""
-        raise SettingsError(f"{_at(name, mark)}: is not valid YAML: {error.problem or error.context}{hint}") from error
+        raise SettingsError(
+            f"{_format_location(name, mark)}: is not valid YAML: {error.problem or error.context}{hint}"
+        ) from error
     except (ValueError, OverflowError) as error:
         if isinstance(error, SettingsError):
             raise
-        raise SettingsError(f"{name}: is not valid YAML: {error}") from error  # such as the escape "\\UFFFFFFFF"
+        raise SettingsError(
+            f"{name}: is not valid YAML: {error}"
+        ) from error  # such as the escape "\\UFFFFFFFF"
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         code = error.character if isinstance(error.character, int) else ord(error.character)
-        raise SettingsError(f"{name}:{line}: character U+{code:04X} is not allowed in YAML; remove it") from error
-    document = Document(None)
+        raise SettingsError(
+            f"{name}:{line}: character U+{code:04X} is not allowed in YAML; remove it"
+        ) from error
+    document = YamlDocument(None)
     if node is not None:
-        document.data = _NodeReader(document, name).value(node, (), 0)
+        document.data = _NodeReader(document, name).read_value(node, (), 0)
     return document
 
 
-def _at(name: str, mark: Any) -> str:
+def _format_location(name: str, mark: Any) -> str:
     return f"{name}:{mark.line + 1}" if mark is not None else name
 
 
-def _check_events(text: str, name: str) -> None:
+def _check_yaml_events(text: str, name: str) -> None:
     """Refuse tags, second documents, deep nesting and too many values before PyYAML goes into them."""
     depth = documents = values = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         values += isinstance(event, yaml.NodeEvent)
         if values > MAX_NODES:
-            raise SettingsError(f"{_at(name, event.start_mark)}: holds more than {MAX_NODES} values")
+            raise SettingsError(
+                f"{_format_location(name, event.start_mark)}: holds more than {MAX_NODES} values"
+            )
         tag = getattr(event, "tag", None)
         if tag is not None:
             raise SettingsError(
-                f"{_at(name, event.start_mark)}: holds the tag {_short(tag)}; tags are not allowed, write plain values"
+                f"{_format_location(name, event.start_mark)}: holds the tag {_quote_shortened(tag)}; tags are not allowed, write plain values"
             )
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
             if documents > 1:
-                raise SettingsError(f"{_at(name, event.start_mark)}: a second document starts here ('---'); keep one")
+                raise SettingsError(
+                    f"{_format_location(name, event.start_mark)}: a second document starts here ('---'); keep one"
+                )
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
-                raise SettingsError(f"{_at(name, event.start_mark)}: nests deeper than {MAX_DEPTH} levels")
+                raise SettingsError(
+                    f"{_format_location(name, event.start_mark)}: nests deeper than {MAX_DEPTH} levels"
+                )
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
 
@@ -184,70 +216,80 @@ def _check_events(text: str, name: str) -> None:
 class _NodeReader:
     """Turns nodes into plain values, keeping lines and counting what aliases expand to."""
 
-    def __init__(self, document: Document, name: str) -> None:
+    def __init__(self, document: YamlDocument, name: str) -> None:
         self.document = document
         self.name = name
-        self.nodes = 0
-        self.open: set[int] = set()  # nodes being read: meeting one again is a loop of aliases
+        self.num_nodes = 0
+        self.open_node_ids: set[int] = (
+            set()
+        )  # nodes being read: meeting one again is a loop of aliases
 
-    def value(self, node: yaml.Node, key: Key, depth: int) -> Any:
+    def read_value(self, node: yaml.Node, key: Key, depth: int) -> Any:
         """The plain value of a node; `key` is where it stands."""
-        self.nodes += 1
-        where = _at(self.name, node.start_mark)
-        if self.nodes > MAX_NODES or depth > MAX_DEPTH:
+        self.num_nodes += 1
+        where = _format_location(self.name, node.start_mark)
+        if self.num_nodes > MAX_NODES or depth > MAX_DEPTH:
             raise SettingsError(
                 f"{where}: expands to more than {MAX_NODES} values or {MAX_DEPTH} levels through aliases"
             )
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, key)
-        if id(node) in self.open:
+            return self._parse_scalar(node, key)
+        if id(node) in self.open_node_ids:
             raise SettingsError(f"{where}: an alias refers to the block that holds it")
-        self.open.add(id(node))
+        self.open_node_ids.add(id(node))
         result: Any
         if isinstance(node, yaml.SequenceNode):
             result = []
             for index, item in enumerate(node.value):
                 self.document.lines[(*key, index)] = item.start_mark.line + 1
-                result.append(self.value(item, (*key, index), depth + 1))
+                result.append(self.read_value(item, (*key, index), depth + 1))
         else:
             assert isinstance(node, yaml.MappingNode)
-            result = self._mapping(node, key, depth)
-        self.open.discard(id(node))
+            result = self._read_mapping(node, key, depth)
+        self.open_node_ids.discard(id(node))
         return result
 
-    def _mapping(self, node: yaml.MappingNode, key: Key, depth: int) -> dict[str, Any]:
+    def _read_mapping(self, node: yaml.MappingNode, key: Key, depth: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
-        for base in self._merged(node):  # read first, so that the block's own values and lines win
-            result.update(self.value(base, key, depth + 1))
+        for base in self._list_merged_blocks(
+            node
+        ):  # read first, so that the block's own values and lines win
+            result.update(self.read_value(base, key, depth + 1))
         first: dict[str, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
-            if _is_merge(key_node):
+            if _is_merge_key(key_node):
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
                 raise SettingsError(f"{self.name}:{line}: a key must be text, not a list or block")
             name = key_node.value  # as written: `1: 0.5` has the key "1"
             path = (*key, name)
             if name in first:
-                self._problem(path, line, f"the key is given twice, first on line {first[name]}; keep one")
+                self._report_problem(
+                    path, line, f"the key is given twice, first on line {first[name]}; keep one"
+                )
             first.setdefault(name, line)
             if not self._check_text(name, path, line):
                 continue
             self.document.lines[path] = line
-            result[name] = self.value(value_node, path, depth + 1)
+            result[name] = self.read_value(value_node, path, depth + 1)
         return result
 
-    def _merged(self, node: yaml.MappingNode) -> list[yaml.MappingNode]:
+    def _list_merged_blocks(self, node: yaml.MappingNode) -> list[yaml.MappingNode]:
         """Blocks that `<<: *base` or `<<: [*first, *second]` merges in, lowest precedence first."""
         bases: list[yaml.MappingNode] = []
         for key_node, value_node in node.value:
-            if _is_merge(key_node):
-                bases += value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+            if _is_merge_key(key_node):
+                bases += (
+                    value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+                )
                 if not all(isinstance(base, yaml.MappingNode) for base in bases):
-                    raise SettingsError(f"{_at(self.name, key_node.start_mark)}: '<<' merges blocks, not single values")
+                    raise SettingsError(
+                        f"{_format_location(self.name, key_node.start_mark)}: '<<' merges blocks, not single values"
+                    )
         return bases[::-1]
 
-    def _scalar(self, node: yaml.ScalarNode, key: Key) -> Any:
+    def _parse_scalar(self, node: yaml.ScalarNode, key: Key) -> Any:
         text: str = node.value
         line = node.start_mark.line + 1
         self._check_text(text, key, line)
@@ -259,12 +301,14 @@ class _NodeReader:
             return text.lower() == "true"
         if _INT.fullmatch(text):
             return int(text)
-        if _BASED.fullmatch(text):
+        if _BASED_INT.fullmatch(text):
             return int(text, 0)
         if _FLOAT.fullmatch(text) and math.isfinite(float(text)):
             return float(text)
         if _NOT_FINITE.fullmatch(text) or _FLOAT.fullmatch(text):
-            self._problem(key, line, f"found {_short(text)}; a finite number is needed")
+            self._report_problem(
+                key, line, f"found {_quote_shortened(text)}; a finite number is needed"
+            )
             return 0.0
         return text
 
@@ -272,19 +316,98 @@ class _NodeReader:
         """False, and a problem, for text that no file can store."""
         for character in text:
             if character == "\0" or "\ud800" <= character <= "\udfff":
-                self._problem(
-                    key, line, f"holds the character U+{ord(character):04X}, which no file can store; remove it"
+                self._report_problem(
+                    key,
+                    line,
+                    f"holds the character U+{ord(character):04X}, which no file can store; remove it",
                 )
                 return False
         return True
 
-    def _problem(self, key: Key, line: int, text: str) -> None:
-        self.document.problems.append(Problem(key, text, f"{self.name}:{line}"))
+    def _report_problem(self, key: Key, line: int, text: str) -> None:
+        self.document.problems.append(ConfigProblem(key, text, f"{self.name}:{line}"))
 
 
-def _is_merge(node: yaml.Node) -> bool:
+def _is_merge_key(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.value == "<<" and node.style is None
 
 
-def _short(text: str) -> str:
+def _quote_shortened(text: str) -> str:
     return repr(text) if len(text) <= 60 else repr(text[:57]) + "..."
+
+
+MAX_OVERRIDE_DEPTH = 32  # in one another; settings are read recursively
+
+
+def apply_overrides(
+    data: dict[str, Any], overrides: Iterable[str], locations: KeyLocations
+) -> list[ConfigProblem]:
+    """Set each "key.path=value" in `data`, in order, and note in `places` where the key now comes from.
+
+    The value is YAML (3e-4, null, [easy, hard], {task: 1}). Blocks on the way that are missing or null are made; items
+    of a list are named by their index from 0. Returns what could not be set; key and type checks come later.
+    """
+    problems = []
+    for override in overrides:
+        source = f"--set {override}"
+        name, equals, text = override.partition("=")
+        path = name.strip().split(".")
+        if not equals or not all(path):
+            problems.append(
+                ConfigProblem(
+                    (), "must be key.path=value, as in stages.policy.learning_rate=3e-4", source
+                )
+            )
+            continue
+        if len(path) > MAX_OVERRIDE_DEPTH:
+            text = f"names {len(path)} keys, one in the other; that is too deep"
+            problems.append(ConfigProblem(tuple(path[:3]), text, "--set"))
+            continue
+        try:
+            made = _set_value_at_path(data, path, parse_value(text))
+        except SettingsError as error:
+            problems.append(ConfigProblem(tuple(path), str(error), source))
+            continue
+        for key in made:
+            locations.lines = {
+                known: line for known, line in locations.lines.items() if known[: len(key)] != key
+            }
+            locations.overrides = {
+                known: item
+                for known, item in locations.overrides.items()
+                if known[: len(key)] != key
+            }
+        locations.overrides.update(dict.fromkeys(made, source))
+    return problems
+
+
+def _set_value_at_path(data: dict[str, Any], path: list[str], value: Any) -> list[Key]:
+    """Put the value at the path; returns the keys that were made or replaced, list indices as numbers."""
+    block: Any = data
+    made: list[Key] = []
+    key: Key = ()
+    for position, part in enumerate(path):
+        last = position == len(path) - 1
+        here = join_key(key) or "the file"
+        if isinstance(block, list):
+            if not (part.isascii() and part.isdigit() and len(part) < 9):
+                raise SettingsError(
+                    f"{here} is a list: name an item by its index from 0, not '{part}'"
+                )
+            index = int(part)
+            if index >= len(block):
+                raise SettingsError(
+                    f"{here} has {len(block)} items, so {max(len(block) - 1, 0)} is the largest index"
+                )
+            part_key: str | int = index
+        elif isinstance(block, dict):
+            block.setdefault(part, None)
+            part_key = part
+        else:
+            raise SettingsError(f"{here} holds a single value, so nothing can be set inside it")
+        key = (*key, part_key)
+        if last or block[part_key] is None:
+            block[part_key] = value if last else {}
+            made.append(key)
+        block = block[part_key]
+    return made

@@ -18,27 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rl_core.data.files import PARQUET_SUFFIXES, data_files
+from rl_core.data.files import PARQUET_SUFFIXES, list_data_files
 from rl_core.errors import DataError
 from rl_core.storage.manifest import digest_file
 from tasks.config import PipelineSettings
 
-__all__ = [
-    "Change",
-    "FileRecord",
-    "NewData",
-    "Records",
-    "SourceRecord",
-    "data_sources",
-    "new_since",
-    "record_sources",
-    "records_from_tags",
-    "tags_of_records",
-]
-
-_TAG_CHARACTERS = 4000  # of one tag; stores cut or refuse longer ones, so a longer record goes on in the next
-_BLANK = b" \t\r\n"
-_BLOCK = 1 << 20
+_TAG_CHARACTERS = (
+    4000  # of one tag; stores cut or refuse longer ones, so a longer record goes on in the next
+)
+_BLANK_BYTES = b" \t\r\n"
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +47,13 @@ class SourceRecord:
     files: dict[str, FileRecord]
 
 
-Records = dict[str, SourceRecord]  # by the source's name: demonstrations, preferences, environment
+SourceRecords = dict[
+    str, SourceRecord
+]  # by the source's name: demonstrations, preferences, environment
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class DataChange:
     """One file that the model has not seen as it is now."""
 
     source: str
@@ -81,8 +72,10 @@ class Change:
 class NewData:
     """Data that came since a record."""
 
-    changes: tuple[Change, ...] = ()
-    gone: tuple[str, ...] = field(default=())  # files that are no longer there: nothing to learn from
+    changes: tuple[DataChange, ...] = ()
+    missing_files: tuple[str, ...] = field(
+        default=()
+    )  # files that are no longer there: nothing to learn from
 
     @property
     def rows(self) -> int:
@@ -95,10 +88,13 @@ class NewData:
         return frozenset(change.source for change in self.changes)
 
     def __str__(self) -> str:
-        return "; ".join([*map(str, self.changes), *(f"{name}: gone" for name in self.gone)]) or "nothing new"
+        return (
+            "; ".join([*map(str, self.changes), *(f"{name}: gone" for name in self.missing_files)])
+            or "nothing new"
+        )
 
 
-def data_sources(settings: PipelineSettings) -> dict[str, Path]:
+def list_data_sources(settings: PipelineSettings) -> dict[str, Path]:
     """The files (or folders of files) that a pipeline learns from, by name; {} where episodes are generated alone."""
     data = settings.stages.prepare_data
     named = {
@@ -109,22 +105,25 @@ def data_sources(settings: PipelineSettings) -> dict[str, Path]:
     return {name: Path(path) for name, path in named.items() if isinstance(path, str)}
 
 
-def record_sources(settings: PipelineSettings) -> Records:
+def record_sources(settings: PipelineSettings) -> SourceRecords:
     """The record of a pipeline's data as it is now. Raises: DataError where a file cannot be read."""
-    return {name: _record(path) for name, path in data_sources(settings).items()}
+    return {name: _record_source(path) for name, path in list_data_sources(settings).items()}
 
 
-def _record(path: Path) -> SourceRecord:
+def _record_source(path: Path) -> SourceRecord:
     try:
         if path.is_dir():
-            files = {item.relative_to(path).as_posix(): _file(item) for item in data_files(path)}
+            files = {
+                item.relative_to(path).as_posix(): _record_file(item)
+                for item in list_data_files(path)
+            }
             return SourceRecord(str(path), files)
-        return SourceRecord(str(path), {path.name: _file(path)})
+        return SourceRecord(str(path), {path.name: _record_file(path)})
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _file(path: Path) -> FileRecord:
+def _record_file(path: Path) -> FileRecord:
     """Lines are read once, so that digest and number of rows belong to the same bytes while someone appends."""
     if path.suffix in PARQUET_SUFFIXES:
         import pyarrow.parquet
@@ -136,16 +135,16 @@ def _file(path: Path) -> FileRecord:
         for line in file:
             digest.update(line)
             size += len(line)
-            rows += bool(line.strip(_BLANK))
+            rows += bool(line.strip(_BLANK_BYTES))
     return FileRecord(digest.hexdigest(), size, rows)
 
 
-def new_since(before: Records | None, now: Records) -> NewData:
+def find_new_data(before: SourceRecords | None, now: SourceRecords) -> NewData:
     """Data of `now` that `before` does not have. `before` None (unknown): everything is new.
 
     A file is known by its content, whatever its name. The files of `now` are read where they may have grown.
     """
-    changes: list[Change] = []
+    changes: list[DataChange] = []
     gone: list[str] = []
     for source, record in now.items():
         old = (before or {}).get(source)
@@ -155,7 +154,7 @@ def new_since(before: Records | None, now: Records) -> NewData:
         for name, file in record.files.items():
             if file.sha256 not in digests:
                 former = known.get(name) or (next(iter(known.values())) if alone else None)
-                change = _change(source, name, file, former, _location(record, name))
+                change = _classify_change(source, name, file, former, _locate_file(record, name))
                 changes += [change] if change.rows else []
         present = {file.sha256 for file in record.files.values()} | set(record.files)
         if not alone:
@@ -167,24 +166,32 @@ def new_since(before: Records | None, now: Records) -> NewData:
     return NewData(tuple(changes), tuple(gone))
 
 
-def _location(record: SourceRecord, name: str) -> Path:
+def _locate_file(record: SourceRecord, name: str) -> Path:
     path = Path(record.path)
     return path / name if path.is_dir() else path
 
 
-def _change(source: str, name: str, file: FileRecord, old: FileRecord | None, path: Path) -> Change:
+def _classify_change(
+    source: str, name: str, file: FileRecord, old: FileRecord | None, path: Path
+) -> DataChange:
     if old is None:
-        return Change(source, name, "new file", file.rows)
-    if file.size > old.size and file.rows >= old.rows and _prefix_digest(path, old.size) == old.sha256:
-        return Change(source, name, "appended", file.rows - old.rows)  # 0 where blank lines came
-    return Change(source, name, "rewritten", file.rows)
+        return DataChange(source, name, "new file", file.rows)
+    if (
+        file.size > old.size
+        and file.rows >= old.rows
+        and _digest_prefix(path, old.size) == old.sha256
+    ):
+        return DataChange(
+            source, name, "appended", file.rows - old.rows
+        )  # 0 where blank lines came
+    return DataChange(source, name, "rewritten", file.rows)
 
 
-def _prefix_digest(path: Path, size: int) -> str:
+def _digest_prefix(path: Path, size: int) -> str:
     """SHA-256 of a file's first `size` bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while size > 0 and (block := file.read(min(size, _BLOCK))):
+        while size > 0 and (block := file.read(min(size, _BLOCK_BYTES))):
             digest.update(block)
             size -= len(block)
     return digest.hexdigest()
@@ -193,21 +200,23 @@ def _prefix_digest(path: Path, size: int) -> str:
 # ------------------------------------------------------------------------------------------------------------- tags
 
 
-def tags_of_records(records: Records) -> dict[str, str]:
+def format_record_tags(records: SourceRecords) -> dict[str, str]:
     """The record as tags of a model version."""
     tags = {"data.sources": ", ".join(records) or "none"}
     for name, record in records.items():
         text = json.dumps(dataclasses.asdict(record), sort_keys=True)
         for part, start in enumerate(range(0, len(text), _TAG_CHARACTERS)):
-            tags[f"data.{name}" + (f".{part + 1}" if part else "")] = text[start : start + _TAG_CHARACTERS]
+            tags[f"data.{name}" + (f".{part + 1}" if part else "")] = text[
+                start : start + _TAG_CHARACTERS
+            ]
     return tags
 
 
-def records_from_tags(tags: Mapping[str, str]) -> Records | None:
+def parse_record_tags(tags: Mapping[str, str]) -> SourceRecords | None:
     """The record that a version's tags hold; None where they hold none, or one that cannot be read."""
     if "data.sources" not in tags:
         return None
-    records: Records = {}
+    records: SourceRecords = {}
     for name in tags["data.sources"].split(", "):
         if name == "none":
             continue

@@ -1,30 +1,115 @@
-"""The DAG of one pipeline run: each stage takes what the ones before it gave (tasks/stage_registry.py)."""
+"""A stage's function without Prefect: the pipeline's retries and time limits, for processes that run many pipelines.
+
+The DAG of one pipeline run: each stage takes what the ones before it gave (tasks/stage_registry.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from rl_core.errors import BackendError, SettingsError
+from rl_core.errors import BackendError, SettingsError, StageTimeout, Stopped
 from tasks import stage_registry
-from tasks.pipeline.result import StageResult
-from tasks.pipeline.run import PipelineRun
+from tasks.config import RunSettings
+from tasks.pipeline.pipeline_run import PipelineRun
+from tasks.pipeline.stage_result import StageResult
 from tasks.stage_registry import Product
 
-__all__ = ["StageCaller", "run_dag"]
+logger = logging.getLogger(__name__)
+
+
+def is_transient_error(error: BaseException) -> bool:
+    """True = a retry may help: a backend or a connection failed."""
+    return isinstance(error, BackendError | ConnectionError | TimeoutError)
+
+
+def compute_retry_delays(run: RunSettings) -> list[float]:
+    """Seconds before each retry, doubling up to 10 minutes."""
+    return [min(600.0, run.retry_delay_seconds * 2**i) for i in range(run.retries)]
+
+
+def build_timeout_error(run: RunSettings, name: str) -> StageTimeout:
+    """The error of a stage that ran into its limit."""
+    setting = f"run.timeouts.{name}" if name in run.timeouts else "run.timeout_seconds"
+    return StageTimeout(
+        f"stage '{name}' was stopped after {run.find_timeout(name):g} s, the limit that {setting} sets; raise it, "
+        "and the stage goes on from its last checkpoint"
+    )
+
+
+def wrap_stage_call(
+    name: str, stage: Callable[..., StageResult], pipeline_run: PipelineRun
+) -> Callable[..., StageResult]:
+    """The stage's function for this run. A limit of time stops training as SIGTERM does, after the iteration.
+
+    Calling it raises StageTimeout, Stopped, and else what the stage raised at its last try.
+    """
+    run = pipeline_run.settings.run
+
+    def start(*arguments: Any) -> StageResult:
+        delays = compute_retry_delays(run)
+        while True:
+            try:
+                with _limit_stage_time(pipeline_run, name):
+                    result = stage(pipeline_run, *arguments)
+                break
+            except Exception as error:
+                if not delays or not is_transient_error(error):
+                    raise
+                logger.warning("%s: %s; it is tried again", name, error)
+                if pipeline_run.stop.wait(delays.pop(0)):
+                    raise Stopped("stopped before a retry", signal.SIGTERM) from error
+        pipeline_run.add_result(name, result)
+        return result
+
+    return start
+
+
+@contextlib.contextmanager
+def _limit_stage_time(pipeline_run: PipelineRun, name: str) -> Iterator[None]:
+    limit = pipeline_run.settings.run.find_timeout(name)
+    if limit is None:
+        yield
+        return
+    late = threading.Event()
+
+    def stop() -> None:
+        if not pipeline_run.stop.is_set():
+            late.set()
+            pipeline_run.stop.set()
+
+    timer = threading.Timer(limit, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Stopped as error:
+        if not late.is_set():
+            raise
+        raise build_timeout_error(pipeline_run.settings.run, name) from error
+    finally:
+        timer.cancel()
+        if late.is_set():
+            pipeline_run.stop.clear()
+
 
 # (name, the stage's function, run) -> that function, to be called with what the stage takes
 StageCaller = Callable[[str, Callable[..., StageResult], PipelineRun], Callable[..., StageResult]]
 
 
 @dataclass
-class _Handed:
+class _StageOutputs:
     """Outputs of the stages so far, for the next ones; each property is a name that `PipelineStage.takes` may use."""
 
     pipeline_run: PipelineRun
     base: Path | str | None  # the model to start from; None = a preset, which prepare_data makes
-    given: Mapping[str, str]  # models to evaluate in place of those that the run trains
+    evaluated_models: Mapping[str, str]  # models to evaluate in place of those that the run trains
     results: dict[Product, StageResult] = field(default_factory=dict)  # the newest of each kind
     trained: dict[str, StageResult] = field(default_factory=dict)  # policies by stage, in order
 
@@ -56,7 +141,10 @@ class _Handed:
     @property
     def models(self) -> Mapping[str, StageResult | Path | str]:
         """The policies to evaluate, by name; of a trial the newest alone, as it shares the others."""
-        named = {name: self.pipeline_run.models.resolve(source)[0] for name, source in self.given.items()}
+        named = {
+            name: self.pipeline_run.models.resolve_model(source)[0]
+            for name, source in self.evaluated_models.items()
+        }
         trained = list(self.trained.items())
         if self.pipeline_run.options.trial is not None:
             trained = trained[-1:]
@@ -69,7 +157,11 @@ class _Handed:
 
 
 def run_dag(
-    pipeline_run: PipelineRun, given: Mapping[str, str], call: StageCaller, *, skip: Collection[str] = ()
+    pipeline_run: PipelineRun,
+    evaluated_models: Mapping[str, str],
+    call: StageCaller,
+    *,
+    skip: Collection[str] = (),
 ) -> None:
     """Run the stages that the settings name, in their order.
 
@@ -80,27 +172,33 @@ def run_dag(
     Raises: SettingsError where a stage lacks what it needs; whatever the stages raise. A gate that cannot ask the
         tracking store postpones its decision instead.
     """
-    handed = _Handed(pipeline_run, pipeline_run.models.resolve_base(), given)
+    handed = _StageOutputs(pipeline_run, pipeline_run.models.resolve_base(), evaluated_models)
     active = {
         stage.name
-        for stage in stage_registry.stages()
+        for stage in stage_registry.list_stages()
         if getattr(pipeline_run.settings.stages, stage.name) is not None and stage.name not in skip
     }
-    takes_any = any(stage_registry.entry(name).takes for name in active)  # a network takes nothing, a preset neither
-    for stage in stage_registry.stages():
+    takes_any = any(
+        stage_registry.find_stage(name).takes for name in active
+    )  # a network takes nothing, a preset neither
+    for stage in stage_registry.list_stages():
         makes_preset = stage.gives == "data" and handed.base is None and takes_any
         is_active = stage.name in active
         if not is_active and not makes_preset:
             continue
         taken = {name: getattr(handed, name) for name in stage.takes}
         if missing := [name for name in stage.needs if taken[name] is None]:
-            raise SettingsError(f"stages.{stage.name} needs {' and '.join(missing)}, which no stage before it gives")
+            raise SettingsError(
+                f"stages.{stage.name} needs {' and '.join(missing)}, which no stage before it gives"
+            )
         try:
-            result = call(stage.name, stage_registry.task_of(stage), pipeline_run)(*taken.values())
+            result = call(stage.name, stage_registry.import_stage_task(stage), pipeline_run)(
+                *taken.values()
+            )
         except BackendError as error:
             if stage.name != "promote":
                 raise
-            pipeline_run.postpone(
+            pipeline_run.postpone_decision(
                 f"not decided: the champion is known to the tracking store alone, which does not answer ({error}). "
                 "Nothing is lost; when it answers, the same command decides"
             )

@@ -21,22 +21,19 @@ from typing import Any
 import torch
 import transformers
 
-from rl_core.distributed import ProcessGroup, join
+from rl_core.distributed import ProcessGroup, join_process_group
 from rl_core.errors import PosttrainError
-from rl_core.storage.faults import fault
-from rl_core.storage.single_files import write_json_atomic, write_text_unsynced
+from rl_core.storage.atomic_files import write_json_atomic, write_text_unsynced
+from rl_core.storage.faults import inject_fault
 from rl_core.tracking import MemoryTracker, Tracker
-from tasks.config import from_dict
+from tasks.config import build_settings
 from tasks.pipeline.stage import StageContext
-from tasks.processes.child_processes import die_with_parent
-from tasks.processes.launch import EVENTS
-from tasks.processes.rank_zero_events import EventLogHandler, EventTracker
-from tasks.processes.torchrun import AGENT
-
-__all__ = ["main"]
+from tasks.processes.child_processes import bind_to_parent
+from tasks.processes.launch import EVENTS_FILE, EventLogHandler, EventTracker
+from tasks.processes.torchrun import AGENT_PID_VARIABLE
 
 
-class _StopFile(threading.Event):
+class _StopFileEvent(threading.Event):
     """Set once a file is there: reaches every node, and a process that started after the request."""
 
     def __init__(self, path: Path) -> None:
@@ -48,32 +45,32 @@ class _StopFile(threading.Event):
         return self._path.exists()
 
 
-class _TrainingNotes(StageContext):
+class _WorkerStageContext(StageContext):
     """A stage's context that tells the stage's own process when the training loop runs."""
 
     def train(self, *arguments: Any, **named: Any) -> Any:
         """As StageContext.train."""
-        _note_training(self.tracker, True)
+        _send_training_state(self.tracker, True)
         try:
             return super().train(*arguments, **named)
         finally:
-            _note_training(self.tracker, False)
+            _send_training_state(self.tracker, False)
 
 
-def _note_training(tracker: Tracker, on: bool) -> None:
+def _send_training_state(tracker: Tracker, on: bool) -> None:
     if isinstance(tracker, EventTracker):
-        tracker.send("training", on=on)
+        tracker.send_event("training", on=on)
 
 
 def main(path: Path) -> int:
     """Run the job; returns the exit status."""
-    die_with_parent(int(os.environ[AGENT]))
+    bind_to_parent(int(os.environ[AGENT_PID_VARIABLE]))
     folder, rank = path.parent, int(os.environ["RANK"])
     write_text_unsynced(folder / f"pid-{platform.node()}-{rank}", str(os.getpid()))
     try:
         job = json.loads(path.read_text())
-        summary = _run(job, folder)
-        fault("worker.computed")
+        summary = _run_job(job, folder)
+        inject_fault("worker.computed")
         if rank == 0:
             write_json_atomic(folder / "result.json", summary)
     except BaseException as error:
@@ -94,27 +91,29 @@ def main(path: Path) -> int:
     return 0
 
 
-def _run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _run_job(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     torch.set_num_threads(max(1, job["threads"] // int(os.environ["LOCAL_WORLD_SIZE"])))
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    pipeline = from_dict(job["pipeline"], check_files=False)  # the stage has checked them
+    pipeline = build_settings(job["pipeline"], check_files=False)  # the stage has checked them
     settings = getattr(pipeline.stages, job["name"])
-    process_group = join(timeout_s=settings.launch.timeout_seconds, on_cpu=pipeline.model.device == "cpu")
-    fault("worker.joined")
-    context = _TrainingNotes(
+    process_group = join_process_group(
+        timeout_s=settings.launch.timeout_seconds, on_cpu=pipeline.model.device == "cpu"
+    )
+    inject_fault("worker.joined")
+    context = _WorkerStageContext(
         name=job["name"],
         folder=Path(job["folder"]),
         settings=settings,
         pipeline=pipeline,
         inputs={**{name: Path(value) for name, value in job["paths"].items()}, **job["names"]},
-        tracker=_tracker(process_group, folder),  # type: ignore[arg-type]  # bodies that run here ask for no more
+        tracker=_build_tracker(process_group, folder),  # type: ignore[arg-type]  # bodies that run here ask for no more
         pipeline_run=None,  # type: ignore[arg-type]
         threads=job["threads"],
         seed=job["seed"],
         fingerprint=job["fingerprint"],
         allow_drift=allowed if isinstance(allowed := job["allow_drift"], bool) else tuple(allowed),
-        stop=_StopFile(folder / "stop"),
+        stop=_StopFileEvent(folder / "stop"),
         process_group=process_group,
     )
     module, _, name = job["body"].partition(":")
@@ -122,11 +121,11 @@ def _run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     return body(context)
 
 
-def _tracker(process_group: ProcessGroup, folder: Path) -> Tracker:
+def _build_tracker(process_group: ProcessGroup, folder: Path) -> Tracker:
     """The first process's goes to the stage; what the others would say is the same."""
     if not process_group.is_rank_zero:
         return MemoryTracker()
-    events = EventTracker(folder / EVENTS)
+    events = EventTracker(folder / EVENTS_FILE)
     for package in ("rl_core", "tasks"):
         logging.getLogger(package).setLevel(logging.INFO)
         logging.getLogger(package).addHandler(EventLogHandler(events))

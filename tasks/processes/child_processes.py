@@ -11,12 +11,10 @@ from collections.abc import Iterable
 
 import psutil
 
-__all__ = ["die_with_parent", "wait_until_gone"]
-
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
-def die_with_parent(parent: int) -> None:
+def bind_to_parent(parent: int) -> None:
     """Have the kernel kill this process (SIGKILL) when its parent, the process `parent`, dies, however it dies.
 
     Exits at once where it is dead already. On systems other than Linux nothing is done: there a parent that is killed
@@ -29,19 +27,21 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def wait_until_gone(pids: Iterable[int], timeout_s: float) -> list[int]:
+def wait_for_exit(pids: Iterable[int], timeout_s: float) -> list[int]:
     """Wait for processes that are being killed and are no children of this one; returns those that still run."""
     end = time.monotonic() + timeout_s
     left = list(pids)
     while True:
-        left = [pid for pid in left if _runs(pid)]
+        left = [pid for pid in left if _is_running(pid)]
         if not left or time.monotonic() > end:
             return left
         time.sleep(0.02)
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)  # a zombie waits for init alone
+        return bool(
+            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        )  # a zombie waits for init alone
     except psutil.NoSuchProcess:
         return False

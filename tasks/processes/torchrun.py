@@ -12,28 +12,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_core.storage.single_files import write_json_atomic
-from tasks.processes.child_processes import die_with_parent
+from rl_core.storage.atomic_files import write_json_atomic
+from tasks.processes.child_processes import bind_to_parent
 
-__all__ = ["AGENT", "main"]
-
-AGENT = "POSTTRAIN_AGENT_PID"  # tells the processes who their parent has to be
+AGENT_PID_VARIABLE = "POSTTRAIN_AGENT_PID"  # tells the processes who their parent has to be
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun; the report holds the exit status of each process that failed, by rank."""
     parent, report = int(arguments[0]), Path(arguments[1])
     if parent:
-        die_with_parent(parent)
+        bind_to_parent(parent)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ[AGENT] = str(os.getpid())
+    os.environ[AGENT_PID_VARIABLE] = str(os.getpid())
     try:
         run.main(list(arguments[2:]))
     except ChildFailedError as error:
         if str(report) != os.devnull:  # on further nodes nobody asks
-            write_json_atomic(report, {str(rank): failure.exitcode for rank, failure in error.failures.items()})
+            write_json_atomic(
+                report, {str(rank): failure.exitcode for rank, failure in error.failures.items()}
+            )
         return 1
     return 0
 

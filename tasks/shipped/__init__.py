@@ -7,13 +7,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["CHECKOUT", "ONLINE", "SERVICE", "config_names", "find_config", "shipped", "templates"]
+__all__ = [
+    "CHECKOUT",
+    "ONLINE_CONFIG",
+    "SERVICE_CONFIG",
+    "list_config_names",
+    "find_config",
+    "shipped",
+    "locate_templates",
+]
 
 _PACKAGE = Path(__file__).resolve().parent
-_ROOT = _PACKAGE.parents[1]
-SERVICE = "service"  # the config of `posttrain service`
-ONLINE = "online"  # the config of `posttrain online`; all others are pipelines
-CHECKOUT: Path | None = _ROOT if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "configs").is_dir() else None
+_PROJECT_ROOT = _PACKAGE.parents[1]
+SERVICE_CONFIG = "service"  # the config of `posttrain service`
+ONLINE_CONFIG = "online"  # the config of `posttrain online`; all others are pipelines
+CHECKOUT: Path | None = (
+    _PROJECT_ROOT
+    if (_PROJECT_ROOT / "pyproject.toml").is_file() and (_PROJECT_ROOT / "configs").is_dir()
+    else None
+)
 
 
 def shipped(name: str) -> Path:
@@ -21,14 +33,18 @@ def shipped(name: str) -> Path:
     return (CHECKOUT or _PACKAGE) / name
 
 
-def templates() -> Path:
+def locate_templates() -> Path:
     """Folder of the files that `posttrain init` copies."""
     return _PACKAGE / "templates"
 
 
-def config_names() -> list[str]:
+def list_config_names() -> list[str]:
     """Names of the shipped configs, as `posttrain run` takes them."""
-    return sorted(path.stem for path in shipped("configs").glob("*.yaml") if path.stem not in (SERVICE, ONLINE))
+    return sorted(
+        path.stem
+        for path in shipped("configs").glob("*.yaml")
+        if path.stem not in (SERVICE_CONFIG, ONLINE_CONFIG)
+    )
 
 
 def find_config(path: Path | str) -> Path:

@@ -9,17 +9,16 @@ from typing import Any
 
 from rl_core.analysis import AnalysisResult, analyze
 from rl_core.environments.environment import Environment
-from rl_core.environments.pixel_grid_render import to_png
+from rl_core.environments.pixel_grid_questions import encode_png
 from rl_core.errors import DataError, PosttrainError
 from rl_core.settings import AnalysisSettings
-from tasks.pipeline.run import PipelineRun
-from tasks.pipeline.stage import StageContext, StageResult, run_stage
-from tasks.stage_registry import policy_stages
-from tasks.stages.loading import make_environment
+from tasks.pipeline.pipeline_run import PipelineRun
+from tasks.pipeline.stage import StageContext, run_stage
+from tasks.pipeline.stage_result import StageResult
+from tasks.stage_registry import list_policy_stages
+from tasks.stages.loading import build_pipeline_environment
 from tasks.tracking import RunTracker
-from tasks.tracking.journal import events_path, read_lines
-
-__all__ = ["analyze_trajectories", "find_trajectories", "image_function", "image_tools", "log_analysis"]
+from tasks.tracking.journal import build_events_path, read_lines
 
 
 def analyze_trajectories(
@@ -37,35 +36,50 @@ def analyze_trajectories(
     if reward is not None:
         inputs["reward_model"] = reward
     settings = pipeline_run.settings.stages.analyze or AnalysisSettings()
-    return run_stage(pipeline_run, "analyze", _body, settings=settings, inputs=inputs)
+    return run_stage(pipeline_run, "analyze", _run_analysis, settings=settings, inputs=inputs)
 
 
-def _body(context: StageContext) -> dict[str, Any]:
-    from tasks.stages.model_probes import measure_models  # here: it loads torch, not needed if cached
+def _run_analysis(context: StageContext) -> dict[str, Any]:
+    from tasks.stages.model_probes import (
+        measure_models,  # here: it loads torch, not needed if cached
+    )
 
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
     reward = Path(context.inputs["reward_model"]) if "reward_model" in context.inputs else None
     trajectories = find_trajectories([Path(context.inputs["evaluation"])])
-    models = {name.removeprefix("model."): m for name, m in context.inputs.items() if name.startswith("model.")}
+    models = {
+        name.removeprefix("model."): m
+        for name, m in context.inputs.items()
+        if name.startswith("model.")
+    }
     curves = {**models, **({"reward_model": reward} if reward else {})}
-    environment = make_environment(context.pipeline, data)
+    environment = build_pipeline_environment(context.pipeline, data)
     policy = context.pipeline.stages.policy
     context.tracker.progress(0, 2, "reading the episodes with the models")
     probes = measure_models(
-        context.pipeline, context.settings, models, trajectories, environment=environment, data=data,
+        context.pipeline,
+        context.settings,
+        models,
+        trajectories,
+        environment=environment,
+        data=data,
         reward_model=reward,
-    )  # fmt: skip
+    )
     context.tracker.progress(1, 2, "counting and drawing")
     result = analyze(
         trajectories,
         context.folder,
         context.settings,
-        training={name: path for name, folder in curves.items() if (path := Path(folder) / "metrics.jsonl").is_file()},
+        training={
+            name: path
+            for name, folder in curves.items()
+            if (path := Path(folder) / "metrics.jsonl").is_file()
+        },
         probes=probes,
         title=f"{context.pipeline.name}: trajectory analysis",
         seed=context.seed,
-        image_of=image_function(environment),
-        image_tools=image_tools(environment),
+        image_of=build_image_function(environment),
+        image_tools=list_image_tools(environment),
         curriculum=[stage.name for stage in policy.curriculum] if policy is not None else [],
     )
     context.tracker.progress(2, 2)
@@ -75,7 +89,12 @@ def _body(context: StageContext) -> dict[str, Any]:
         if path.suffix == ".png":
             context.pipeline_run.parent.log_artifact(path, "figures")
     note = "; ".join([f"report.html compares {', '.join(trajectories)}", *result.notes])
-    return {"rows": result.summary, "report": result.report.name, "note": note, "metrics": result.metrics}
+    return {
+        "rows": result.summary,
+        "report": result.report.name,
+        "note": note,
+        "metrics": result.metrics,
+    }
 
 
 def log_analysis(run: RunTracker, result: AnalysisResult) -> None:
@@ -92,58 +111,71 @@ def find_trajectories(paths: Sequence[Path]) -> dict[str, Path]:
     name each says the run that it is of, or its folder.
     Raises: DataError when there is none.
     """
-    files = [file for path in paths for file in _trajectory_files(path)]
+    files = [file for path in paths for file in _list_trajectory_files(path)]
     if not files:
         raise DataError(
             f"{', '.join(map(str, paths))}: no trajectories*.jsonl there; name the files, or the "
             "folder of a finished evaluation"
         )
-    found = [(file.stem.removeprefix("trajectories").strip("_-") or file.parent.name, file) for file in files]
-    known = ("base", *policy_stages())
+    found = [
+        (file.stem.removeprefix("trajectories").strip("_-") or file.parent.name, file)
+        for file in files
+    ]
+    known = ("base", *list_policy_stages())
     places = {name: place for place, name in enumerate(known)}
     counts = Counter(name for name, _ in found)
     models: dict[str, Path] = {}
     for name, file in sorted(found, key=lambda item: places.get(item[0], len(known) - 1)):
-        label = f"{name} {_run_of(file)}" if counts[name] > 1 else name
+        label = f"{name} {_describe_evaluating_run(file)}" if counts[name] > 1 else name
         while label in models:
             label += "'"
         models[label] = file
     return models
 
 
-def _run_of(file: Path) -> str:
+def _describe_evaluating_run(file: Path) -> str:
     """Start of the run that evaluated, as in the list of runs; the folder's name where no run of ours did."""
     journal = file.parent.with_name(f"{file.parent.name}.tracking")
-    started = next((str(event.get("parent_folder") or "") for event, _ in read_lines(events_path(journal))), "")
+    started = next(
+        (
+            str(event.get("parent_folder") or "")
+            for event, _ in read_lines(build_events_path(journal))
+        ),
+        "",
+    )
     date, time = started[-19:-9], started[-8:].replace("-", ":")
     return f"{date} {time}" if started else file.parent.name
 
 
-def _trajectory_files(path: Path) -> list[Path]:
+def _list_trajectory_files(path: Path) -> list[Path]:
     """A file itself; of a folder its own files, or else those of the finished stages in it (no dot in their names)."""
     if not path.is_dir():
         return [path]
-    finished = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and "." not in folder.name]
+    finished = [
+        folder for folder in sorted(path.iterdir()) if folder.is_dir() and "." not in folder.name
+    ]
     return sorted(path.glob("trajectories*.jsonl")) or [
         file for folder in finished for file in sorted(folder.glob("trajectories*.jsonl"))
     ]
 
 
-def image_function(environment: Environment) -> Callable[[str, int], bytes | None]:
+def build_image_function(environment: Environment) -> Callable[[str, int], bytes | None]:
     """(level, seed) -> PNG of the episode's hidden image; None for episodes that have no `image()`."""
 
     def draw(level: str, seed: int) -> bytes | None:
         image = getattr(environment.episode(seed, level), "image", None)
-        return to_png(image()) if callable(image) else None
+        return encode_png(image()) if callable(image) else None
 
     return draw
 
 
-def image_tools(environment: Environment) -> tuple[str, ...] | None:
+def list_image_tools(environment: Environment) -> tuple[str, ...] | None:
     """Tools that look at a hidden image: all of an environment whose episodes have one, none of any other's."""
     try:
         seed = environment.seeds_of("heldout", environment.levels[0])[0]
-        has_image = callable(getattr(environment.episode(seed, environment.levels[0]), "image", None))
+        has_image = callable(
+            getattr(environment.episode(seed, environment.levels[0]), "image", None)
+        )
     except (LookupError, PosttrainError):
         return None
     return None if has_image else ()

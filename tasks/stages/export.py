@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import BackendError, ExportMismatch, SettingsError
 from rl_core.settings import ExportSettings
-from rl_core.storage.faults import fault
+from rl_core.storage.atomic_files import write_json_atomic
+from rl_core.storage.faults import inject_fault
 from rl_core.storage.manifest import digest_folder
-from rl_core.storage.single_files import write_json_atomic
-from tasks.lifecycle.promotion_by_hand import PROOF, PROVEN, REFUSED
-from tasks.pipeline.run import PipelineRun
-from tasks.pipeline.stage import StageContext, StageResult, run_stage
+from tasks.lifecycle.promotion import EXPORT_REFUSED_TAG, PROOF_FILE, PROVEN_TAG
+from tasks.pipeline.pipeline_run import PipelineRun
+from tasks.pipeline.stage import StageContext, run_stage
+from tasks.pipeline.stage_result import StageResult
 
 if TYPE_CHECKING:
-    from rl_core.models.score_record import ScoreRecord
+    from rl_core.models.export_records import ScoreRecord
 
-__all__ = ["PROOF", "checked_proof", "prove_models"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,50 +52,78 @@ def prove_models(
     settings = pipeline_run.settings.stages.export or ExportSettings()
 
     def body(context: StageContext) -> dict[str, Any]:
-        return _body(context, trained, reward_model)
+        return _run_export_proof(context, trained, reward_model)
 
     return run_stage(pipeline_run, "export", body, settings=settings, inputs=inputs)
 
 
-def _body(
-    context: StageContext, models: Mapping[str, StageResult], reward_model: StageResult | None = None
+def _run_export_proof(
+    context: StageContext,
+    models: Mapping[str, StageResult],
+    reward_model: StageResult | None = None,
 ) -> dict[str, Any]:
-    from rl_core.models.export_proof import fresh_logprobs, prove_export  # here: it loads torch, not needed if cached
-    from rl_core.models.logprob_record import EVALUATED, TRAINED, read_records
-    from rl_core.models.score_record import SCORES, read_scores
+    from rl_core.models.export_records import (
+        EVALUATED_LOGPROBS_FILE,
+        TRAINED_LOGPROBS_FILE,
+        TRAINED_SCORES_FILE,
+        read_records,
+        read_scores,
+    )
+    from rl_core.models.export_verification import (  # here: it loads torch, not needed if cached
+        score_in_fresh_process,
+        verify_export,
+    )
 
-    evaluated = read_records(Path(context.inputs["evaluation"]) / EVALUATED)
+    evaluated = read_records(Path(context.inputs["evaluation"]) / EVALUATED_LOGPROBS_FILE)
     context.tracker.progress(0, 1, f"loading {', '.join(models)} in a fresh process")
     kind, proofs = context.pipeline.model, dict[str, Any]()
     written = {name: result.path / "model" for name, result in models.items()}
     digests = {name: digest_folder(folder) for name, folder in written.items()}
-    records = {name: read_records(result.path / TRAINED) for name, result in models.items()}
+    records = {
+        name: read_records(result.path / TRAINED_LOGPROBS_FILE) for name, result in models.items()
+    }
     for name in models:
         if rows := evaluated.get(name):
             records[name]["evaluated"] = rows
-    scored = [] if reward_model is None else [(reward_model.model, read_scores(reward_model.path / SCORES))]
-    answers = fresh_logprobs([(written[name], records[name]) for name in models], kind, context.settings, scored)
+    scored = (
+        []
+        if reward_model is None
+        else [(reward_model.model, read_scores(reward_model.path / TRAINED_SCORES_FILE))]
+    )
+    answers = score_in_fresh_process(
+        [(written[name], records[name]) for name in models], kind, context.settings, scored
+    )
     for (name, result), answer in zip(models.items(), answers[: len(models)], strict=True):
         try:
-            facts = prove_export(name, written[name], records[name], answer, context.settings, kind.dtype)
+            facts = verify_export(
+                name, written[name], records[name], answer, context.settings, kind.dtype
+            )
         except ExportMismatch as refused:
-            _mark_refused(context, result, str(refused))
+            _tag_refusal(context, result, str(refused))
             raise
         proofs[name] = {"model_sha256": digests[name], **facts}
-        _note_proof(context, digests[name], context.pipeline_run.registered_model, facts)
-        fault("export.proved")
+        _tag_proof(context, digests[name], context.pipeline_run.registered_model, facts)
+        inject_fault("export.proved")
     if reward_model is not None:
-        proofs[reward_model.stage] = _prove_reward_model(context, reward_model, scored[0][1], answers[-1])
+        proofs[reward_model.stage] = _prove_reward_model(
+            context, reward_model, scored[0][1], answers[-1]
+        )
     metrics = {
-        f"export/{name}/{figure}": value for name, facts in proofs.items() for figure, value in _figures(facts).items()
+        f"export/{name}/{figure}": value
+        for name, facts in proofs.items()
+        for figure, value in _collect_figures(facts).items()
     }
     context.tracker.log_metrics(metrics, 0)
-    write_json_atomic(context.folder / PROOF, {"models": proofs})
-    fault("export.written")
-    context.tracker.log_artifact(context.folder / PROOF)
+    write_json_atomic(context.folder / PROOF_FILE, {"models": proofs})
+    inject_fault("export.written")
+    context.tracker.log_artifact(context.folder / PROOF_FILE)
     context.tracker.progress(1, 1)
-    worst = ", ".join(f"{name} {_largest(proofs[name]):.2g}" for name in models)
-    also = f"; scores of {reward_model.stage} by {_largest(proofs[reward_model.stage]):.2g}" if reward_model else ""
+    worst = ", ".join(f"{name} {_find_largest_difference(proofs[name]):.2g}" for name in models)
+    also = (
+        f"; scores of {reward_model.stage} by {_find_largest_difference(proofs[reward_model.stage]):.2g}"
+        if reward_model
+        else ""
+    )
     return {
         "models": proofs,
         "metrics": metrics,
@@ -104,21 +132,26 @@ def _body(
 
 
 def _prove_reward_model(
-    context: StageContext, result: StageResult, records: Sequence[ScoreRecord], answer: Mapping[str, Any]
+    context: StageContext,
+    result: StageResult,
+    records: Sequence[ScoreRecord],
+    answer: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Proof of a reward model; its version is tagged with the figures, or with the refusal."""
-    from rl_core.models.export_proof import prove_scores
+    from rl_core.models.export_verification import verify_scores
 
     kind, digest = context.pipeline.model, digest_folder(result.model)
     try:
-        facts = prove_scores(result.stage, result.model, records, answer, context.settings, kind.dtype)
+        facts = verify_scores(
+            result.stage, result.model, records, answer, context.settings, kind.dtype
+        )
     except ExportMismatch as refused:
-        _tag_reward_model(context, result, {REFUSED: str(refused)[:4000]})
+        _tag_reward_model(context, result, {EXPORT_REFUSED_TAG: str(refused)[:4000]})
         raise
-    _tag_reward_model(context, result, _tags(digest, facts))
+    _tag_reward_model(context, result, _build_proof_tags(digest, facts))
     if registered := result.summary.get("registered_model"):
-        _note_proof(context, digest, registered, facts)
-    fault("export.proved")
+        _tag_proof(context, digest, registered, facts)
+    inject_fault("export.proved")
     return {"model_sha256": digest, **facts}
 
 
@@ -130,7 +163,7 @@ def _tag_reward_model(context: StageContext, result: StageResult, tags: Mapping[
             context.pipeline_run.tracking.tag_version(name, int(version), dict(tags))
 
 
-_FIGURES = (
+_FIGURE_NAMES = (
     "trained_difference_max",
     "trained_difference_mean",
     "evaluated_difference_max",
@@ -138,42 +171,50 @@ _FIGURES = (
 )
 
 
-def _figures(facts: Mapping[str, Any]) -> dict[str, float]:
+def _collect_figures(facts: Mapping[str, Any]) -> dict[str, float]:
     """Differences of a proof by name; of a record that there is."""
-    parts = {figure: figure.split("_difference_") for figure in _FIGURES}
+    parts = {figure: figure.split("_difference_") for figure in _FIGURE_NAMES}
     return {figure: float(facts[of][kind]) for figure, (of, kind) in parts.items() if of in facts}
 
 
-def _largest(facts: Mapping[str, Any]) -> float:
-    return max((float(facts[of]["max"]) for of in ("trained", "evaluated") if of in facts), default=0.0)
+def _find_largest_difference(facts: Mapping[str, Any]) -> float:
+    return max(
+        (float(facts[of]["max"]) for of in ("trained", "evaluated") if of in facts), default=0.0
+    )
 
 
-def _mark_refused(context: StageContext, result: StageResult, reason: str) -> None:
+def _tag_refusal(context: StageContext, result: StageResult, reason: str) -> None:
     """Have the version say that it is not what was evaluated, where the store answers."""
     pipeline_run = context.pipeline_run
     with contextlib.suppress(BackendError):
         version = pipeline_run.models.ensure_version(result, pipeline_run.parent)
-        pipeline_run.tracking.tag_version(pipeline_run.registered_model, version, {REFUSED: reason[:4000]})
+        pipeline_run.tracking.tag_version(
+            pipeline_run.registered_model, version, {EXPORT_REFUSED_TAG: reason[:4000]}
+        )
 
 
-def _note_proof(context: StageContext, digest: str, registered: str, facts: Mapping[str, Any]) -> None:
+def _tag_proof(
+    context: StageContext, digest: str, registered: str, facts: Mapping[str, Any]
+) -> None:
     """Tag every version with exactly this model with its proof; an earlier one, by other settings, refused it maybe."""
     tracking = context.pipeline_run.tracking
     with contextlib.suppress(BackendError):
-        for version in tracking.versions(registered):
+        for version in tracking.list_versions(registered):
             if version.tags.get("model_sha256") == digest:
-                lifted = {REFUSED: ""} if version.tags.get(REFUSED) else {}
-                tracking.tag_version(registered, version.version, {**_tags(digest, facts), **lifted})
+                lifted = {EXPORT_REFUSED_TAG: ""} if version.tags.get(EXPORT_REFUSED_TAG) else {}
+                tracking.tag_version(
+                    registered, version.version, {**_build_proof_tags(digest, facts), **lifted}
+                )
 
 
-def checked_proof(proof: StageResult, name: str, model: Path) -> dict[str, str]:
+def verify_proof(proof: StageResult, name: str, model: Path) -> dict[str, str]:
     """Tags of a version with the figures of its proof.
 
     Args:
         proof: result of the stage `export`. name: of the model in it. model: the folder that is to be promoted.
     Raises: ExportMismatch where the proof is not of exactly this folder.
     """
-    path = proof.path / PROOF
+    path = proof.path / PROOF_FILE
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))["models"].get(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -183,17 +224,21 @@ def checked_proof(proof: StageResult, name: str, model: Path) -> dict[str, str]:
         ) from error
     digest = digest_folder(model)
     if facts is None or facts["model_sha256"] != digest:
-        of = f"of the folder {facts['model_sha256'][:12]}" if facts is not None else "of no such model"
+        of = (
+            f"of the folder {facts['model_sha256'][:12]}"
+            if facts is not None
+            else "of no such model"
+        )
         raise ExportMismatch(
             f"{model}: is not promoted: the proof of export in {path} is {of}, and this one is {digest[:12]}; it was "
             "written after it was evaluated, so evaluate and prove it anew (--fresh)"
         )
-    return _tags(digest, facts)
+    return _build_proof_tags(digest, facts)
 
 
-def _tags(digest: str, facts: Mapping[str, Any]) -> dict[str, str]:
+def _build_proof_tags(digest: str, facts: Mapping[str, Any]) -> dict[str, str]:
     """Tags of a proven version."""
     return {
-        PROVEN: digest,
-        **{f"export.{figure}": f"{value:.6g}" for figure, value in _figures(facts).items()},
+        PROVEN_TAG: digest,
+        **{f"export.{figure}": f"{value:.6g}" for figure, value in _collect_figures(facts).items()},
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from rl_core.settings.references import Precision
+from rl_core.settings.common import Precision
 from tasks.pipeline.stage import StageContext
 
 if TYPE_CHECKING:
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
     from rl_core.api.policy import Policy
 
-__all__ = ["kl_reference"]
 
-
-def kl_reference(context: StageContext, policy: Policy, precision: Precision = "full") -> PreTrainedModel:
+def load_kl_reference(
+    context: StageContext, policy: Policy, precision: Precision = "full"
+) -> PreTrainedModel:
     """The model that a KL term refers to: new adapters change nothing, so without them the policy is where it started.
 
     Args:
         precision: of its weights, where it is a copy.
     """
     from rl_core.models.lora import is_lora
-    from rl_core.references.pool import frozen_models
+    from rl_core.references.pool import get_frozen_models
 
     if is_lora(policy.model):
         return policy.model
     frozen = dataclasses.replace(context.pipeline.model, lora=None)
-    return frozen_models().get(context.inputs["model"], frozen, precision=precision)
+    return get_frozen_models().load_model(context.inputs["model"], frozen, precision=precision)

@@ -8,22 +8,24 @@ from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
-from rl_core.analysis.calibration import Calibration, calibrate
-from rl_core.analysis.probe_results import ModelProbe, Probes
-from rl_core.api.policy import model_folder
+from rl_core.analysis.results import (
+    ModelProbeResult,
+    ProbeResults,
+    RewardModelCalibration,
+    calibrate_reward_model,
+)
+from rl_core.api.policy import resolve_model_folder
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.records import Row
+from rl_core.data.formats import Row
 from rl_core.environments.environment import Environment
 from rl_core.models import heads
-from rl_core.probe import MAX_TOKENS, Subject, probe, same_vocabulary
-from rl_core.rollouts.token_files import read_rollouts, tokens_path
+from rl_core.probe import MAX_TOKENS, ProbedModel, has_same_vocabulary, probe_model
+from rl_core.rollouts.rollout_files import build_tokens_path, read_rollouts
 from rl_core.settings import AnalysisSettings
-from rl_core.storage.faults import fault
+from rl_core.storage.faults import inject_fault
 from rl_core.types import Rollout
 from tasks.config import PipelineSettings
 from tasks.stages.loading import load_frozen_policy
-
-__all__ = ["measure_models"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ def measure_models(
     environment: Environment | None = None,
     data: Path | None = None,
     reward_model: Path | None = None,
-) -> Probes:
+) -> ProbeResults:
     """Measure every model that has trajectories; at most two are in memory at once.
 
     Args:
@@ -50,42 +52,58 @@ def measure_models(
     played = {
         name: read_rollouts(path, limit)
         for name, path in trajectories.items()
-        if name in models and tokens_path(path).is_file()
+        if name in models and build_tokens_path(path).is_file()
     }
-    demonstrations = _demonstrations(data, environment, settings.probe_demonstrations, pipeline.model.native_tools)
-    first: Subject | None = None
-    probes: dict[str, ModelProbe] = {}
+    demonstrations = _load_heldout_demonstrations(
+        data, environment, settings.probe_demonstrations, pipeline.model.native_tools
+    )
+    first: ProbedModel | None = None
+    probes: dict[str, ModelProbeResult] = {}
     notes: list[str] = []
     for name in [name for name in models if name in played]:
-        policy = load_frozen_policy(model_folder(models[name]), pipeline)
-        subject = Subject(policy.model, policy.renderer)
-        if first is not None and not same_vocabulary(first.renderer, subject.renderer):
-            notes.append(f"'{name}' has another tokenizer than the first model: KL and coherence are not comparable.")
-            probes[name] = probe(subject, None, [], demonstrations)
+        policy = load_frozen_policy(resolve_model_folder(models[name]), pipeline)
+        subject = ProbedModel(policy.model, policy.renderer)
+        if first is not None and not has_same_vocabulary(first.renderer, subject.renderer):
+            notes.append(
+                f"'{name}' has another tokenizer than the first model: KL and coherence are not comparable."
+            )
+            probes[name] = probe_model(subject, None, [], demonstrations)
             continue
-        probes[name] = probe(subject, first, played[name][: settings.probe_episodes], demonstrations)
+        probes[name] = probe_model(
+            subject, first, played[name][: settings.probe_episodes], demonstrations
+        )
         first = first or subject
-    scored = [rollout for rollouts in played.values() for rollout in rollouts[: settings.probe_scores]]
+    scored = [
+        rollout for rollouts in played.values() for rollout in rollouts[: settings.probe_scores]
+    ]
     calibration = None
     if reward_model is not None and scored and first is not None:
-        calibration = _calibration(pipeline, reward_model, first.renderer, scored, notes)
-    fault("analysis.probed")
-    return Probes(probes, calibration, notes)
+        calibration = _calibrate_reward_model(pipeline, reward_model, first.renderer, scored, notes)
+    inject_fault("analysis.probed")
+    return ProbeResults(probes, calibration, notes)
 
 
-def _calibration(
-    pipeline: PipelineSettings, folder: Path, renderer: ChatRenderer, rollouts: list[Rollout], notes: list[str]
-) -> Calibration | None:
+def _calibrate_reward_model(
+    pipeline: PipelineSettings,
+    folder: Path,
+    renderer: ChatRenderer,
+    rollouts: list[Rollout],
+    notes: list[str],
+) -> RewardModelCalibration | None:
     model, tokenizer = heads.load_reward_model(folder / "model", pipeline.model)
     if tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
         notes.append("the reward model has another tokenizer than the policies: it was not scored.")
         return None
-    scores = heads.score(model, [r.last_context for r in rollouts], pad_id=renderer.pad_id, max_tokens=MAX_TOKENS)
+    scores = heads.score_rows(
+        model, [r.last_context for r in rollouts], pad_id=renderer.pad_id, max_tokens=MAX_TOKENS
+    )
     episodes = [(r.trajectory.environment, r.trajectory.level, r.trajectory.seed) for r in rollouts]
-    return calibrate(scores, [r.success for r in rollouts], episodes)
+    return calibrate_reward_model(scores, [r.success for r in rollouts], episodes)
 
 
-def _demonstrations(data: Path | None, environment: Environment | None, limit: int, native_tools: bool) -> list[Row]:
+def _load_heldout_demonstrations(
+    data: Path | None, environment: Environment | None, limit: int, native_tools: bool
+) -> list[Row]:
     """Up to `limit` rows of held-out demonstrations, always the same ones; [] where there are none."""
     path = data / "demonstrations_heldout.jsonl" if data is not None else None
     if path is not None and path.is_file():

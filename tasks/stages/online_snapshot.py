@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.settings import LoraSettings, Settings, setting
-from tasks.stage_registry import OwnStage
+from tasks.stage_registry import CustomStage
 
 if TYPE_CHECKING:
     from tasks.pipeline.stage import StageContext
-
-__all__ = ["STAGE", "OnlineSnapshotSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,34 +21,42 @@ class OnlineSnapshotSettings(Settings):
     snapshot: int = setting(ge=1, doc="version: online updates behind the weights")
     weights_sha256: str = setting(doc="digest of the snapshot's weights")
     base_sha256: str = setting(doc="digest of the model that the service began with")
-    lora: LoraSettings | None = setting(None, doc="adapters that the service trains; left out: all weights")
+    lora: LoraSettings | None = setting(
+        None, doc="adapters that the service trains; left out: all weights"
+    )
 
 
-def _body(context: StageContext) -> dict[str, Any]:
+def _export_snapshot(context: StageContext) -> dict[str, Any]:
     """Write the model with the snapshot's weights."""
     import dataclasses
 
     from rl_core.api.policy import load_policy
     from rl_core.errors import DataError
-    from rl_core.models.logprob_record import TRAINED, trained_records, write_records
+    from rl_core.models.export_records import (
+        TRAINED_LOGPROBS_FILE,
+        record_trained_logprobs,
+        write_records,
+    )
     from rl_core.models.trainable_weights import load_trainable_weights
-    from rl_core.online.assembly import SNAPSHOTS
-    from rl_core.online.weight_snapshots import WeightSnapshots, weights_digest
+    from rl_core.online.build_worker import SNAPSHOTS_FOLDER
+    from rl_core.online.weight_snapshots import WeightSnapshots, digest_weights
     from rl_core.storage.manifest import digest_folder
 
     own: OnlineSnapshotSettings = context.settings
     service = Path(own.service)
     if digest_folder(service / "model") != own.base_sha256:
         raise DataError(f"{service / 'model'}: is another model than the service began with")
-    weights = WeightSnapshots(service / SNAPSHOTS).weights(own.snapshot)
-    if weights_digest(weights) != own.weights_sha256:
+    weights = WeightSnapshots(service / SNAPSHOTS_FOLDER).load_weights(own.snapshot)
+    if digest_weights(weights) != own.weights_sha256:
         raise DataError(f"{service}: snapshot {own.snapshot} has other weights than were chosen")
     kind = dataclasses.replace(context.pipeline.model, path=str(service / "model"), lora=own.lora)
     policy = load_policy(kind)
     load_trainable_weights(policy.model, weights)
-    write_records(context.folder / TRAINED, trained_records(policy.model))
+    write_records(context.folder / TRAINED_LOGPROBS_FILE, record_trained_logprobs(policy.model))
     policy.save(context.folder / "model")
     return {"note": f"snapshot {own.snapshot} of {service.name}", "snapshot": own.snapshot}
 
 
-STAGE = OwnStage(_body, OnlineSnapshotSettings, takes=("model",), gives="policy", uses_gpu=False)
+STAGE = CustomStage(
+    _export_snapshot, OnlineSnapshotSettings, takes=("model",), gives="policy", uses_gpu=False
+)

@@ -9,31 +9,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.environments.environment import Environment
-from rl_core.metrics import MetricHistory
-from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
+from rl_core.metric_history import MetricHistory
+from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, build_combined_record
 from rl_core.settings import GROUP_ALGORITHMS, CurriculumStage, PolicySettings
-from tasks.pipeline.result import SCHEDULE
-from tasks.pipeline.run import PipelineRun
-from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
-from tasks.stages.evaluate import validation_episodes
-from tasks.stages.failed_episodes import keeper, kept_episodes
-from tasks.stages.kl_reference import kl_reference
-from tasks.stages.loading import environment_factory, load_policy, make_environment, save_policy
+from tasks.pipeline.pipeline_run import PipelineRun
+from tasks.pipeline.stage import StageContext, run_stage
+from tasks.pipeline.stage_folder import REWARD_RECORD
+from tasks.pipeline.stage_result import RECENT_ROLLOUTS, SCHEDULE_FILE, StageResult
+from tasks.stages.evaluate import list_validation_episodes
+from tasks.stages.kl_reference import load_kl_reference
+from tasks.stages.loading import (
+    build_environment_factory,
+    build_failure_recorder,
+    build_pipeline_environment,
+    load_policy,
+    open_failed_episode_file,
+    save_policy,
+)
 
 if TYPE_CHECKING:
     from rl_core.api.policy import Policy
-    from rl_core.rewards.contribution import Contribution
-    from rl_core.rewards.learned import Scorer
+    from rl_core.rewards.contribution import RewardContribution
+    from rl_core.rewards.model_components import Scorer
     from rl_core.rollout_workers.server_backend import ServerBackend
     from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
-__all__ = ["evaluator", "optimise_policy", "recent_metrics"]
 
-RECENT = 10  # iterations whose mean stands for the end of training
+NUM_RECENT_ITERATIONS = 10  # iterations whose mean stands for the end of training
 
 
 def optimise_policy(
-    pipeline_run: PipelineRun, model: Path | str, data: StageResult | None, reward: StageResult | None
+    pipeline_run: PipelineRun,
+    model: Path | str,
+    data: StageResult | None,
+    reward: StageResult | None,
 ) -> StageResult:
     """Run the stage. `model`: where the policy starts and what KL refers to; `reward`: the reward model's stage."""
     inputs: dict[str, Any] = {"model": model}
@@ -43,51 +52,63 @@ def optimise_policy(
     assert settings is not None
     if reward is not None and "learned" in settings.rewards:
         inputs["reward_model"] = reward
-    return run_stage(pipeline_run, "policy", _body, settings=settings, inputs=inputs)
+    return run_stage(pipeline_run, "policy", _run_policy_training, settings=settings, inputs=inputs)
 
 
-def _body(context: StageContext) -> dict[str, Any]:
-    from rl_core.api.recipes.policy_gradient import policy_gradient  # here: they load torch, not needed if cached
+def _run_policy_training(context: StageContext) -> dict[str, Any]:
+    from rl_core.api.recipes.policy_gradient import (
+        build_policy_gradient_recipe,  # here: they load torch, not needed if cached
+    )
 
     settings: PolicySettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
-    environment = make_environment(context.pipeline, data)
+    environment = build_pipeline_environment(context.pipeline, data)
     policy = load_policy(context.inputs["model"], context.pipeline)
-    failed = kept_episodes(context)
-    recipe = policy_gradient(
+    failed = open_failed_episode_file(context)
+    recipe = build_policy_gradient_recipe(
         policy,
-        kl_reference(context, policy, settings.reference_precision) if settings.kl_coef > 0 else None,
+        load_kl_reference(context, policy, settings.reference_precision)
+        if settings.kl_coef > 0
+        else None,
         environment,
         settings,
         context.seed,
-        scorer=_scorer(context) if "reward_model" in context.inputs else None,
-        evaluator=evaluator(context, settings, policy, environment) if settings.eval_every else None,
-        record=record_all(
-            RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS), failed
+        scorer=_build_reward_scorer(context) if "reward_model" in context.inputs else None,
+        evaluator=build_validation_evaluator(context, settings, policy, environment)
+        if settings.eval_every
+        else None,
+        record=build_combined_record(
+            RewardRecord(context.folder / REWARD_RECORD),
+            RecentRollouts(context.folder / RECENT_ROLLOUTS),
+            failed,
         ),
         process_group=context.process_group,
-        make_environment=environment_factory(context.pipeline, data),
+        make_environment=build_environment_factory(context.pipeline, data),
     )
     trainer = recipe.trainer
     if settings.rollouts.workers != "in_process":
         _watch_workers(context, trainer)
-    trainer.keep_failures(keeper(context, failed))
+    trainer.set_failure_recorder(build_failure_recorder(context, failed))
     if context.process_group.is_rank_zero:
         trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
     outcome = context.train(recipe)
     save_policy(context, policy, trainer.optimizer_step)
-    history = trainer.curriculum.history_json()
-    parts = context.process_group.on_rank_zero(
-        functools.partial(_contributions, context, list(trainer.rewards.components))
+    history = trainer.curriculum.export_history()
+    parts = context.process_group.run_on_rank_zero(
+        functools.partial(_compute_contributions, context, list(trainer.rewards.components))
     )
-    rewards = _reward_note(parts, by_prompt=settings.algorithm in GROUP_ALGORITHMS)
-    extra = {f"reward/{name.replace(':', '.')}/{key}": v for name, p in parts.items() for key, v in p.metrics().items()}
+    rewards = _describe_rewards(parts, by_prompt=settings.algorithm in GROUP_ALGORITHMS)
+    extra = {
+        f"reward/{name.replace(':', '.')}/{key}": v
+        for name, p in parts.items()
+        for key, v in p.to_metrics().items()
+    }
     if context.process_group.is_rank_zero:
         _show_curriculum(context, history)
         context.tracker.log_metrics(extra, outcome.steps + 1)
         if rewards:
             context.tracker.set_tag("rewards", rewards)
-    sampled = {} if trainer.server is None else {"sampler": _sampler(trainer.server)}
+    sampled = {} if trainer.server is None else {"sampler": _describe_sampler(trainer.server)}
     return {
         **sampled,
         "steps": outcome.steps,
@@ -95,82 +116,112 @@ def _body(context: StageContext) -> dict[str, Any]:
         "stop_reason": outcome.stop_reason,
         "curriculum": history,
         "rewards": rewards,
-        "metrics": {**recent_metrics(outcome.history), **outcome.metrics, **extra},
+        "metrics": {**compute_recent_metrics(outcome.history), **outcome.metrics, **extra},
         "note": f"{outcome.ended}; "
-        f"curriculum: {_curriculum_note(history, settings.curriculum)}"
+        f"curriculum: {_describe_curriculum(history, settings.curriculum)}"
         + (f"; {rewards}" if rewards else "")
-        + (f"; rollouts by {trainer.server.description.words}" if trainer.server is not None else ""),
+        + (
+            f"; rollouts by {trainer.server.description.engine_label}"
+            if trainer.server is not None
+            else ""
+        ),
     }
 
 
-def _scorer(context: StageContext) -> Scorer:
+def _build_reward_scorer(context: StageContext) -> Scorer:
     """Scores token rows with the reward model that is among the inputs."""
     from rl_core.models import heads
-    from rl_core.references.pool import frozen_models
+    from rl_core.references.pool import get_frozen_models
 
     frozen = dataclasses.replace(context.pipeline.model, lora=None)
     folder = Path(context.inputs["reward_model"]) / "model"
-    return functools.partial(heads.score, frozen_models().get(folder, frozen, kind="reward_model"))
+    return functools.partial(
+        heads.score_rows, get_frozen_models().load_model(folder, frozen, kind="reward_model")
+    )
 
 
 def _watch_workers(context: StageContext, trainer: PolicyGradientTrainer) -> None:
     """Have lost workers told to the tracker, the schedule of asynchronous rollouts kept, and the server noted."""
-    from rl_core.rollout_workers.stream import RolloutStream
+    from rl_core.rollout_workers.async_worker_group import AsyncWorkerGroup
 
     if trainer.server is not None:
         trainer.server.on_event = functools.partial(context.tracker.set_tag, "rollouts.lost")
-        for name, value in _sampler(trainer.server).items():
+        for name, value in _describe_sampler(trainer.server).items():
             context.tracker.set_tag(f"rollouts.{name}", value)
         return
-    workers = trainer.stream if isinstance(trainer.stream, RolloutStream) else trainer.team
+    workers = (
+        trainer.stream if isinstance(trainer.stream, AsyncWorkerGroup) else trainer.worker_group
+    )
     if workers is not None:
         workers.on_event = functools.partial(context.tracker.set_tag, "rollouts.lost")
-    if isinstance(workers, RolloutStream):
-        workers.schedule = context.folder / SCHEDULE
+    if isinstance(workers, AsyncWorkerGroup):
+        workers.schedule = context.folder / SCHEDULE_FILE
 
 
-def _sampler(server: ServerBackend) -> dict[str, str]:
+def _describe_sampler(server: ServerBackend) -> dict[str, str]:
     """The inference server that the rollouts come from, for the record."""
     found = server.description
     versions = ", ".join(f"{name} {number}" for name, number in sorted(found.versions.items()))
-    return {"server": f"{found.words} at {server.server.address}", "server_versions": versions, "dtype": found.dtype}
+    return {
+        "server": f"{found.engine_label} at {server.server.address}",
+        "server_versions": versions,
+        "dtype": found.dtype,
+    }
 
 
-def evaluator(
+def build_validation_evaluator(
     context: StageContext, settings: PolicySettings, policy: Policy, environment: Environment
 ) -> Callable[[], dict[str, float]]:
     """Plays the validation episodes; they are not among those that the evaluation stage reports on."""
-    from rl_core.api.evaluation import validation
+    from rl_core.api.evaluation import build_validator
 
-    requests = validation_episodes(environment, context.pipeline)
-    return validation(
-        policy, environment, requests, settings.sampling, context.seed, process_group=context.process_group
+    requests = list_validation_episodes(environment, context.pipeline)
+    return build_validator(
+        policy,
+        environment,
+        requests,
+        settings.sampling,
+        context.seed,
+        process_group=context.process_group,
     )
 
 
-def recent_metrics(history: MetricHistory) -> dict[str, float]:
+def compute_recent_metrics(history: MetricHistory) -> dict[str, float]:
     """Means over the last iterations of what training measured."""
-    iterations = history.points("reward/mean", RECENT)
+    iterations = history.list_points("reward/mean", NUM_RECENT_ITERATIONS)
     begun = iterations[0][0] if iterations else 0.0
-    names = [name for name in history.names if name.split("/")[0] in ("train", "reward", "policy", "tool")]
-    values = {name: [v for step, v in history.points(name, RECENT) if step >= begun] for name in names}
+    names = [
+        name
+        for name in history.names
+        if name.split("/")[0] in ("train", "reward", "policy", "tool")
+    ]
+    values = {
+        name: [v for step, v in history.list_points(name, NUM_RECENT_ITERATIONS) if step >= begun]
+        for name in names
+    }
     return {name: sum(found) / len(found) for name, found in values.items() if found}
 
 
-def _contributions(context: StageContext, names: Sequence[str]) -> dict[str, Contribution]:
+def _compute_contributions(
+    context: StageContext, names: Sequence[str]
+) -> dict[str, RewardContribution]:
     """Of each reward component, over all rollouts of the run."""
-    from rl_core.rewards.contribution import compared_groups, contributions
+    from rl_core.rewards.contribution import compute_contributions, iter_compared_groups
 
     by_iteration = context.settings.algorithm not in GROUP_ALGORITHMS
-    return contributions(compared_groups(context.folder / REWARD_RECORD, by_iteration=by_iteration), names)
+    return compute_contributions(
+        iter_compared_groups(context.folder / REWARD_RECORD, by_iteration=by_iteration), names
+    )
 
 
-def _reward_note(parts: Mapping[str, Contribution], *, by_prompt: bool) -> str:
+def _describe_rewards(parts: Mapping[str, RewardContribution], *, by_prompt: bool) -> str:
     """Each component's share, and the contribution of the reward model, for people; '' for `task` alone."""
     clauses = []
     shares = [f"{name} {part.share:.0%}" for name, part in parts.items() if part.share is not None]
     if len(parts) > 1 and shares:
-        clauses.append(f"reward differences within {'a prompt' if by_prompt else 'an iteration'}: {', '.join(shares)}")
+        clauses.append(
+            f"reward differences within {'a prompt' if by_prompt else 'an iteration'}: {', '.join(shares)}"
+        )
     if "learned" in parts:
         learned, facts = parts["learned"], []
         if len(parts) > 1:
@@ -191,16 +242,16 @@ def _show_curriculum(context: StageContext, history: list[dict[str, Any]]) -> No
     stages = context.settings.curriculum
     present = history[-1]["to"] if history else (stages[0].name if stages else "all")
     context.tracker.set_tag("curriculum.stage", present)
-    context.tracker.set_tag("curriculum.moves", _curriculum_note(history, stages)[:4000])
+    context.tracker.set_tag("curriculum.moves", _describe_curriculum(history, stages)[:4000])
     context.tracker.set_tag("curriculum.rollbacks", str(rollbacks))
 
 
-def _curriculum_note(history: list[dict[str, Any]], stages: Sequence[CurriculumStage]) -> str:
+def _describe_curriculum(history: list[dict[str, Any]], stages: Sequence[CurriculumStage]) -> str:
     if not history and len(stages) > 1:
         return f"still in '{stages[0].name}', the first of {len(stages)} stages"
-    return ", ".join(_move_note(row) for row in history) or "one stage"
+    return ", ".join(_describe_move(row) for row in history) or "one stage"
 
 
-def _move_note(row: dict[str, Any]) -> str:
+def _describe_move(row: dict[str, Any]) -> str:
     text = f"{row['to']} from iteration {row['iteration']}"
     return text if row["kind"] == "advance" else f"{text} ({row['kind']})"

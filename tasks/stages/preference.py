@@ -9,52 +9,70 @@ from typing import TYPE_CHECKING, Any
 from rl_core.analysis.statistics import wilson_interval
 from rl_core.settings import PreferenceSettings
 from tasks.config import PipelineSettings
-from tasks.pipeline.run import PipelineRun
-from tasks.pipeline.stage import StageContext, StageResult, run_stage
-from tasks.pipeline.stage_code import code_version
+from tasks.pipeline.pipeline_run import PipelineRun
+from tasks.pipeline.stage import StageContext, run_stage
+from tasks.pipeline.stage_key import compute_code_version
+from tasks.pipeline.stage_result import StageResult
 from tasks.stages.loading import load_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["optimise_preferences"]
 
 logger = logging.getLogger(__name__)
 
 
-def optimise_preferences(pipeline_run: PipelineRun, model: Path | str, data: StageResult | None) -> StageResult:
+def optimise_preferences(
+    pipeline_run: PipelineRun, model: Path | str, data: StageResult | None
+) -> StageResult:
     """Run the stage. `model`: where the policy starts, what it is held to, and whose rollouts make the pairs."""
     inputs: dict[str, Any] = {"model": model} | ({"data": data} if data is not None else {})
-    return run_stage(pipeline_run, "preference", _body, settings=pipeline_run.settings.stages.preference, inputs=inputs)
+    return run_stage(
+        pipeline_run,
+        "preference",
+        _run_preference_training,
+        settings=pipeline_run.settings.stages.preference,
+        inputs=inputs,
+    )
 
 
-def _body(context: StageContext) -> dict[str, Any]:
-    from rl_core.api.recipes.preference import preference  # here: they load torch, not needed if cached
-    from tasks.stages.preference_pairs import stage_pairs
-    from tasks.stages.reference_cache import cached_references
+def _run_preference_training(context: StageContext) -> dict[str, Any]:
+    from rl_core.api.recipes.preference import (
+        build_preference_recipe,  # here: they load torch, not needed if cached
+    )
+    from tasks.stages.preference_pairs import load_or_compute_references, load_stage_pairs
 
     settings: PreferenceSettings = context.settings
-    pairs = context.process_group.on_rank_zero(lambda: stage_pairs(context))
+    pairs = context.process_group.run_on_rank_zero(lambda: load_stage_pairs(context))
     policy = load_policy(context.inputs["model"], context.pipeline)
     references = None
     if settings.needs_reference:
-        references = context.process_group.on_rank_zero(
-            lambda: cached_references(
-                context.folder.parent / "references",  # beside the keys: another beta finds them again
+        references = context.process_group.run_on_rank_zero(
+            lambda: load_or_compute_references(
+                context.folder.parent
+                / "references",  # beside the keys: another beta finds them again
                 policy.model,
                 (pairs.train, pairs.heldout),
                 pad_id=policy.renderer.pad_id,
                 max_tokens=settings.micro_batch_tokens,
                 precision=settings.autocast,
-                code=code_version(),
+                code=compute_code_version(),
             )
         )
-    recipe = preference(policy, pairs.train, pairs.heldout, settings, context.seed, references, context.process_group)
+    recipe = build_preference_recipe(
+        policy,
+        pairs.train,
+        pairs.heldout,
+        settings,
+        context.seed,
+        references,
+        context.process_group,
+    )
 
     def load(pipeline: PipelineSettings) -> PreTrainedModel:
         return load_policy(context.inputs["model"], pipeline).model
 
-    epochs = context.kept_epochs(recipe.trainer, policy.model, policy.tokenizer, load)
+    epochs = context.build_epoch_keeper(recipe.trainer, policy.model, policy.tokenizer, load)
     outcome = context.train(recipe, epochs)
     context.save_model(recipe.trainer.optimizer_step, policy.model, policy.tokenizer, load)
     metrics = outcome.metrics
@@ -62,7 +80,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     compared = sum(not pair.tie for pair in pairs.heldout)
     low, high = wilson_interval(round(accuracy * compared), compared)
     rows = "completions" if settings.loss == "kto" else "pairs"
-    finding = _finding(settings.loss, accuracy, compared)
+    finding = _describe_accuracy(settings.loss, accuracy, compared)
     return {
         "steps": outcome.steps,
         "stop_reason": outcome.stop_reason,
@@ -74,13 +92,16 @@ def _body(context: StageContext) -> dict[str, Any]:
         "heldout_pairs": len(pairs.heldout),
         "metrics": metrics,
         "note": f"{settings.loss}, {outcome.steps} steps on {len(pairs.train)} {rows}; {finding} "
-        f"[{low:.1%}, {high:.1%}]; {pairs.note}" + recipe.trainer.bound_note(outcome.steps),
+        f"[{low:.1%}, {high:.1%}]; {pairs.note}"
+        + recipe.trainer.describe_step_limit(outcome.steps),
     }
 
 
-def _finding(loss: str, accuracy: float, count: int) -> str:
+def _describe_accuracy(loss: str, accuracy: float, count: int) -> str:
     """Meaning of the held-out accuracy under a loss."""
     if loss == "kto":
         return f"{accuracy:.1%} of {count} held-out completions are on their label's side of the reference point"
     compared = "the rejected one" if loss in ("simpo", "orpo") else "its start did"
-    return f"prefers the chosen side of {accuracy:.1%} of {count} held-out pairs more than {compared}"
+    return (
+        f"prefers the chosen side of {accuracy:.1%} of {count} held-out pairs more than {compared}"
+    )

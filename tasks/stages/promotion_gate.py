@@ -1,19 +1,37 @@
-"""Decision of the promotion gate: an exact paired test and an interval, at the level that is left for this attempt."""
+"""Decision of the promotion gate: an exact paired test and an interval, at the level that is left for this attempt.
+
+Choice of the held-out episodes of a comparison at the promotion gate: the pipeline's own, or fresh ones.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 
-from rl_core.analysis.paired_tests import PairedTest, alpha_left, episodes_needed, gain_test, spent_alpha
+from rl_core.analysis.significance_tests import (
+    PairedTest,
+    compute_remaining_alpha,
+    compute_spent_alpha,
+    estimate_episodes_needed,
+    run_gain_test,
+)
 from rl_core.analysis.statistics import Difference
-from rl_core.evaluation import Evaluation, compare, paired_differences
-from tasks.config import PromotionSettings
-
-__all__ = ["Level", "decide", "level_of", "too_few"]
+from rl_core.errors import DataError, SettingsError
+from rl_core.evaluation import Evaluation, compare, compute_paired_differences
+from rl_core.settings import EvaluationSettings
+from tasks.config import PromotionSettings, resolve_evaluation_settings
+from tasks.lifecycle.promotion import read_attempts, sketch_episodes
+from tasks.pipeline.pipeline_run import PipelineRun
+from tasks.pipeline.stage_result import StageResult
+from tasks.stages.evaluate import list_reported_episodes
+from tasks.stages.loading import build_pipeline_environment
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class SignificanceLevel:
     """Share of `alpha` that an attempt is tested at."""
 
     attempt: int  # on the same episodes, from 1
@@ -25,14 +43,16 @@ class Level:
         return f"attempt {self.attempt} on these episodes, {self.left:.2g} of alpha {self.alpha:g} left"
 
 
-def level_of(settings: PromotionSettings, attempt: int = 1) -> Level:
+def compute_attempt_level(settings: PromotionSettings, attempt: int = 1) -> SignificanceLevel:
     """Level of an attempt. With `repeated_attempts: off` each is tested as if it were the first."""
     counted = 1 if settings.repeated_attempts == "off" else attempt
     alpha = settings.alpha
-    return Level(attempt, spent_alpha(alpha, counted), alpha_left(alpha, counted), alpha)
+    return SignificanceLevel(
+        attempt, compute_spent_alpha(alpha, counted), compute_remaining_alpha(alpha, counted), alpha
+    )
 
 
-def too_few(episodes: int, settings: PromotionSettings) -> str:
+def explain_too_few_episodes(episodes: int, settings: PromotionSettings) -> str:
     """Sentence on why there is nothing to decide on yet; "" if there are enough episodes."""
     if episodes >= settings.min_episodes:
         return ""
@@ -42,7 +62,7 @@ def too_few(episodes: int, settings: PromotionSettings) -> str:
     )
 
 
-def decide(
+def decide_promotion(
     challenger: Evaluation,
     champion: Evaluation | None,
     settings: PromotionSettings,
@@ -54,18 +74,16 @@ def decide(
 
     Without a champion the challenger needs `min_success`. With one, two things have to be so: the lower bound of the
     paired bootstrap interval of (challenger - champion) is above `min_gain`, and the exact test of the same hypothesis
-    (`gain_test`) has a p-value of at most the attempt's level. Both need `min_episodes`.
+    (`run_gain_test`) has a p-value of at most the attempt's level. Both need `min_episodes`.
 
     Args:
         attempt: how often this model's gate was asked on these episodes, this time included.
     """
     if champion is None:
-        few = too_few(len(challenger.episodes), settings)
+        few = explain_too_few_episodes(len(challenger.episodes), settings)
         rate = challenger.success_rate
         enough = rate >= settings.min_success
-        reason = (
-            f"no champion yet; success {rate:.1%} is {'at least' if enough else 'below'} {settings.min_success:.0%}"
-        )
+        reason = f"no champion yet; success {rate:.1%} is {'at least' if enough else 'below'} {settings.min_success:.0%}"
         return enough and not few, f"{reason}, but {few}" if few else reason, {"success_rate": rate}
     paired = compare(
         challenger,
@@ -75,21 +93,29 @@ def decide(
         confidence=settings.confidence,
     )
     gain = paired.success if settings.metric == "success" else paired.reward
-    level = level_of(settings, attempt)
-    differences = paired_differences(challenger, champion, settings.metric)
-    test = gain_test(
-        differences, margin=settings.min_gain, bounded=settings.metric == "success", level=level.level, seed=seed
+    level = compute_attempt_level(settings, attempt)
+    differences = compute_paired_differences(challenger, champion, settings.metric)
+    test = run_gain_test(
+        differences,
+        margin=settings.min_gain,
+        bounded=settings.metric == "success",
+        level=level.level,
+        seed=seed,
     )
-    uncounted = too_few(test.episodes, settings)  # such a comparison claims no attempt
-    few = uncounted or _too_alike(test, settings)
+    uncounted = explain_too_few_episodes(
+        test.episodes, settings
+    )  # such a comparison claims no attempt
+    few = uncounted or _explain_too_few_differences(test, settings)
     above, passed = gain.low > settings.min_gain, test.p_value <= level.level
-    text = f"gain over champion version {champion_version} {_told(gain, paired.episodes, settings)}; {test.name} p = "
+    text = f"gain over champion version {champion_version} {_describe_gain(gain, paired.episodes, settings)}; {test.name} p = "
     text += f"{test.p_value:.3g}, {'at most' if passed else 'above'} {level.level:.2g} "
     text += f"({'not counted as an attempt' if uncounted else level})"
     promoted = above and passed and not few
     if few:
         text += f"; {few}"
-    elif not promoted and (needed := episodes_needed(differences, settings.min_gain, level.level)):
+    elif not promoted and (
+        needed := estimate_episodes_needed(differences, settings.min_gain, level.level)
+    ):
         text += f"; to find a gain of this size takes about {needed} episodes"
     numbers = {
         "success_rate": challenger.success_rate,
@@ -107,9 +133,13 @@ def decide(
     return promoted, text, numbers
 
 
-def _told(gain: Difference, episodes: int, settings: PromotionSettings) -> str:
+def _describe_gain(gain: Difference, episodes: int, settings: PromotionSettings) -> str:
     """The gain with its interval, beside the least one."""
-    amount, unit = (_points, " points") if settings.metric == "success" else (_plain, " in reward")
+    amount, unit = (
+        (_format_points, " points")
+        if settings.metric == "success"
+        else (_format_reward, " in reward")
+    )
     above = "above" if gain.low > settings.min_gain else "not above"
     return (
         f"{amount(gain.difference)}{unit} [{amount(gain.low)}, {amount(gain.high)}] on {episodes} shared episodes; the "
@@ -117,7 +147,7 @@ def _told(gain: Difference, episodes: int, settings: PromotionSettings) -> str:
     )
 
 
-def _too_alike(test: PairedTest, settings: PromotionSettings) -> str:
+def _explain_too_few_differences(test: PairedTest, settings: PromotionSettings) -> str:
     if settings.min_gain < 0 or test.discordant >= settings.min_discordant:
         return ""
     text = f"the outcomes differ on {test.discordant} episodes, too few: {settings.min_discordant} are needed"
@@ -126,9 +156,77 @@ def _too_alike(test: PairedTest, settings: PromotionSettings) -> str:
     return text
 
 
-def _points(value: float) -> str:
+def _format_points(value: float) -> str:
     return f"{100 * value:+.1f}"
 
 
-def _plain(value: float) -> str:
+def _format_reward(value: float) -> str:
     return f"{value:+.3f}"
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EpisodeDraw:
+    """Held-out episodes that challenger and champion play."""
+
+    settings: EvaluationSettings
+    number: int = (
+        0  # after that of the pipeline's evaluation, which the challenger has played already
+    )
+
+    @property
+    def label(self) -> str:
+        """Ending of the name of the evaluation's run."""
+        return f" and challenger, draw {self.settings.episodes_draw}" if self.number else ""
+
+
+def choose_episode_draw(
+    pipeline_run: PipelineRun,
+    settings: PromotionSettings,
+    comparison: str,
+    evaluation: Evaluation,
+    data: StageResult | None,
+) -> EpisodeDraw:
+    """The draw of a comparison; with `repeated_attempts: fresh` the first one that no attempt has seen.
+
+    A comparison of the same two models keeps its draw. Where the environment has no fresh episodes left, the pipeline's
+    own are used, and the attempt is tested at what is left of `alpha` for them.
+
+    Args:
+        comparison: as `attempts.compute_comparison_id`. evaluation: the challenger's, on the pipeline's own episodes.
+    """
+    first = resolve_evaluation_settings(pipeline_run.settings)
+    if settings.repeated_attempts != "fresh":
+        return EpisodeDraw(first)
+    attempts = read_attempts(pipeline_run.tracking, pipeline_run.registered_model)
+    name = pipeline_run.settings.environment.name
+    for known in attempts:
+        if known.comparison == comparison:
+            return _build_draw(first, known.draw)
+    sketch = sketch_episodes(name, (episode.key for episode in evaluation.episodes))
+    if not any(attempt.shares_episodes(sketch) for attempt in attempts):
+        return EpisodeDraw(first)
+    environment = build_pipeline_environment(
+        pipeline_run.settings, Path(data.path) if data is not None else None
+    )
+    for number in itertools.count(1):
+        draw = _build_draw(first, number)
+        try:
+            requests = list_reported_episodes(environment, draw.settings, pipeline_run.settings)
+        except (DataError, SettingsError) as error:
+            logger.warning(
+                "promotion: no fresh episodes (%s); the same ones are used, at a lower level", error
+            )
+            return EpisodeDraw(first)
+        sketch = sketch_episodes(name, ((request.level, request.seed) for request in requests))
+        if not any(attempt.shares_episodes(sketch) for attempt in attempts):
+            return draw
+    raise AssertionError("unreachable")
+
+
+def _build_draw(first: EvaluationSettings, number: int) -> EpisodeDraw:
+    return EpisodeDraw(
+        dataclasses.replace(first, episodes_draw=first.episodes_draw + number), number
+    )

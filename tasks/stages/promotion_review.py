@@ -17,61 +17,64 @@ from rl_core.analysis import analyze, read_trajectories
 from rl_core.errors import DataError
 from rl_core.evaluation import Evaluation, PairedResult, compare
 from rl_core.settings import AnalysisSettings
-from rl_core.storage.single_files import write_text_atomic
+from rl_core.storage.atomic_files import write_text_atomic
 from rl_core.types import Trajectory, Turn
 from tasks.config.settings import PromotionSettings
-from tasks.lifecycle.attempts import Attempt
-from tasks.pipeline.result import StageResult
-from tasks.stage_registry import training_stages
-from tasks.stages.evaluate import read_evaluation, trajectories_path
-from tasks.stages.promotion_gate import level_of
+from tasks.lifecycle.promotion import GateAttempt
+from tasks.pipeline.stage_result import StageResult
+from tasks.stage_registry import list_training_stages
+from tasks.stages.evaluate import read_evaluation, resolve_trajectories_path
+from tasks.stages.promotion_gate import compute_attempt_level
 from tasks.tracking import read_metrics
 
-__all__ = ["Side", "spark", "write_report", "write_review"]
-
-REGRESSIONS = 5  # shown in full
-MAX_CELL = 300  # characters of an action or observation
+MAX_SHOWN_REGRESSIONS = 5  # shown in full
+MAX_CELL_LENGTH = 300  # characters of an action or observation
 BARS = "▁▂▃▄▅▆▇█"
-POINTS = 24  # of a curve
+MAX_CURVE_POINTS = 24  # of a curve
 
 # What tells how a stage's training went; of each, those that it logged.
-CURVES = (
-    "train/success_rate", "reward/mean", "eval/success_rate", "train/loss", "eval/loss", "eval/accuracy",
+CURVE_METRICS = (
+    "train/success_rate",
+    "reward/mean",
+    "eval/success_rate",
+    "train/loss",
+    "eval/loss",
+    "eval/accuracy",
     "policy/update_kl",
     "policy/entropy",
-)  # fmt: skip
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
+class ComparedModel:
     """One of the two that are compared: its label and where its episodes are."""
 
     label: str
-    folder: Path  # of the evaluation
-    model: str  # its name in there
+    evaluation_folder: Path  # of the evaluation
+    name: str  # its name in there
 
     @property
     def evaluation(self) -> Evaluation:
         """Its sampled episodes in numbers."""
-        return read_evaluation(self.folder, self.model)
+        return read_evaluation(self.evaluation_folder, self.name)
 
     @property
     def trajectories(self) -> Path:
         """Its sampled episodes in full."""
-        return trajectories_path(self.folder, self.model)
+        return resolve_trajectories_path(self.evaluation_folder, self.name)
 
 
 def write_review(
     path: Path,
-    challenger: Side,
-    champion: Side | None,
+    challenger: ComparedModel,
+    champion: ComparedModel | None,
     results: Mapping[str, StageResult],
     settings: PromotionSettings,
     *,
     title: str,
     verdict: str,
     seed: int,
-    attempts: Sequence[Attempt] = (),
+    attempts: Sequence[GateAttempt] = (),
 ) -> str:
     """Write the page and return its text.
 
@@ -83,17 +86,30 @@ def write_review(
     if champion is None or old is None:
         parts += [
             f"There is no champion yet. {challenger.label} on {len(new.episodes)} held-out episodes:",
-            _alone(new),
+            _format_success_table(new),
         ]
         worse = [(episode.level, episode.seed) for episode in new.episodes if episode.success < 1]
-        parts += ["### Failures", *_cases([challenger], worse[:REGRESSIONS], len(worse), "episodes that failed")]
+        parts += [
+            "### Failures",
+            *_format_cases(
+                [challenger], worse[:MAX_SHOWN_REGRESSIONS], len(worse), "episodes that failed"
+            ),
+        ]
     else:
-        parts += ["### Paired comparison", _paired(challenger, champion, new, old, settings, seed)]
-        parts += [_attempts(attempts, settings)]
-        worse = regressions(new, old)
+        parts += [
+            "### Paired comparison",
+            _format_paired_table(challenger, champion, new, old, settings, seed),
+        ]
+        parts += [_format_attempts_table(attempts, settings)]
+        worse = find_regressions(new, old)
         parts.append("### Worst regressions")
-        parts += _cases([champion, challenger], worse[:REGRESSIONS], len(worse), "episodes that got worse")
-    parts += ["### Training", _curves(results), "### Cost", _cost(results)]
+        parts += _format_cases(
+            [champion, challenger],
+            worse[:MAX_SHOWN_REGRESSIONS],
+            len(worse),
+            "episodes that got worse",
+        )
+    parts += ["### Training", _format_curves(results), "### Cost", _format_cost(results)]
     text = "\n\n".join(part for part in parts if part) + "\n"
     write_text_atomic(path, text)
     return text
@@ -101,8 +117,8 @@ def write_review(
 
 def write_report(
     folder: Path,
-    challenger: Side,
-    champion: Side | None,
+    challenger: ComparedModel,
+    champion: ComparedModel | None,
     results: Mapping[str, StageResult],
     settings: AnalysisSettings,
     title: str,
@@ -111,156 +127,224 @@ def write_report(
     """The analysis of the two on the same episodes, report.html first. `drawing`: as `rl_core.analysis.analyze`."""
     sides = [champion, challenger] if champion else [challenger]
     models = {side.label.replace(" ", "_"): side.trajectories for side in sides}
-    settings = dataclasses.replace(settings, side_by_side=max(settings.side_by_side, 2 * REGRESSIONS))
-    training = {name: result.path / "metrics.jsonl" for name, result in results.items() if _trained(result)}
+    settings = dataclasses.replace(
+        settings, side_by_side=max(settings.side_by_side, 2 * MAX_SHOWN_REGRESSIONS)
+    )
+    training = {
+        name: result.path / "metrics.jsonl"
+        for name, result in results.items()
+        if _is_training_result(result)
+    }
     return analyze(models, folder, settings, training=training, title=title, **drawing).files
 
 
-def regressions(new: Evaluation, old: Evaluation) -> list[tuple[str, int]]:
+def find_regressions(new: Evaluation, old: Evaluation) -> list[tuple[str, int]]:
     """(level, seed) of the episodes on which the new one does worse, the worst first: success, then reward."""
     before = {episode.key: episode for episode in old.episodes}
     changed = [
-        (episode.success - before[episode.key].success, episode.reward - before[episode.key].reward, episode.key)
+        (
+            episode.success - before[episode.key].success,
+            episode.reward - before[episode.key].reward,
+            episode.key,
+        )
         for episode in new.episodes
         if episode.key in before
     ]
-    return [key for success, reward, key in sorted(changed) if success < 0 or (success == 0 and reward < 0)]
+    return [
+        key
+        for success, reward, key in sorted(changed)
+        if success < 0 or (success == 0 and reward < 0)
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-def _percent(values: Sequence[float]) -> str:
+def _format_percent(values: Sequence[float]) -> str:
     rate, low, high = values[:3]
     return f"{rate:.1%} [{low:.1%}, {high:.1%}]"
 
 
-def _alone(new: Evaluation) -> str:
-    rows = [("all", _percent((new.success_rate, *new.interval)), str(len(new.episodes)))]
-    rows += [(_cell(level), _percent(rate), str(rate.n)) for level, rate in new.by_level.items()]
-    return _table(["level", "success (95% interval)", "episodes"], rows)
+def _format_success_table(new: Evaluation) -> str:
+    rows = [("all", _format_percent((new.success_rate, *new.interval)), str(len(new.episodes)))]
+    rows += [
+        (_escape_cell(level), _format_percent(rate), str(rate.n))
+        for level, rate in new.by_level.items()
+    ]
+    return _format_table(["level", "success (95% interval)", "episodes"], rows)
 
 
-def _paired(
-    challenger: Side, champion: Side, new: Evaluation, old: Evaluation, settings: PromotionSettings, seed: int
+def _format_paired_table(
+    challenger: ComparedModel,
+    champion: ComparedModel,
+    new: Evaluation,
+    old: Evaluation,
+    settings: PromotionSettings,
+    seed: int,
 ) -> str:
     """A row for all episodes and one for each level: both rates, the paired difference, who does better how often."""
 
     def row(name: str, level: str | None) -> list[str] | None:
-        ours, theirs = _of_level(new, level), _of_level(old, level)
+        ours, theirs = _select_level(new, level), _select_level(old, level)
         try:
             paired = compare(
-                ours, theirs, bootstrap_samples=settings.bootstrap_samples, seed=seed, confidence=settings.confidence
+                ours,
+                theirs,
+                bootstrap_samples=settings.bootstrap_samples,
+                seed=seed,
+                confidence=settings.confidence,
             )
         except DataError:  # a level that only one of them has
             return None
-        return [name, _share(ours), _share(theirs), _points(paired), _reward(paired), str(paired.episodes),
-                f"{paired.wins} / {paired.losses}"]  # fmt: skip
+        return [
+            name,
+            _format_success_rate(ours),
+            _format_success_rate(theirs),
+            _format_success_gain(paired),
+            _format_reward_gain(paired),
+            str(paired.episodes),
+            f"{paired.wins} / {paired.losses}",
+        ]
 
-    levels = [row(_cell(level), level) for level in new.by_level]
-    head = ["level", challenger.label, champion.label, f"difference ({settings.confidence:.0%} paired interval)",
-            "reward", "episodes", "better / worse"]  # fmt: skip
-    return _table(head, [found for found in (row("**all**", None), *levels) if found])
+    levels = [row(_escape_cell(level), level) for level in new.by_level]
+    head = [
+        "level",
+        challenger.label,
+        champion.label,
+        f"difference ({settings.confidence:.0%} paired interval)",
+        "reward",
+        "episodes",
+        "better / worse",
+    ]
+    return _format_table(head, [found for found in (row("**all**", None), *levels) if found])
 
 
-def _attempts(attempts: Sequence[Attempt], settings: PromotionSettings) -> str:
+def _format_attempts_table(attempts: Sequence[GateAttempt], settings: PromotionSettings) -> str:
     """Table of the attempts on these episodes with their p-values and levels, and the rest of alpha."""
     if not attempts:
         return ""
     rows = [
-        [str(a.number or ""), f"{a.version}", f"{a.champion}", _number(a.p_value), _number(a.level), a.decision]
+        [
+            str(a.number or ""),
+            f"{a.version}",
+            f"{a.champion}",
+            _format_number(a.p_value),
+            _format_number(a.level),
+            a.decision,
+        ]
         for a in attempts
     ]
-    level = level_of(settings, attempts[-1].number or 1)
+    level = compute_attempt_level(settings, attempts[-1].number or 1)
     mode = f"`repeated_attempts: {settings.repeated_attempts}`"
-    return "\n\n".join([
-        "### Attempts on these episodes",
-        _table(["attempt", "version", "champion", "p", "tested at", "decision"], rows),
-        f"{mode}: of alpha {settings.alpha:g}, {level.level:.2g} was for this attempt and {level.left:.2g} is left for "
-        "later ones on these episodes.",
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            "### Attempts on these episodes",
+            _format_table(["attempt", "version", "champion", "p", "tested at", "decision"], rows),
+            f"{mode}: of alpha {settings.alpha:g}, {level.level:.2g} was for this attempt and {level.left:.2g} is left for "
+            "later ones on these episodes.",
+        ]
+    )
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.2g}"
 
 
-def _of_level(evaluation: Evaluation, level: str | None) -> Evaluation:
+def _select_level(evaluation: Evaluation, level: str | None) -> Evaluation:
     episodes = [episode for episode in evaluation.episodes if level in (None, episode.level)]
     return dataclasses.replace(evaluation, episodes=episodes)
 
 
-def _share(evaluation: Evaluation) -> str:
+def _format_success_rate(evaluation: Evaluation) -> str:
     successes = [episode.success for episode in evaluation.episodes]
     return f"{sum(successes) / len(successes):.1%}" if successes else ""
 
 
-def _points(paired: PairedResult) -> str:
+def _format_success_gain(paired: PairedResult) -> str:
     gain = paired.success
     return f"{100 * gain.difference:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
 
 
-def _reward(paired: PairedResult) -> str:
+def _format_reward_gain(paired: PairedResult) -> str:
     return f"{paired.reward.difference:+.3f} [{paired.reward.low:+.3f}, {paired.reward.high:+.3f}]"
 
 
 # --------------------------------------------------------------------------------------------------------------- cases
 
 
-def _cases(sides: Sequence[Side], keys: Sequence[tuple[str, int]], total: int, what: str) -> Iterable[str]:
+def _format_cases(
+    models: Sequence[ComparedModel], keys: Sequence[tuple[str, int]], total: int, case_name: str
+) -> Iterable[str]:
     """The first sampled trajectory of each side on these episodes, turn by turn beside each other."""
     if not keys:
-        yield f"No {what}."
+        yield f"No {case_name}."
         return
-    yield f"{len(keys)} of {total} {what}."
-    played = [_first_of(side.trajectories, set(keys), prefer_failure=side is sides[-1]) for side in sides]
+    yield f"{len(keys)} of {total} {case_name}."
+    played = [
+        _select_trajectories(side.trajectories, set(keys), prefer_failure=side is models[-1])
+        for side in models
+    ]
     for key in keys:
         found = [trajectories.get(key) for trajectories in played]
         known = next((trajectory for trajectory in found if trajectory), None)
         if known is None:
             continue
-        answer = f" (right answer: {_cell(known.target)})" if known.target else ""
-        yield f"**{_cell(f'{key[0]} {known.kind}')} \\#{key[1]}**: {_cell(known.prompt)}{answer}"
-        head = ["turn", *(_heading(side, trajectory) for side, trajectory in zip(sides, found, strict=True))]
+        answer = f" (right answer: {_escape_cell(known.target)})" if known.target else ""
+        yield f"**{_escape_cell(f'{key[0]} {known.kind}')} \\#{key[1]}**: {_escape_cell(known.prompt)}{answer}"
+        head = [
+            "turn",
+            *(
+                _format_heading(side, trajectory)
+                for side, trajectory in zip(models, found, strict=True)
+            ),
+        ]
         turns = max(len(trajectory.turns) if trajectory else 0 for trajectory in found)
         rows = [
-            [str(n + 1), *(_turn(t.turns[n]) if t and n < len(t.turns) else "" for t in found)] for n in range(turns)
+            [
+                str(n + 1),
+                *(_format_turn(t.turns[n]) if t and n < len(t.turns) else "" for t in found),
+            ]
+            for n in range(turns)
         ]
-        yield _table(head, rows)
+        yield _format_table(head, rows)
 
 
-def _first_of(path: Path, keys: set[tuple[str, int]], *, prefer_failure: bool) -> dict[tuple[str, int], Trajectory]:
+def _select_trajectories(
+    path: Path, keys: set[tuple[str, int]], *, prefer_failure: bool
+) -> dict[tuple[str, int], Trajectory]:
     """One trajectory an episode: of the challenger a failed one, of the champion one that succeeded, where there is."""
     found: dict[tuple[str, int], Trajectory] = {}
     for trajectory in read_trajectories(path):
         key = (trajectory.level, trajectory.seed)
-        if key in keys and (key not in found or found[key].success is prefer_failure is not trajectory.success):
+        if key in keys and (
+            key not in found or found[key].success is prefer_failure is not trajectory.success
+        ):
             found[key] = trajectory
     return found
 
 
-def _heading(side: Side, trajectory: Trajectory | None) -> str:
+def _format_heading(side: ComparedModel, trajectory: Trajectory | None) -> str:
     if trajectory is None:
         return side.label
     return f"{side.label}: {'right' if trajectory.success else 'wrong'}, reward {trajectory.reward:.3g}"
 
 
-def _turn(turn: Turn) -> str:
-    text = _cell(turn.action)
+def _format_turn(turn: Turn) -> str:
+    text = _escape_cell(turn.action)
     if turn.observation is not None:
-        text += f" → {_cell(turn.observation)}"
+        text += f" → {_escape_cell(turn.observation)}"
     return f"⚠ {text}" if turn.is_error else text
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     """Text of a model or a file as one harmless cell: no line ends, no markup of its own."""
     line = " ⏎ ".join(part.strip() for part in text.strip().splitlines() if part.strip())
-    line = line if len(line) <= MAX_CELL else line[: MAX_CELL - 1] + "…"
+    line = line if len(line) <= MAX_CELL_LENGTH else line[: MAX_CELL_LENGTH - 1] + "…"
     line = html.escape(line, quote=False)
     return "".join(f"\\{char}" if char in r"\`*_{}[]()#|!~$" else char for char in line)
 
@@ -268,27 +352,34 @@ def _cell(text: str) -> str:
 # ----------------------------------------------------------------------------------------------------- curves and cost
 
 
-def _trained(result: StageResult) -> bool:
-    return result.stage in training_stages()
+def _is_training_result(result: StageResult) -> bool:
+    return result.stage in list_training_stages()
 
 
-def _curves(results: Mapping[str, StageResult]) -> str:
+def _format_curves(results: Mapping[str, StageResult]) -> str:
     rows = []
     for name, result in results.items():
-        if not _trained(result):
+        if not _is_training_result(result):
             continue
         logged = read_metrics(result.path)
-        for metric in CURVES:
+        for metric in CURVE_METRICS:
             values = [values[metric] for _, values in logged if metric in values]
             if len(values) > 1:
                 rows.append(
-                    [name.replace("_", " "), f"`{metric}`", spark(values), f"{values[0]:.4g} → {values[-1]:.4g}",
-                     str(len(values))]
-                )  # fmt: skip
-    return _table(["stage", "metric", "curve", "first → last", "points"], rows) if rows else ""
+                    [
+                        name.replace("_", " "),
+                        f"`{metric}`",
+                        draw_sparkline(values),
+                        f"{values[0]:.4g} → {values[-1]:.4g}",
+                        str(len(values)),
+                    ]
+                )
+    return (
+        _format_table(["stage", "metric", "curve", "first → last", "points"], rows) if rows else ""
+    )
 
 
-def spark(values: Sequence[float], points: int = POINTS) -> str:
+def draw_sparkline(values: Sequence[float], points: int = MAX_CURVE_POINTS) -> str:
     """A curve as a line of bars, the lowest value the lowest bar; values that are no numbers are left out."""
     numbers = [value for value in values if abs(value) < float("inf")]
     if not numbers:
@@ -301,7 +392,7 @@ def spark(values: Sequence[float], points: int = POINTS) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def _cost(results: Mapping[str, StageResult]) -> str:
+def _format_cost(results: Mapping[str, StageResult]) -> str:
     rows = []
     total = 0.0
     for name, result in results.items():
@@ -309,6 +400,8 @@ def _cost(results: Mapping[str, StageResult]) -> str:
         total += seconds
         rate = result.summary.get("tokens_per_second")
         how = "taken from an earlier run" if result.cached else ""
-        rows.append([name.replace("_", " "), f"{seconds:,.1f}", f"{rate:,.0f}" if rate else "", how])
+        rows.append(
+            [name.replace("_", " "), f"{seconds:,.1f}", f"{rate:,.0f}" if rate else "", how]
+        )
     rows.append(["**all**", f"{total:,.1f}", "", f"{total / 3600:.2f} hours of this machine"])
-    return _table(["stage", "seconds", "tokens/s", ""], rows)
+    return _format_table(["stage", "seconds", "tokens/s", ""], rows)

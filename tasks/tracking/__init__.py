@@ -18,41 +18,47 @@ beside       TensorBoard and Weights & Biases as further trackers of a run
 plug_in      MlflowTracker: MLflow for the Python API
 """
 
+from tasks.mlflow_environment import build_default_uri, build_offline_environment
 from tasks.tracking.journal import read_metrics
-from tasks.tracking.models import check_safe, digest_model
+from tasks.tracking.models import check_model_folder, digest_model
 from tasks.tracking.plug_in import MlflowTracker
-from tasks.tracking.registry import ModelVersion, Registry, is_registered_reference
-from tasks.tracking.replay import Waiting
-from tasks.tracking.run_list import find_run, list_runs, run_records, runs_below
+from tasks.tracking.registry import ModelRegistry, ModelVersion, is_registered_reference
+from tasks.tracking.replay import UndeliveredCounts
+from tasks.tracking.run_list import find_run, list_run_records, list_runs, list_stage_runs
 from tasks.tracking.run_tracker import ProgressCallback, RunTracker
-from tasks.tracking.sink import PARENT
-from tasks.tracking.store import default_uri, offline_environment
+from tasks.tracking.sink import PARENT_PLACEHOLDER
 from tasks.tracking.tracking import RunRow, Tracking
-from tasks.tracking.values import MAX_RESULT, VersionOf, environment_freeze, flatten, result_text
+from tasks.tracking.values import (
+    MAX_RESULT_LENGTH,
+    VersionByContent,
+    flatten_settings,
+    freeze_environment,
+    shorten_result,
+)
 
 __all__ = [
-    "MAX_RESULT",
-    "PARENT",
+    "MAX_RESULT_LENGTH",
+    "PARENT_PLACEHOLDER",
     "MlflowTracker",
     "ModelVersion",
     "ProgressCallback",
-    "Registry",
+    "ModelRegistry",
     "RunRow",
     "RunTracker",
     "Tracking",
-    "VersionOf",
-    "Waiting",
-    "check_safe",
-    "default_uri",
+    "VersionByContent",
+    "UndeliveredCounts",
+    "check_model_folder",
+    "build_default_uri",
     "digest_model",
-    "environment_freeze",
+    "freeze_environment",
     "find_run",
-    "flatten",
+    "flatten_settings",
     "is_registered_reference",
     "list_runs",
-    "offline_environment",
+    "build_offline_environment",
     "read_metrics",
-    "result_text",
-    "run_records",
-    "runs_below",
+    "shorten_result",
+    "list_run_records",
+    "list_stage_runs",
 ]

@@ -9,7 +9,7 @@
 
 A line is appended with one write and never changed, its time stamp included: delivering it twice stores it once. The
 process may die at any byte; a torn last line is cut off at the next start, and was never sent. Each line of the first
-two has a checksum (`rl_core.storage.checked_lines`): one that a disk or a hand changed is named, counted and left out.
+two has a checksum (`rl_core.storage.line_logs`): one that a disk or a hand changed is named, counted and left out.
 """
 
 from __future__ import annotations
@@ -30,72 +30,63 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError, FolderBusy
-from rl_core.storage.checked_lines import read_checked, report_damage, sealed
-from rl_core.storage.faults import fault
-from rl_core.storage.folder_removal import clear_leftovers
-from rl_core.storage.own_files import own_file
-from rl_core.storage.single_files import make_folder, refused, sync, write_text_atomic
-
-__all__ = [
-    "Journal",
-    "LineLog",
-    "DeliveryCursor",
-    "SCRATCH",
-    "clear_journal",
-    "events_path",
-    "metrics_path",
-    "progress_path",
-    "read_metrics",
-    "recorded_seconds",
-    "cursor_path",
-]
+from rl_core.storage.atomic_files import (
+    fsync_path,
+    make_folder,
+    open_owned_file,
+    write_error,
+    write_text_atomic,
+)
+from rl_core.storage.faults import inject_fault
+from rl_core.storage.folders import clear_leftovers
+from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 
 log = logging.getLogger(__name__)
 
-SCRATCH = "model-"  # beginning of the names of temporaries beside a journal
+SCRATCH_PREFIX = "model-"  # beginning of the names of temporaries beside a journal
 
 
-def metrics_path(folder: Path) -> Path:
+def build_metrics_path(folder: Path) -> Path:
     """File of a run folder's metrics."""
     return folder / "metrics.jsonl"
 
 
-def events_path(folder: Path) -> Path:
+def build_events_path(folder: Path) -> Path:
     """File of all other records of a run folder."""
     return folder / ".tracking" / "events.jsonl"
 
 
-def cursor_path(folder: Path) -> Path:
+def build_cursor_path(folder: Path) -> Path:
     """File of a run folder's delivery cursor."""
     return folder / ".tracking" / "shipped.json"
 
 
-def progress_path(folder: Path) -> Path:
+def build_progress_path(folder: Path) -> Path:
     """File of a run folder's progress, for the live page, and of the time that was spent on it."""
     return folder / ".tracking" / "progress.json"
 
 
-def recorded_seconds(folder: Path) -> float:
+def read_recorded_seconds(folder: Path) -> float:
     """Time that the processes of a run spent on it, up to the last note; 0.0 where there is none."""
     try:
-        seconds = float(json.loads(progress_path(folder).read_text())["seconds"])
+        seconds = float(json.loads(build_progress_path(folder).read_text())["seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
     return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
 
 
-_TRIES, _PAUSE_S = 5, 0.02
+_LOCK_ATTEMPTS, _LOCK_RETRY_S = 5, 0.02
 
 
-def _locked(descriptor: int) -> bool:
+def _acquire_file_lock(descriptor: int) -> bool:
     """Lock a file. One that looks for dead runs holds a lock for a moment, which counts as none."""
-    for tries_left in reversed(range(_TRIES)):
+    for tries_left in reversed(range(_LOCK_ATTEMPTS)):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except OSError:
             if tries_left:
-                time.sleep(_PAUSE_S)
+                time.sleep(_LOCK_RETRY_S)
     return False
 
 
@@ -111,25 +102,27 @@ class LineLog:
         make_folder(path.parent)
         is_new = not path.exists()
         try:
-            self._fd = own_file(path, os.O_RDWR | os.O_CREAT)
+            self._fd = open_owned_file(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise refused(path, error) from error
-        if not _locked(self._fd):
+            raise write_error(path, error) from error
+        if not _acquire_file_lock(self._fd):
             os.close(self._fd)
-            raise FolderBusy(f"{path} is being written by another run; wait for it, or use another folder")
+            raise FolderBusy(
+                f"{path} is being written by another run; wait for it, or use another folder"
+            )
         self._lock = threading.Lock()
         self._pending: deque[bytes] = deque()  # lines that the disk refused, in order
         self._refused = 0
         try:
             if is_new:
-                sync(path.parent)
-            self._end = self._heal()
+                fsync_path(path.parent)
+            self._end = self._truncate_torn_line()
         except OSError as error:
             os.close(self._fd)
-            raise refused(path, error) from error
-        fault("journal.opened")
+            raise write_error(path, error) from error
+        inject_fault("journal.opened")
 
-    def _heal(self) -> int:
+    def _truncate_torn_line(self) -> int:
         """Cut off what follows the last newline; returns the size that is left."""
         size = os.fstat(self._fd).st_size
         keep, block = size, 1 << 16
@@ -150,20 +143,20 @@ class LineLog:
         """Byte offset behind the last complete line."""
         return self._end
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def append_record(self, record: Mapping[str, Any]) -> None:
         """Append one record. A disk that refuses it is warned about; the line is kept and tried again later."""
-        line = sealed(record)
+        line = encode_checked_line(record)
         with self._lock:
             self._pending.append(line)
             self._write_pending()
 
-    def flush(self, *, sync: bool = False) -> bool:
+    def flush_pending(self, *, sync: bool = False) -> bool:
         """Write what the disk refused before, and fsync if asked. Returns whether everything is written."""
         with self._lock:
             self._write_pending()
-            return not self._pending and (not sync or self._sync())
+            return not self._pending and (not sync or self._sync_file())
 
-    def _sync(self) -> bool:
+    def _sync_file(self) -> bool:
         try:
             if self._fd >= 0:
                 os.fsync(self._fd)
@@ -184,13 +177,18 @@ class LineLog:
                     os.ftruncate(self._fd, self._end)  # shrinking needs no space
                 self._refused += 1
                 if self._refused & (self._refused - 1) == 0:  # 1st, 2nd, 4th, 8th, ... refusal
-                    log.warning("%s: cannot write (%s); %d lines wait in memory", self.path, error, len(self._pending))
+                    log.warning(
+                        "%s: cannot write (%s); %d lines wait in memory",
+                        self.path,
+                        error,
+                        len(self._pending),
+                    )
                 return
             self._end += len(line)
             self._pending.popleft()
-            fault("journal.line")
+            inject_fault("journal.line")
 
-    def read(self, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
+    def read_records(self, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
         """Complete records from byte `offset` on, each with the offset behind it."""
         return read_lines(self.path, offset, end=self._end)
 
@@ -198,27 +196,29 @@ class LineLog:
         """Write what is left, fsync, and let go of the file. A second call does nothing."""
         if self._fd < 0:
             return
-        self.flush(sync=True)
-        fault("journal.synced")
+        self.flush_pending(sync=True)
+        inject_fault("journal.synced")
         with self._lock:
             os.close(self._fd)
             self._fd = -1
 
 
-def read_lines(path: Path, offset: int = 0, end: int | None = None) -> Iterator[tuple[dict[str, Any], int]]:
+def read_lines(
+    path: Path, offset: int = 0, end: int | None = None
+) -> Iterator[tuple[dict[str, Any], int]]:
     """Complete JSON lines of `path`, each with the byte offset behind it; a damaged one gives {} and a warning."""
-    for line in read_checked(path, offset, end):
+    for line in read_checked_lines(path, offset, end):
         if line.record is None:
-            report_damage(path, line)
+            report_damaged_line(path, line)
         yield line.record or {}, line.end
 
 
-class Journal:
+class MetricsJournal:
     """metrics.jsonl: each (step, name) once, however often a run is killed, resumed and replays its last steps."""
 
     def __init__(self, folder: Path) -> None:
         """Open the journal of a run folder and remember what it holds."""
-        self.lines = LineLog(metrics_path(folder))
+        self.lines = LineLog(build_metrics_path(folder))
         self._lock = threading.Lock()
         # A step maps to a shared set of names: most steps log the same names, so this stays small.
         self._names: dict[int, frozenset[str]] = {}
@@ -229,16 +229,16 @@ class Journal:
             names = record.get("metrics")
             if not names:
                 continue
-            self._remember(int(record["step"]), frozenset(names))
+            self._remember_names(int(record["step"]), frozenset(names))
             if any(name.startswith("system/") for name in names):
                 self.last_system_step = max(self.last_system_step, int(record["step"]))
 
-    def _remember(self, step: int, names: frozenset[str]) -> None:
+    def _remember_names(self, step: int, names: frozenset[str]) -> None:
         if step in self._names:
             names = self._names[step] | names
         self._names[step] = self._shared.setdefault(names, names)
 
-    def append(self, metrics: Mapping[str, Any], step: int) -> None:
+    def append_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
         """Record scalars of one step; a (step, name) that is there already stays as it is.
 
         Raises: DataError for a value that is no number.
@@ -249,7 +249,9 @@ class Journal:
             try:
                 number = float(value)
             except (TypeError, ValueError):
-                raise DataError(f"metric '{name}' at step {step}: {value!r} is not a number") from None
+                raise DataError(
+                    f"metric '{name}' at step {step}: {value!r} is not a number"
+                ) from None
             # JSON has no words for these; float() reads them back from strings.
             row[str(name)] = number if math.isfinite(number) else str(number)
         with self._lock:
@@ -259,8 +261,10 @@ class Journal:
                 self.num_repeated += len(row) - len(fresh)
                 row = fresh
             if row:
-                self.lines.append({"step": step, "time": time.time_ns() // 1_000_000, "metrics": row})
-                self._remember(step, frozenset(row))
+                self.lines.append_record(
+                    {"step": step, "time": time.time_ns() // 1_000_000, "metrics": row}
+                )
+                self._remember_names(step, frozenset(row))
 
     def close(self) -> None:
         """Write and fsync."""
@@ -271,7 +275,7 @@ def read_metrics(folder: Path) -> list[tuple[int, dict[str, float]]]:
     """All (step, metrics) of a run folder, in the order in which they were recorded."""
     return [
         (int(record["step"]), {name: float(value) for name, value in record["metrics"].items()})
-        for record, _ in read_lines(metrics_path(folder))
+        for record, _ in read_lines(build_metrics_path(folder))
         if record
     ]
 
@@ -287,24 +291,30 @@ class DeliveryCursor:
     events_offset: int = 0
     num_failed: int = 0  # records that the store refused for good
     num_damaged: int = 0  # lines whose checksum does not match: what they recorded is lost
-    identity: str = ""  # of the store's experiment; another one under the same address has lost the run
+    identity: str = (
+        ""  # of the store's experiment; another one under the same address has lost the run
+    )
     versions: dict[str, int] = field(default_factory=dict)  # of models, by the key of their record
 
     @classmethod
     def load(cls, folder: Path) -> DeliveryCursor:
         """The folder's cursor; at the beginning if none is readable, since sending again is harmless."""
         try:
-            return cls(**json.loads(cursor_path(folder).read_bytes()))
+            return cls(**json.loads(build_cursor_path(folder).read_bytes()))
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, TypeError) as error:
-            log.warning("%s is unreadable (%s); everything is sent again", cursor_path(folder), error)
+            log.warning(
+                "%s is unreadable (%s); everything is sent again", build_cursor_path(folder), error
+            )
             return cls()
 
     def save(self, folder: Path) -> None:
         """Replace the folder's record atomically."""
-        write_text_atomic(cursor_path(folder), json.dumps(asdict(self)), point="cursor.written")
-        fault("cursor.saved")
+        write_text_atomic(
+            build_cursor_path(folder), json.dumps(asdict(self)), point="cursor.written"
+        )
+        inject_fault("cursor.saved")
 
 
 def clear_journal(folder: Path, delivered: int) -> None:
@@ -313,12 +323,15 @@ def clear_journal(folder: Path, delivered: int) -> None:
     Args:
         delivered: offset in events.jsonl; copies that no later record names are not needed.
     """
-    place = events_path(folder).parent
+    place = build_events_path(folder).parent
     clear_leftovers(folder)  # others, without our lock, write run.json there
     clear_leftovers(place, locked=True)
-    named = {str(record.get("path", "")) for record, _ in read_lines(events_path(folder), delivered)}
+    named = {
+        str(record.get("path", ""))
+        for record, _ in read_lines(build_events_path(folder), delivered)
+    }
     needed = {Path(path).parent.name for path in named}
     copies = [path for path in (place / "files").glob("*") if path.name not in needed]
-    for path in (*copies, *place.glob(f"{SCRATCH}*")):
+    for path in (*copies, *place.glob(f"{SCRATCH_PREFIX}*")):
         shutil.rmtree(path, ignore_errors=True)
-        fault("leftover.removed")
+        inject_fault("leftover.removed")

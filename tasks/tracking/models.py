@@ -1,8 +1,10 @@
-"""Model versions: a Hugging Face folder as an MLflow model, byte for byte, and its entry in the registry.
+"""Folders of artifacts on this machine.
+
+Model versions: a Hugging Face folder as an MLflow model, byte for byte, and its entry in the registry.
 
 MLflow's own `transformers.save_model` loads the weights to write them again, asks the hub for a licence, and with
 transformers 5.23 refuses a folder; so the flavor's description is written here, around hard links to the files as the
-stage published them. `mlflow.transformers.load_model`, `mlflow.pyfunc.load_model` and `from_pretrained` on `model/`
+stage published them. `mlflow.transformers.load_reference_model`, `mlflow.pyfunc.load_reference_model` and `from_pretrained` on `model/`
 all read the result.
 
     MLmodel  requirements.txt  python_env.yaml  conda.yaml  input_example.json  serving_input_example.json
@@ -12,6 +14,7 @@ all read the result.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -23,36 +26,86 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import DataError, SettingsError
-from rl_core.storage.faults import fault
-from rl_core.storage.linked_folders import link, link_tree
-from rl_core.storage.single_files import make_folder
-from tasks.tracking.artifact_folders import clear_broken_uploads, local_artifacts
-from tasks.tracking.journal import SCRATCH
-from tasks.tracking.store import Store, missing
-from tasks.tracking.values import metric_name, pinned
+from rl_core.storage.atomic_files import make_folder
+from rl_core.storage.faults import inject_fault
+from rl_core.storage.folders import link_file, link_tree
+from tasks.tracking.journal import SCRATCH_PREFIX
+from tasks.tracking.store import TrackingStore, is_missing_error
+from tasks.tracking.values import list_pinned_versions, sanitize_metric_name
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
     from mlflow.models import ModelSignature
 
-__all__ = ["MODEL_NAME", "check_model", "check_safe", "digest_model", "log_model", "write_mlflow_model"]
+
+UPLOAD_PREFIX = ".artifact.uploading."  # begins the name of a file that MLflow writes, until it has its own name
+
+
+def find_local_artifacts(uri: str | None, identity: str) -> Path | None:
+    """The folder of one run or model on this machine; only one that bears its id, which nothing else lies in."""
+    from mlflow.utils.file_utils import local_file_uri_to_path
+
+    if not uri or ("://" in uri and not uri.startswith("file://")):
+        return None
+    path = Path(local_file_uri_to_path(uri))
+    path = path.parent if path.name == "artifacts" else path
+    return (
+        path
+        if path.is_absolute() and path.name == identity and path.is_dir() and not path.is_symlink()
+        else None
+    )
+
+
+def clear_broken_uploads(folder: Path, before: float) -> int:
+    """Delete what processes that were killed within an upload have left in a run's folder; returns the number.
+
+    Args:
+        before: seconds since the epoch; what was written since may be an upload of a living process.
+    """
+    found = 0
+    for path in folder.rglob(f"{UPLOAD_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_mtime < before:
+                path.unlink()
+                found += 1
+    return found
+
 
 log = logging.getLogger(__name__)
 
 Kind = Literal["policy", "reward_model"]
-TASKS: dict[str, tuple[str, str]] = {
+MODEL_TASKS: dict[str, tuple[str, str]] = {
     "policy": ("text-generation", "TextGenerationPipeline"),
     "reward_model": ("text-classification", "TextClassificationPipeline"),
 }
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\- ]{0,99}")
-PICKLES = {".bin", ".ckpt", ".dill", ".joblib", ".msgpack", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pt2", ".pth"}
+PICKLE_SUFFIXES = {
+    ".bin",
+    ".ckpt",
+    ".dill",
+    ".joblib",
+    ".msgpack",
+    ".npy",
+    ".npz",
+    ".pickle",
+    ".pkl",
+    ".pt",
+    ".pt2",
+    ".pth",
+}
 TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
-    "sentencepiece*", "spiece*",
-)  # fmt: skip
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "sentencepiece*",
+    "spiece*",
+)
 
 
-def check_safe(folder: Path) -> None:
+def check_model_folder(folder: Path) -> None:
     """Refuse a model folder that is incomplete or holds anything that loading could execute.
 
     Raises: DataError naming the file.
@@ -64,13 +117,15 @@ def check_safe(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
             raise DataError(f"{path} is a link; a model folder holds files only")
-        if path.is_file() and (path.suffix in PICKLES or path.suffix == ".py" or _looks_pickled(path)):
+        if path.is_file() and (
+            path.suffix in PICKLE_SUFFIXES or path.suffix == ".py" or _is_pickled(path)
+        ):
             raise DataError(
                 f"{path} may execute code when it is loaded; a model folder holds safetensors and JSON only"
             )
 
 
-def _looks_pickled(path: Path) -> bool:
+def _is_pickled(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(2)
     # A pickle of protocol 2 to 5; a zip is what torch.save writes.
@@ -88,26 +143,31 @@ def digest_model(folder: Path) -> str:
 
 
 def write_mlflow_model(
-    source: Path, target: Path, kind: Kind, *, input_example: str | None = None, model_id: str | None = None
+    source: Path,
+    target: Path,
+    kind: Kind,
+    *,
+    input_example: str | None = None,
+    model_id: str | None = None,
 ) -> None:
     """Write the MLflow model `target` around the Hugging Face folder `source`; files are hard links where possible."""
     import transformers
     from mlflow import pyfunc
     from mlflow.models import Model
 
-    check_safe(source)
+    check_model_folder(source)
     config = json.loads((source / "config.json").read_text())
-    task, pipeline = TASKS[kind]
+    task, pipeline = MODEL_TASKS[kind]
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(source), local_files_only=True)
     link_tree(source, target / "model")
     (target / "components" / "tokenizer").mkdir(parents=True)
     for pattern in TOKENIZER_FILES:
         for path in source.glob(pattern):
-            link(path, target / "components" / "tokenizer" / path.name)
+            link_file(path, target / "components" / "tokenizer" / path.name)
     example = [input_example or "Hello"]
     (target / "input_example.json").write_text(json.dumps(example))
     (target / "serving_input_example.json").write_text(json.dumps({"inputs": example}, indent=2))
-    description = Model(model_id=model_id, signature=_signature(kind))
+    description = Model(model_id=model_id, signature=_build_signature(kind))
     description.saved_input_example_info = {
         "artifact_path": "input_example.json",
         "serving_input_path": "serving_input_example.json",
@@ -130,15 +190,20 @@ def write_mlflow_model(
     # A reward is the head's number itself; the pipeline's default squeezes it through a sigmoid.
     model_config = {"function_to_apply": "none"} if kind == "reward_model" else None
     pyfunc.add_to_model(
-        description, loader_module="mlflow.transformers", conda_env="conda.yaml", python_env="python_env.yaml",
+        description,
+        loader_module="mlflow.transformers",
+        conda_env="conda.yaml",
+        python_env="python_env.yaml",
         model_config=model_config,
-    )  # fmt: skip
-    description.model_size_bytes = sum(path.stat().st_size for path in (target / "model").rglob("*") if path.is_file())
+    )
+    description.model_size_bytes = sum(
+        path.stat().st_size for path in (target / "model").rglob("*") if path.is_file()
+    )
     description.save(str(target / "MLmodel"))
     _write_requirements(target)
 
 
-def _signature(kind: Kind) -> ModelSignature:
+def _build_signature(kind: Kind) -> ModelSignature:
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
@@ -147,13 +212,16 @@ def _signature(kind: Kind) -> ModelSignature:
         outputs = Schema([ColSpec(DataType.string, "label"), ColSpec(DataType.double, "score")])
         return ModelSignature(inputs=inputs, outputs=outputs)
     params = ParamSchema(
-        [ParamSpec("max_new_tokens", DataType.long, 64), ParamSpec("do_sample", DataType.boolean, False)]
+        [
+            ParamSpec("max_new_tokens", DataType.long, 64),
+            ParamSpec("do_sample", DataType.boolean, False),
+        ]
     )
     return ModelSignature(inputs=inputs, outputs=Schema([ColSpec(DataType.string)]), params=params)
 
 
 def _write_requirements(target: Path) -> None:
-    pins = pinned("mlflow", "torch", "transformers", "safetensors", "tokenizers")
+    pins = list_pinned_versions("mlflow", "torch", "transformers", "safetensors", "tokenizers")
     python = ".".join(str(part) for part in sys.version_info[:3])
     (target / "requirements.txt").write_text("\n".join(pins) + "\n")
     (target / "python_env.yaml").write_text(
@@ -165,20 +233,20 @@ def _write_requirements(target: Path) -> None:
     )
 
 
-def check_model(folder: Path, kind: str, registered_name: str) -> None:
-    """Refuse what cannot become a version. Raises: SettingsError for a name or kind; DataError as `check_safe`."""
+def check_model_registration(folder: Path, kind: str, registered_name: str) -> None:
+    """Refuse what cannot become a version. Raises: SettingsError for a name or kind; DataError as `check_model_folder`."""
     if not MODEL_NAME.fullmatch(registered_name):
         raise SettingsError(
             f"registered model name '{registered_name}': letters, digits, space and _ . - only, at most 100, "
             "and a letter or digit first"
         )
-    if kind not in TASKS:
-        raise SettingsError(f"model kind '{kind}' is none of {', '.join(TASKS)}")
-    check_safe(folder)
+    if kind not in MODEL_TASKS:
+        raise SettingsError(f"model kind '{kind}' is none of {', '.join(MODEL_TASKS)}")
+    check_model_folder(folder)
 
 
-def log_model(
-    store: Store,
+def register_logged_model(
+    store: TrackingStore,
     run_id: str,
     folder: Path,
     kind: Kind,
@@ -198,37 +266,46 @@ def log_model(
     Args:
         scratch: folder for temporaries. time_ms: when it was recorded.
     """
-    check_model(folder, kind, registered_name)
+    check_model_registration(folder, kind, registered_name)
     digest = digest_model(folder)
     texts = {name: str(value) for name, value in tags.items() if value is not None}
     texts |= {"kind": kind, "model_digest": digest}
-    with store.answers("store a model"):
-        _ensure_registered(store, registered_name, kind)
-        same = store.client.search_model_versions(f"name = '{registered_name}' and run_id = '{run_id}'")
+    with store.translate_errors("store a model"):
+        _ensure_registered_model(store, registered_name, kind)
+        same = store.client.search_model_versions(
+            f"name = '{registered_name}' and run_id = '{run_id}'"
+        )
         for version in same:
             if version.tags.get("model_digest") == digest:
                 return int(version.version)
-        model_id = _log_artifacts(store, run_id, folder, kind, registered_name, texts, input_example, scratch)
-        _attach(store, run_id, model_id, metrics, step, time_ms)
+        model_id = _upload_logged_model(
+            store, run_id, folder, kind, registered_name, texts, input_example, scratch
+        )
+        _attach_to_run(store, run_id, model_id, metrics, step, time_ms)
         # The registry of a local store would look a models:/ source up in the process-wide store, which may be another.
         source = f"models:/{model_id}"
         if store.is_local:
             source = store.client.get_logged_model(model_id).artifact_location
         created = store.client.create_model_version(
-            registered_name, source, run_id=run_id, tags=texts, model_id=model_id,
-            description=description or _describe(kind, metrics, texts), await_creation_for=30,
-        )  # fmt: skip
-    fault("model.versioned")
+            registered_name,
+            source,
+            run_id=run_id,
+            tags=texts,
+            model_id=model_id,
+            description=description or _describe_version(kind, metrics, texts),
+            await_creation_for=30,
+        )
+    inject_fault("model.versioned")
     return int(created.version)
 
 
-def _ensure_registered(store: Store, name: str, kind: Kind) -> None:
+def _ensure_registered_model(store: TrackingStore, name: str, kind: Kind) -> None:
     from mlflow.exceptions import MlflowException
 
     try:
         store.client.get_registered_model(name)
     except MlflowException as error:
-        if not missing(error):
+        if not is_missing_error(error):
             raise
         what = "Policies" if kind == "policy" else "Reward models"
         note = f"{what} trained by posttrain. `champion` passed the promotion gate last; `challenger` did not (yet)."
@@ -239,8 +316,8 @@ def _ensure_registered(store: Store, name: str, kind: Kind) -> None:
                 raise
 
 
-def _log_artifacts(
-    store: Store,
+def _upload_logged_model(
+    store: TrackingStore,
     run_id: str,
     folder: Path,
     kind: Kind,
@@ -250,39 +327,56 @@ def _log_artifacts(
     scratch: Path,
 ) -> str:
     experiment_id = store.client.get_run(run_id).info.experiment_id
-    logged = _earlier_attempt(store, experiment_id, run_id, tags["model_digest"])
+    logged = _find_earlier_attempt(store, experiment_id, run_id, tags["model_digest"])
     if logged is None:
         logged = store.client.create_logged_model(
-            experiment_id, name=metric_name(name).replace("/", "-"), source_run_id=run_id, tags=tags, model_type=kind
+            experiment_id,
+            name=sanitize_metric_name(name).replace("/", "-"),
+            source_run_id=run_id,
+            tags=tags,
+            model_type=kind,
         )
     elif str(logged.status) == "READY":
         return str(logged.model_id)
-    elif (before := local_artifacts(logged.artifact_location, logged.model_id)) is not None:
+    elif (before := find_local_artifacts(logged.artifact_location, logged.model_id)) is not None:
         clear_broken_uploads(before, time.time())
-    fault("model.made")
+    inject_fault("model.made")
     make_folder(scratch)
-    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=scratch) as temporary:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=scratch) as temporary:
         target = Path(temporary) / "artifact"
         target.mkdir()
         try:
-            write_mlflow_model(folder, target, kind, input_example=input_example, model_id=logged.model_id)
+            write_mlflow_model(
+                folder, target, kind, input_example=input_example, model_id=logged.model_id
+            )
             store.client.log_model_artifacts(logged.model_id, str(target))
-            fault("model.uploaded")
+            inject_fault("model.uploaded")
         except BaseException:
             store.client.finalize_logged_model(logged.model_id, "FAILED")
             raise
     store.client.finalize_logged_model(logged.model_id, "READY")
-    fault("model.ready")
+    inject_fault("model.ready")
     return str(logged.model_id)
 
 
-def _earlier_attempt(store: Store, experiment_id: str, run_id: str, digest: str) -> LoggedModel | None:
+def _find_earlier_attempt(
+    store: TrackingStore, experiment_id: str, run_id: str, digest: str
+) -> LoggedModel | None:
     """The logged model of an attempt that was killed before its version was made."""
-    found = store.client.search_logged_models([experiment_id], f"tags.`model_digest` = '{digest}'")
+    found = store.client.search_logged_models(
+        [experiment_id], f"tags.`compute_model_digest` = '{digest}'"
+    )
     return next((model for model in found if model.source_run_id == run_id), None)
 
 
-def _attach(store: Store, run_id: str, model_id: str, metrics: dict[str, float], step: int, time_ms: int) -> None:
+def _attach_to_run(
+    store: TrackingStore,
+    run_id: str,
+    model_id: str,
+    metrics: dict[str, float],
+    step: int,
+    time_ms: int,
+) -> None:
     """Link the model to its run as an output, with its metrics, so that models can be ranked."""
     from mlflow.entities import LoggedModelOutput, Metric
 
@@ -290,13 +384,14 @@ def _attach(store: Store, run_id: str, model_id: str, metrics: dict[str, float],
     if model_id not in [output.model_id for output in (outputs.model_outputs if outputs else ())]:
         store.client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
     batch = [
-        Metric(metric_name(name), float(value), time_ms, step, model_id=model_id) for name, value in metrics.items()
+        Metric(sanitize_metric_name(name), float(value), time_ms, step, model_id=model_id)
+        for name, value in metrics.items()
     ]
     if batch:
         store.client.log_batch(run_id, metrics=batch, synchronous=True)
 
 
-def _describe(kind: Kind, metrics: dict[str, float], tags: dict[str, str]) -> str:
+def _describe_version(kind: Kind, metrics: dict[str, float], tags: dict[str, str]) -> str:
     """One line; the list of versions shows it as plain text."""
     parent = f" from version {tags['parent_version']}" if tags.get("parent_version") else ""
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items())[:6])

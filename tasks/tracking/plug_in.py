@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.trackers.base import SilentTracker
+from rl_core.tracking import SilentTracker
 from tasks.tracking.run_tracker import RunTracker, Status
 from tasks.tracking.tracking import Tracking
-
-__all__ = ["MlflowTracker", "from_address"]
 
 
 class MlflowTracker(SilentTracker):
@@ -49,27 +47,29 @@ class MlflowTracker(SilentTracker):
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="posttrain-tracking-"))
         tracking = Tracking(self.uri, self._folder, self.experiment)
-        self._run = tracking.start_run(self.name or name, self._folder / "tracking", params=dict(params))
+        self._run = tracking.start_run(
+            self.name or name, self._folder / "tracking", params=dict(params)
+        )
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append to the journal."""
-        self._open().log_metrics(metrics, step)
+        self._open_run().log_metrics(metrics, step)
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
         """Keep a copy of a finished file or folder."""
-        self._open().log_artifact(path, folder)
+        self._open_run().log_artifact(path, folder)
 
     def log_dict(self, values: Mapping[str, Any], name: str) -> None:
         """Keep a structure as a JSON artifact."""
-        self._open().log_dict(values, name)
+        self._open_run().log_dict(values, name)
 
     def set_tag(self, name: str, value: str) -> None:
         """Attach a short text."""
-        self._open().set_tag(name, value)
+        self._open_run().set_tag(name, value)
 
     def progress(self, done: int, total: int, message: str = "") -> None:
         """Note how far the work is."""
-        self._open().progress(done, total, message)
+        self._open_run().progress(done, total, message)
 
     def sync(self) -> None:
         """Force the journal to the disk."""
@@ -83,7 +83,7 @@ class MlflowTracker(SilentTracker):
             self.run_id = self._run.run_id
             self._run = None
 
-    def _open(self) -> RunTracker:
+    def _open_run(self) -> RunTracker:
         if self._run is None:
             self.begin("rl_core", {})
         assert self._run is not None

@@ -1,39 +1,91 @@
-"""The model registry: references, downloads, and the aliases champion and challenger."""
+"""Names, aliases and versions of the registered models of a sqlite store, read without MLflow.
+
+MLflow's import takes seconds, and a mistyped name is to be refused at once.
+
+The model registry: references, downloads, and the aliases champion and challenger.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
+import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import CheckpointError, CorruptError, DataError, SettingsError
-from rl_core.storage.faults import fault
-from rl_core.storage.folder_removal import clear_leftovers, remove_folder
-from rl_core.storage.folders import publish_folder
+from rl_core.errors import CheckpointError, CorruptError, DataError, SettingsError, suggest_name
+from rl_core.storage.atomic_files import make_folder
+from rl_core.storage.faults import inject_fault
+from rl_core.storage.folders import clear_leftovers, publish_folder, remove_folder
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.manifest import verify_folder
-from rl_core.storage.single_files import make_folder
 from tasks.tracking.models import MODEL_NAME
-from tasks.tracking.registered_names import unknown_alias, unknown_model, unknown_version
-from tasks.tracking.store import Store, missing
+from tasks.tracking.store import TrackingStore, is_missing_error
 
 if TYPE_CHECKING:
     from mlflow.entities import model_registry
 
-__all__ = ["Registry", "ModelVersion", "is_registered_reference", "moved_at", "with_decision"]
+
+def refuse_unregistered_model(
+    name: str, alias: str | None, version: str | None, database: Path, label: str
+) -> None:
+    """Refuse a model, alias or version that the store does not have; one of another shape is left to MLflow.
+
+    Args:
+        alias, version: one of them; `version` is a number, or "latest".
+        label: name of the store for people.
+    Raises: SettingsError with the nearest known name.
+    """
+    with contextlib.suppress(sqlite3.Error):
+        address = f"{database.absolute().as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(address, uri=True, timeout=5.0)) as store:
+            names = [row[0] for row in store.execute("SELECT name FROM registered_models")]
+            asked = "SELECT version FROM model_versions WHERE name = ? ORDER BY version"
+            versions = [str(row[0]) for row in store.execute(asked, (name,))]
+            of_model = store.execute(
+                "SELECT alias FROM registered_model_aliases WHERE name = ?", (name,)
+            )
+            aliases = [row[0] for row in of_model]
+        if name not in names:
+            raise build_unknown_model_error(name, names, label)
+        if alias is not None and alias not in aliases:
+            raise build_unknown_alias_error(name, alias, aliases)
+        if version not in (None, "latest") and str(int(str(version))) not in versions:
+            raise build_unknown_version_error(name, int(str(version)), versions)
+
+
+def build_unknown_model_error(name: str, names: Iterable[str], label: str) -> SettingsError:
+    """Error about a model that is not registered; `label`: of the store."""
+    return SettingsError(f"no registered model '{name}' in {label}; {suggest_name(name, names)}")
+
+
+def build_unknown_alias_error(name: str, alias: str, aliases: Iterable[str]) -> SettingsError:
+    """Error about an alias that no version of a model has."""
+    return SettingsError(
+        f"registered model '{name}' has no version with alias '{alias}'; {suggest_name(alias, aliases)}"
+    )
+
+
+def build_unknown_version_error(name: str, version: int, versions: Iterable[str]) -> SettingsError:
+    """Error about a version that a model does not have."""
+    known = ", ".join(versions) or "none yet"
+    return SettingsError(f"registered model '{name}' has no version {version}; versions: {known}")
+
 
 log = logging.getLogger(__name__)
 
-REFERENCE = re.compile(rf"models:/(?P<name>{MODEL_NAME.pattern}?)(?:@(?P<alias>[\w\-]+)|/(?P<version>\d+|latest))")
+REFERENCE = re.compile(
+    rf"models:/(?P<name>{MODEL_NAME.pattern}?)(?:@(?P<alias>[\w\-]+)|/(?P<version>\d+|latest))"
+)
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 
 
-MOVED = "alias.moved."  # tag of a version, with the alias: when that was put on it, in ms
+ALIAS_MOVED_TAG = "alias.moved."  # tag of a version, with the alias: when that was put on it, in ms
 
 
 def is_registered_reference(reference: str) -> bool:
@@ -60,10 +112,10 @@ class ModelVersion:
         return f"models:/{self.name}/{self.version}"
 
 
-class Registry:
+class ModelRegistry:
     """The registered models of one store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TrackingStore) -> None:
         self._store = store
 
     # -- references ---------------------------------------------------------------------------------------------
@@ -71,21 +123,27 @@ class Registry:
     def resolve_model(self, reference: str, cache_folder: Path) -> Path | str:
         """The local folder (or hub name) behind a folder, a hub name, models:/NAME@ALIAS or models:/NAME/VERSION.
 
-        A registered version is copied into `cache_folder` once, unless its files are on this machine already.
+        A registered version is copied into `resolve_cache_folder` once, unless its files are on this machine already.
         Raises: SettingsError naming what is unknown; BackendError when the store does not answer.
         """
         if is_registered_reference(reference):
-            return self.download(self.find(reference), cache_folder)
+            return self.download_version(self.find_version(reference), cache_folder)
         path = Path(reference).expanduser()
         if path.exists():
             if not (path / "config.json").is_file():
-                raise SettingsError(f"model path '{reference}' is no Hugging Face model folder: config.json is missing")
+                raise SettingsError(
+                    f"model path '{reference}' is no Hugging Face model folder: config.json is missing"
+                )
             return path.resolve()
-        if reference.startswith((".", "/", "~", "\\")) or reference.count("/") > 1 or not HUB_NAME.fullmatch(reference):
+        if (
+            reference.startswith((".", "/", "~", "\\"))
+            or reference.count("/") > 1
+            or not HUB_NAME.fullmatch(reference)
+        ):
             raise SettingsError(f"model path '{reference}' does not exist")
         return reference
 
-    def find(self, reference: str) -> ModelVersion:
+    def find_version(self, reference: str) -> ModelVersion:
         """The version behind models:/NAME@ALIAS, models:/NAME/3 or models:/NAME/latest. Raises: SettingsError."""
         match = REFERENCE.fullmatch(reference)
         if match is None:
@@ -95,42 +153,53 @@ class Registry:
             )
         name = match["name"]
         if match["alias"]:
-            found = self.by_alias(name, match["alias"])
+            found = self.find_by_alias(name, match["alias"])
             if found is None:
-                self._require(name)
-                aliases = sorted({alias for info in self.versions(name) for alias in info.aliases})
-                raise unknown_alias(name, match["alias"], aliases)
+                self._require_registered(name)
+                aliases = sorted(
+                    {alias for info in self.list_versions(name) for alias in info.aliases}
+                )
+                raise build_unknown_alias_error(name, match["alias"], aliases)
             return found
         if match["version"] == "latest":
-            versions = self.versions(name)
+            versions = self.list_versions(name)
             if not versions:
-                self._require(name)
+                self._require_registered(name)
                 raise SettingsError(f"registered model '{name}' has no version yet")
             return versions[-1]
-        return self.version(name, int(match["version"]))
+        return self.fetch_version(name, int(match["version"]))
 
-    def download(self, info: ModelVersion, cache_folder: Path) -> Path:
+    def download_version(self, info: ModelVersion, cache_folder: Path) -> Path:
         """The Hugging Face folder of a version, on this machine."""
-        target = cache_folder / f"{info.name.replace(' ', '_')}-v{info.version}-{(info.model_id or 'model')[-8:]}"
-        if not _is_whole(target):
-            with self._store.answers(f"hand out {info.reference}"):
-                location = self._store.client.get_model_version_download_uri(info.name, str(info.version))
+        target = (
+            cache_folder
+            / f"{info.name.replace(' ', '_')}-v{info.version}-{(info.model_id or 'model')[-8:]}"
+        )
+        if not _is_complete_download(target):
+            with self._store.translate_errors(f"hand out {info.reference}"):
+                location = self._store.client.get_model_version_download_uri(
+                    info.name, str(info.version)
+                )
                 if location.startswith("models:/"):
                     model_id = location.removeprefix("models:/")
                     location = self._store.client.get_logged_model(model_id).artifact_location
-                local = _local_folder(location)
+                local = _resolve_local_folder(location)
                 if local is not None:
-                    return _model_folder(local, info)
+                    return _find_model_folder(local, info)
                 make_folder(cache_folder)
                 clear_leftovers(cache_folder)
                 try:
-                    publish_folder(target, lambda folder: self._fetch(location, folder), {"kind": "download"})
+                    publish_folder(
+                        target,
+                        lambda folder: self._download_artifacts(location, folder),
+                        {"kind": "download"},
+                    )
                 except CheckpointError:
-                    if not _is_whole(target):  # else another process was faster
+                    if not _is_complete_download(target):  # else another process was faster
                         raise
-        return _model_folder(target, info)
+        return _find_model_folder(target, info)
 
-    def _fetch(self, location: str, folder: Path) -> None:
+    def _download_artifacts(self, location: str, folder: Path) -> None:
         """Download artifacts into a folder."""
         import mlflow.artifacts
 
@@ -144,48 +213,57 @@ class Registry:
 
     # -- versions and aliases -----------------------------------------------------------------------------------
 
-    def names(self) -> list[str]:
+    def list_model_names(self) -> list[str]:
         """All registered models."""
-        with self._store.answers("list registered models"):
-            return sorted(model.name for model in self._store.client.search_registered_models(max_results=1000))
+        with self._store.translate_errors("list registered models"):
+            return sorted(
+                model.name
+                for model in self._store.client.search_registered_models(max_results=1000)
+            )
 
-    def versions(self, name: str) -> list[ModelVersion]:
+    def list_versions(self, name: str) -> list[ModelVersion]:
         """All versions, the oldest first; [] for an unknown name."""
-        _check_name(name)
-        with self._store.answers("list model versions"):
+        _check_model_name(name)
+        with self._store.translate_errors("list model versions"):
             found = self._store.client.search_model_versions(f"name = '{name}'", max_results=1000)
             # The search leaves the aliases out; the model itself knows them.
             aliases: dict[int, list[str]] = {}
             if found:
                 for alias, version in self._store.client.get_registered_model(name).aliases.items():
                     aliases.setdefault(int(version), []).append(alias)
-        infos = [self._info(version, aliases.get(int(version.version), [])) for version in found]
+        infos = [
+            self._build_version(version, aliases.get(int(version.version), [])) for version in found
+        ]
         return sorted(infos, key=lambda info: info.version)
 
-    def version(self, name: str, version: int) -> ModelVersion:
+    def fetch_version(self, name: str, version: int) -> ModelVersion:
         """One version. Raises: SettingsError naming the nearest known model, or the versions there are."""
-        _check_name(name)
+        _check_model_name(name)
         try:
-            with self._store.answers("look up a model version"):
-                return self._info(self._store.client.get_model_version(name, str(version)))
+            with self._store.translate_errors("look up a model version"):
+                return self._build_version(self._store.client.get_model_version(name, str(version)))
         except DataError as error:
-            if not missing(error.__cause__ or error):  # type: ignore[arg-type]
+            if not is_missing_error(error.__cause__ or error):  # type: ignore[arg-type]
                 raise
-        self._require(name)
-        raise unknown_version(name, version, [str(info.version) for info in self.versions(name)])
+        self._require_registered(name)
+        raise build_unknown_version_error(
+            name, version, [str(info.version) for info in self.list_versions(name)]
+        )
 
-    def by_alias(self, name: str, alias: str) -> ModelVersion | None:
+    def find_by_alias(self, name: str, alias: str) -> ModelVersion | None:
         """The version that carries `alias`; None where none does or the model is unknown."""
-        _check_name(name)
+        _check_model_name(name)
         try:
-            with self._store.answers("look up an alias"):
-                return self._info(self._store.client.get_model_version_by_alias(name, alias))
+            with self._store.translate_errors("look up an alias"):
+                return self._build_version(
+                    self._store.client.get_model_version_by_alias(name, alias)
+                )
         except DataError:
             return None  # MLflow calls an unknown alias an invalid parameter
 
-    def champion(self, name: str) -> ModelVersion | None:
+    def find_champion(self, name: str) -> ModelVersion | None:
         """The version that passed the promotion gate last; None where there is none."""
-        return self.by_alias(name, "champion")
+        return self.find_by_alias(name, "champion")
 
     def set_champion(self, name: str, version: int) -> None:
         """Move `champion` to a version; a version that was challenger is so no more. Raises: SettingsError."""
@@ -194,11 +272,11 @@ class Registry:
 
     def clear_challenger(self, name: str, version: int) -> None:
         """Take the alias `challenger` from a version, if it has it: one that is champion."""
-        challenger = self.by_alias(name, "challenger")
+        challenger = self.find_by_alias(name, "challenger")
         if challenger is not None and challenger.version == version:
-            with self._store.answers("remove an alias"):
+            with self._store.translate_errors("remove an alias"):
                 self._store.client.delete_registered_model_alias(name, "challenger")
-            fault("alias.cleared")
+            inject_fault("alias.cleared")
 
     def replace_champion(self, name: str, version: int, before: int | None) -> bool:
         """Move `champion` to `version` if it still stands on `before` (None = nowhere); whether it is there now.
@@ -211,7 +289,7 @@ class Registry:
         """
         lock = self._store.output / "mlflow" / f"champion-{name.replace(' ', '_')}.lock"
         with FolderLock(lock, wait_s=30.0):
-            present = self.champion(name)
+            present = self.find_champion(name)
             if (present.version if present is not None else None) not in (before, version):
                 return False
             self.set_champion(name, version)
@@ -223,53 +301,57 @@ class Registry:
 
     def set_alias(self, name: str, alias: str, version: int, *, time_ms: int | None = None) -> None:
         """Move an alias to a version, and note the time (None = now). Raises: SettingsError for an unknown one."""
-        self.version(name, version)
+        self.fetch_version(name, version)
         moved = time.time_ns() // 1_000_000 if time_ms is None else time_ms
-        with self._store.answers("move an alias"):
-            self._store.client.set_model_version_tag(name, str(version), f"{MOVED}{alias}", str(moved))
-            fault("alias.timed")
+        with self._store.translate_errors("move an alias"):
+            self._store.client.set_model_version_tag(
+                name, str(version), f"{ALIAS_MOVED_TAG}{alias}", str(moved)
+            )
+            inject_fault("alias.timed")
             self._store.client.set_registered_model_alias(name, alias, str(version))
-            fault("alias.moved")
+            inject_fault("alias.moved")
 
     def tag_version(self, name: str, version: int, tags: dict[str, Any]) -> None:
         """Attach short texts to a version; None values are left out. A gate's decision goes into its description, too.
 
         Raises: SettingsError.
         """
-        self.version(name, version)
-        with self._store.answers("tag a model version"):
+        self.fetch_version(name, version)
+        with self._store.translate_errors("tag a model version"):
             for key, value in tags.items():
                 if value is not None:
                     self._store.client.set_model_version_tag(name, str(version), key, str(value))
             if "gate.decision" in tags:
                 found = self._store.client.get_model_version(name, str(version))
-                text = with_decision(found.description or "", dict(found.tags))
+                text = insert_gate_decision(found.description or "", dict(found.tags))
                 self._store.client.update_model_version(name, str(version), text)
-        fault("version.tagged")
+        inject_fault("version.tagged")
 
-    def model_tags(self, name: str) -> dict[str, str]:
+    def read_model_tags(self, name: str) -> dict[str, str]:
         """Tags of the registered model itself, which outlive its versions; {} for an unknown name."""
-        _check_name(name)
+        _check_model_name(name)
         try:
-            with self._store.answers("look up a registered model"):
+            with self._store.translate_errors("look up a registered model"):
                 return dict(self._store.client.get_registered_model(name).tags)
         except DataError as error:
-            if not missing(error.__cause__ or error):  # type: ignore[arg-type]
+            if not is_missing_error(error.__cause__ or error):  # type: ignore[arg-type]
                 raise
             return {}
 
     def tag_model(self, name: str, key: str, value: str) -> None:
         """Set a tag of the registered model itself. Raises: DataError for an unknown name."""
-        _check_name(name)
-        with self._store.answers("tag a registered model"):
+        _check_model_name(name)
+        with self._store.translate_errors("tag a registered model"):
             self._store.client.set_registered_model_tag(name, key, value)
 
-    def _require(self, name: str) -> None:
-        names = self.names()
+    def _require_registered(self, name: str) -> None:
+        names = self.list_model_names()
         if name not in names:
-            raise unknown_model(name, names, self._store.label)
+            raise build_unknown_model_error(name, names, self._store.label)
 
-    def _info(self, version: model_registry.ModelVersion, aliases: list[str] | None = None) -> ModelVersion:
+    def _build_version(
+        self, version: model_registry.ModelVersion, aliases: list[str] | None = None
+    ) -> ModelVersion:
         metrics = {metric.key: metric.value for metric in version.metrics or []}
         return ModelVersion(
             name=version.name,
@@ -279,36 +361,42 @@ class Registry:
             aliases=tuple(sorted(version.aliases if aliases is None else aliases)),
             tags=dict(version.tags),
             metrics=metrics,
-            url=self._store.version_url(version.name, int(version.version)),
+            url=self._store.build_version_url(version.name, int(version.version)),
         )
 
 
-_GATE = "\n\nGate: "  # begins the paragraph of a version's description that tells the decision
+_GATE_PARAGRAPH = (
+    "\n\nGate: "  # begins the paragraph of a version's description that tells the decision
+)
 
 
-def with_decision(description: str, tags: Mapping[str, str]) -> str:
+def insert_gate_decision(description: str, tags: Mapping[str, str]) -> str:
     """A version's description with the gate's decision, as its tags tell it, in place of an earlier one."""
     low, high = tags.get("figure.low"), tags.get("figure.high")
-    rate = f"success {float(tags['figure.success_rate']):.1%}" if tags.get("figure.success_rate") else ""
+    rate = (
+        f"success {float(tags['figure.success_rate']):.1%}"
+        if tags.get("figure.success_rate")
+        else ""
+    )
     if rate and low and high:
         rate += f" [{float(low):.1%}, {float(high):.1%}] of {tags.get('figure.samples', '?')} held-out attempts"
     told = "; ".join(filter(None, (tags.get("gate.reason"), rate)))
-    before = description.partition(_GATE)[0].rstrip()
-    return f"{before}{_GATE}{tags['gate.decision']}: {told}".lstrip()
+    before = description.partition(_GATE_PARAGRAPH)[0].rstrip()
+    return f"{before}{_GATE_PARAGRAPH}{tags['gate.decision']}: {told}".lstrip()
 
 
-def moved_at(version: ModelVersion, alias: str) -> float:
+def read_alias_move_time(version: ModelVersion, alias: str) -> float:
     """Time in ms when `alias` was put on the version that carries it; infinity = by somebody else, who is right."""
-    text = version.tags.get(f"{MOVED}{alias}", "")
+    text = version.tags.get(f"{ALIAS_MOVED_TAG}{alias}", "")
     return float(text) if text.isdigit() else math.inf
 
 
-def _check_name(name: str) -> None:
+def _check_model_name(name: str) -> None:
     if not MODEL_NAME.fullmatch(name):
         raise SettingsError(f"'{name}' is no name of a registered model")
 
 
-def _local_folder(location: str) -> Path | None:
+def _resolve_local_folder(location: str) -> Path | None:
     if location.startswith("file://"):
         from mlflow.utils.file_utils import local_file_uri_to_path
 
@@ -317,7 +405,7 @@ def _local_folder(location: str) -> Path | None:
     return path if path.is_absolute() and path.is_dir() else None
 
 
-def _is_whole(target: Path) -> bool:
+def _is_complete_download(target: Path) -> bool:
     """True = downloaded before, every byte as it came. What is damaged, or of an older version, is removed."""
     if not target.exists():
         return False
@@ -330,8 +418,10 @@ def _is_whole(target: Path) -> bool:
     return True
 
 
-def _model_folder(artifact: Path, info: ModelVersion) -> Path:
+def _find_model_folder(artifact: Path, info: ModelVersion) -> Path:
     for folder in (artifact / "model", artifact):
         if (folder / "config.json").is_file():
             return folder
-    raise DataError(f"{info.reference} holds no Hugging Face model (no config.json under {artifact})")
+    raise DataError(
+        f"{info.reference} holds no Hugging Face model (no config.json under {artifact})"
+    )

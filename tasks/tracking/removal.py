@@ -13,24 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BackendError, DataError
-from rl_core.storage.folder_removal import TRASH, remove_folder
-from tasks.tracking.artifact_folders import local_artifacts
-from tasks.tracking.store import Store
-
-__all__ = [
-    "StoredModel",
-    "StoredRun",
-    "remove_from_store",
-    "stored_models",
-    "stored_runs",
-    "traces_of",
-    "unfinished_removals",
-]
+from rl_core.storage.folders import TRASH_PREFIX, remove_folder
+from tasks.tracking.models import find_local_artifacts
+from tasks.tracking.store import TrackingStore
 
 log = logging.getLogger(__name__)
 
-PAGE = 1000
-TRACES_AT_ONCE = 100  # MLflow refuses more
+PAGE_SIZE = 1000
+MAX_TRACES_PER_CALL = 100  # MLflow refuses more
 
 
 @dataclass(frozen=True)
@@ -46,22 +36,26 @@ class StoredRun:
     artifacts: Path | None  # None = not on this machine
 
 
-def stored_runs(store: Store, condition: str) -> list[StoredRun]:
+def list_stored_runs(store: TrackingStore, condition: str) -> list[StoredRun]:
     """All runs of the store that meet a filter of MLflow's."""
     found: list[StoredRun] = []
-    with store.answers("list runs"):
-        experiments = [one.experiment_id for one in store.client.search_experiments(max_results=1000)]
+    with store.translate_errors("list runs"):
+        experiments = [
+            one.experiment_id for one in store.client.search_experiments(max_results=1000)
+        ]
         token = None
         while experiments:
-            page = store.client.search_runs(experiments, condition, max_results=PAGE, page_token=token)
-            found += [_stored(run) for run in page]
+            page = store.client.search_runs(
+                experiments, condition, max_results=PAGE_SIZE, page_token=token
+            )
+            found += [_build_stored_run(run) for run in page]
             token = page.token
             if not token:
                 break
     return found
 
 
-def _stored(run: Any) -> StoredRun:
+def _build_stored_run(run: Any) -> StoredRun:
     tags = dict(run.data.tags)
     info = run.info
     return StoredRun(
@@ -71,7 +65,7 @@ def _stored(run: Any) -> StoredRun:
         parent=tags.get("mlflow.parentRunId", ""),
         status=info.status,
         tags=tags,
-        artifacts=local_artifacts(info.artifact_uri, info.run_id),
+        artifacts=find_local_artifacts(info.artifact_uri, info.run_id),
     )
 
 
@@ -84,15 +78,15 @@ class StoredModel:
     folder: Path | None  # None = not on this machine
 
 
-def stored_models(store: Store, experiments: Collection[str]) -> list[StoredModel]:
+def list_stored_models(store: TrackingStore, experiments: Collection[str]) -> list[StoredModel]:
     """All logged models of these experiments. A local store's version does not say which is its own: its run does."""
     found: list[StoredModel] = []
-    with store.answers("list logged models"):
+    with store.translate_errors("list logged models"):
         token = None
         while experiments:
             page = store.client.search_logged_models(sorted(experiments), page_token=token)
             for model in page:
-                folder = local_artifacts(model.artifact_location, model.model_id)
+                folder = find_local_artifacts(model.artifact_location, model.model_id)
                 found.append(StoredModel(model.model_id, model.source_run_id or "", folder))
             token = page.token
             if not token:
@@ -100,33 +94,42 @@ def stored_models(store: Store, experiments: Collection[str]) -> list[StoredMode
     return found
 
 
-def unfinished_removals(store: Store, experiments: Collection[str]) -> list[Path]:
+def list_unfinished_removals(store: TrackingStore, experiments: Collection[str]) -> list[Path]:
     """Artifact folders of these experiments, on this machine, whose removal a kill has cut off."""
     from mlflow.utils.file_utils import local_file_uri_to_path
 
     found: list[Path] = []
     for experiment in sorted(experiments):
-        with store.answers("read an experiment"):
+        with store.translate_errors("read an experiment"):
             uri = store.client.get_experiment(experiment).artifact_location
         if not uri or ("://" in uri and not uri.startswith("file://")):
             continue
         for place in (root := Path(local_file_uri_to_path(uri)), root / "models"):
-            found += [path for path in sorted(place.glob(f"{TRASH}*")) if path.is_dir() and not path.is_symlink()]
+            found += [
+                path
+                for path in sorted(place.glob(f"{TRASH_PREFIX}*"))
+                if path.is_dir() and not path.is_symlink()
+            ]
     return found
 
 
-def traces_of(store: Store, runs: Iterable[StoredRun]) -> dict[str, list[str]]:
+def list_run_traces(store: TrackingStore, runs: Iterable[StoredRun]) -> dict[str, list[str]]:
     """Experiment -> ids of the traces that these runs logged."""
     found: dict[str, list[str]] = {}
     for run in runs:
-        with store.answers("list traces"):
+        with store.translate_errors("list traces"):
             token = None
             while True:
                 page = store.client.search_traces(
-                    locations=[run.experiment_id], run_id=run.run_id, include_spans=False, max_results=500,
+                    locations=[run.experiment_id],
+                    run_id=run.run_id,
+                    include_spans=False,
+                    max_results=500,
                     page_token=token,
-                )  # fmt: skip
-                found.setdefault(run.experiment_id, []).extend(trace.info.trace_id for trace in page)
+                )
+                found.setdefault(run.experiment_id, []).extend(
+                    trace.info.trace_id for trace in page
+                )
                 token = page.token
                 if not token:
                     break
@@ -134,7 +137,7 @@ def traces_of(store: Store, runs: Iterable[StoredRun]) -> dict[str, list[str]]:
 
 
 def remove_from_store(
-    store: Store,
+    store: TrackingStore,
     runs: Sequence[StoredRun],
     versions: Sequence[tuple[str, int]],
     models: Sequence[StoredModel],
@@ -144,13 +147,13 @@ def remove_from_store(
 
     Args:
         versions: (registered model, version).
-        traces: as `traces_of`.
+        traces: as `list_run_traces`.
     """
     problems: list[str] = []
 
     def attempt(what: str, call: Any, *arguments: Any, **named: Any) -> None:
         try:
-            with store.answers(what):
+            with store.translate_errors(what):
                 call(*arguments, **named)
         except DataError as error:
             log.debug("%s: %s", what, error)
@@ -158,11 +161,16 @@ def remove_from_store(
             problems.append(str(error))
 
     for experiment, ids in traces.items():
-        for start in range(0, len(ids), TRACES_AT_ONCE):
-            chunk = ids[start : start + TRACES_AT_ONCE]
+        for start in range(0, len(ids), MAX_TRACES_PER_CALL):
+            chunk = ids[start : start + MAX_TRACES_PER_CALL]
             attempt("remove traces", store.client.delete_traces, experiment, trace_ids=chunk)
     for name, version in versions:
-        attempt(f"remove version {version} of {name}", store.client.delete_model_version, name, str(version))
+        attempt(
+            f"remove version {version} of {name}",
+            store.client.delete_model_version,
+            name,
+            str(version),
+        )
     # Files first: after a kill in between, what the store still lists is found and removed again.
     for model in models:
         if model.folder is not None:

@@ -11,26 +11,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import DataError, SettingsError, nearest
-from tasks.config.chosen import default_values
-from tasks.run_status import run_status
-from tasks.tracking.store import default_uri
+from rl_core.errors import DataError, SettingsError, suggest_name
+from tasks.config.displayed_settings import collect_default_values
+from tasks.mlflow_environment import build_default_uri
+from tasks.run_status import describe_run_status
 from tasks.tracking.tracking import RunRow, Tracking
-from tasks.tracking.values import flatten
+from tasks.tracking.values import flatten_settings
 
-__all__ = ["Filter", "differing", "find_run", "list_runs", "run_records", "runs_below"]
-
-_SHOWN = 4  # settings that differ, in a line
-_FILTERED = 5000  # runs that a filter looks at
+_MAX_SHOWN_SETTINGS = 4  # settings that differ, in a line
+_MAX_FILTERED_RUNS = 5000  # runs that a filter looks at
 _CONDITION = re.compile(r"\s*([^<>=!~]+?)\s*(<=|>=|!=|=|<|>|~)\s*(.*?)\s*")
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
-}  # fmt: skip
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "=": operator.eq,
+    "!=": operator.ne,
+}
 # Settings that say where a run goes or how it is executed: they decide nothing of what it computes.
-_PLACES = re.compile(r"(output|name|tracking\..*|run\..*|.*\.launch\..*)")
+_LOCATION_SETTINGS = re.compile(r"(output|name|tracking\..*|run\..*|.*\.launch\..*)")
 
 
-class Filter:
+class RunFilter:
     """A condition on runs: KEY OPERATOR VALUE, where KEY is a field, a setting, a metric or a tag."""
 
     FIELDS = ("run", "status", "started", "result", "seconds", "pipeline")
@@ -45,14 +48,14 @@ class Filter:
             )
         self.text, self.key, self.operator, self.value = text, match[1], match[2], match[3]
 
-    def holds(self, row: RunRow) -> bool:
+    def matches_run(self, row: RunRow) -> bool:
         """False also where the run has no such value."""
-        found = _value_of(row, self.key)
+        found = _find_value(row, self.key)
         if found is None:
             return False
         if self.operator == "~":
             return self.value.lower() in str(found).lower()
-        numbers = _number(found), _number(self.value)
+        numbers = _parse_number(found), _parse_number(self.value)
         if None not in numbers:
             return _OPERATORS[self.operator](*numbers)
         if self.operator in ("=", "!="):
@@ -60,27 +63,35 @@ class Filter:
         return _OPERATORS[self.operator](str(found), self.value)
 
 
-def _number(value: Any) -> float | None:
+def _parse_number(value: Any) -> float | None:
     try:
         return float(value)
     except (TypeError, ValueError):
         return None
 
 
-def _value_of(row: RunRow, key: str) -> Any:
+def _find_value(row: RunRow, key: str) -> Any:
     """Value of a field, a setting by its whole key or its end, a metric, or a tag; None = the run has none."""
     fields = {
-        "run": row.name, "status": _status(row), "started": _started(row), "result": _result(row),
-        "seconds": row.seconds, "pipeline": row.tags.get("pipeline"),
-    }  # fmt: skip
+        "run": row.name,
+        "status": _describe_status(row),
+        "started": _format_start_time(row),
+        "result": _describe_result(row),
+        "seconds": row.seconds,
+        "pipeline": row.tags.get("pipeline"),
+    }
     if key in fields:
         return fields[key]
-    for place, values in (("settings.", row.params), ("metrics.", row.metrics), ("tags.", row.tags)):
+    for place, values in (
+        ("settings.", row.params),
+        ("metrics.", row.metrics),
+        ("tags.", row.tags),
+    ):
         known: Mapping[str, Any] = values
         name = key.removeprefix(place)
         if name in known:
             return known[name]
-    settings = _settings(row)
+    settings = _collect_settings(row)
     name = key.removeprefix("settings.")
     if name in settings:
         return settings[name]
@@ -88,19 +99,24 @@ def _value_of(row: RunRow, key: str) -> Any:
     return ends[0] if len(ends) == 1 else None
 
 
-def _settings(row: RunRow) -> dict[str, str]:
+def _collect_settings(row: RunRow) -> dict[str, str]:
     """Settings of a run, flat: those that were set, and defaults for the rest."""
-    stages = {_stage_of(key) for key in row.params} | {""}
-    return {key: value for key, stage, value in _default_settings() if stage in stages} | row.params
+    stages = {_extract_stage(key) for key in row.params} | {""}
+    return {
+        key: value for key, stage, value in _list_default_settings() if stage in stages
+    } | row.params
 
 
 @functools.cache
-def _default_settings() -> list[tuple[str, str, str]]:
+def _list_default_settings() -> list[tuple[str, str, str]]:
     """(key, stage, value) of every default; stage "" = of no stage."""
-    return [(key, _stage_of(key), value) for key, value in flatten(default_values()).items()]
+    return [
+        (key, _extract_stage(key), value)
+        for key, value in flatten_settings(collect_default_values()).items()
+    ]
 
 
-def _stage_of(key: str) -> str:
+def _extract_stage(key: str) -> str:
     parts = key.split(".", 2)
     return parts[1] if parts[0] == "stages" and len(parts) > 1 else ""
 
@@ -112,7 +128,7 @@ def list_runs(
     where: Sequence[str] = (),
     *,
     settings: bool = False,
-    gone: Callable[[], Mapping[str, str]] = dict,
+    find_crashed: Callable[[], Mapping[str, str]] = dict,
 ) -> list[dict[str, str]]:
     """Runs as lines of a table, the newest pipeline run first, its stages under it in their order.
 
@@ -124,35 +140,43 @@ def list_runs(
             found: one that was killed is RUNNING there until the next run or `doctor --repair` says so.
     Raises: SettingsError for a condition that no run can be asked about.
     """
-    found = _in_order(output, uri, limit, where, gone)
-    told = differing([row for _, row in found if _is_whole(row)]) if settings else {}
+    found = _list_rows_in_order(output, uri, limit, where, find_crashed)
+    told = (
+        find_differing_settings([row for _, row in found if _is_pipeline_run(row)])
+        if settings
+        else {}
+    )
     lines = []
     for depth, row in found:
-        line = _line(row, "  " * depth)
+        line = _format_row(row, "  " * depth)
         if settings:
-            line = {**{key: line[key] for key in ("run", "status", "started", "took")}, "settings": "", **line}
-            line["settings"] = _told(told.get(row.run_id, {}))
+            line = {
+                **{key: line[key] for key in ("run", "status", "started", "took")},
+                "settings": "",
+                **line,
+            }
+            line["settings"] = _describe_settings(told.get(row.run_id, {}))
         lines.append(line)
     return lines
 
 
-def run_records(
+def list_run_records(
     output: Path,
     uri: str | None = None,
     limit: int = 50,
     where: Sequence[str] = (),
     *,
-    gone: Callable[[], Mapping[str, str]] = dict,
+    find_crashed: Callable[[], Mapping[str, str]] = dict,
 ) -> list[dict[str, Any]]:
     """The same runs for programs: ids, times in seconds, settings, newest metrics and tags, in the same order."""
-    rows = [row for _, row in _in_order(output, uri, limit, where, gone)]
-    told = differing([row for row in rows if _is_whole(row)])
+    rows = [row for _, row in _list_rows_in_order(output, uri, limit, where, find_crashed)]
+    told = find_differing_settings([row for row in rows if _is_pipeline_run(row)])
     return [
         {
             "run_id": row.run_id,
             "parent_run_id": row.parent_run_id,
             "run": row.name,
-            "status": _status(row),
+            "status": _describe_status(row),
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row.start_time)),
             "seconds": row.seconds,
             "result": row.tags.get("result", ""),
@@ -160,51 +184,61 @@ def run_records(
             "differs": told.get(row.run_id, {}),
             "metrics": row.metrics,
             "tags": row.tags,
-            "settings": _settings(row) if _is_whole(row) else row.params,
+            "settings": _collect_settings(row) if _is_pipeline_run(row) else row.params,
         }
         for row in rows
     ]
 
 
-def differing(rows: Iterable[RunRow]) -> dict[str, dict[str, str]]:
+def find_differing_settings(rows: Iterable[RunRow]) -> dict[str, dict[str, str]]:
     """By run id, the settings that are not the same in all these runs of its pipeline; places do not count."""
     by_pipeline: dict[str, list[RunRow]] = {}
     for row in rows:
         by_pipeline.setdefault(row.tags.get("pipeline", ""), []).append(row)
     found: dict[str, dict[str, str]] = {}
     for group in by_pipeline.values():
-        keys = dict.fromkeys(key for row in group for key in row.params if not _PLACES.fullmatch(key))
-        settings = {row.run_id: _settings(row) for row in group}
+        keys = dict.fromkeys(
+            key for row in group for key in row.params if not _LOCATION_SETTINGS.fullmatch(key)
+        )
+        settings = {row.run_id: _collect_settings(row) for row in group}
         differ = [key for key in keys if len({one.get(key) for one in settings.values()}) > 1]
         for row in group:
             found[row.run_id] = {key: settings[row.run_id].get(key, "-") for key in differ}
     return found
 
 
-def _told(settings: Mapping[str, str]) -> str:
+def _describe_settings(settings: Mapping[str, str]) -> str:
     """Settings in a few words: the last parts of their keys."""
-    parts = [f"{key.rpartition('.')[2]}={value[:24]}" for key, value in settings.items() if value != "-"]
-    return ", ".join(parts[:_SHOWN]) + (f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else "")
+    parts = [
+        f"{key.rpartition('.')[2]}={value[:24]}" for key, value in settings.items() if value != "-"
+    ]
+    return ", ".join(parts[:_MAX_SHOWN_SETTINGS]) + (
+        f" and {len(parts) - _MAX_SHOWN_SETTINGS} more" if len(parts) > _MAX_SHOWN_SETTINGS else ""
+    )
 
 
-def _is_whole(row: RunRow) -> bool:
+def _is_pipeline_run(row: RunRow) -> bool:
     """True = a run of a pipeline with settings of its own, also a trial; not a stage's and not a sweep's."""
     return row.tags.get("kind") in ("pipeline", "trial", "stage") and "stage" not in row.tags
 
 
-def _in_order(
-    output: Path, uri: str | None, limit: int, where: Sequence[str], gone: Callable[[], Mapping[str, str]]
+def _list_rows_in_order(
+    output: Path,
+    uri: str | None,
+    limit: int,
+    where: Sequence[str],
+    find_crashed: Callable[[], Mapping[str, str]],
 ) -> list[tuple[int, RunRow]]:
     """(depth, run): the newest pipeline run first, each followed by what is nested in it, the oldest first."""
-    filters = [Filter(text) for text in where]
+    filters = [RunFilter(text) for text in where]
     tracking = Tracking(uri, output)
-    local = default_uri(tracking.output)
+    local = build_default_uri(tracking.output)
     if tracking.store.uri == local and not Path(local.removeprefix("sqlite:///")).exists():
         return []
-    rows = tracking.list_runs(limit=_FILTERED if filters else min(50_000, 20 * limit))
-    dead = gone() if any(row.status == "RUNNING" for row in rows) else {}
-    rows = [_as_killed(row, dead[row.run_id]) if row.run_id in dead else row for row in rows]
-    _check_known(filters, rows)
+    rows = tracking.list_runs(limit=_MAX_FILTERED_RUNS if filters else min(50_000, 20 * limit))
+    dead = find_crashed() if any(row.status == "RUNNING" for row in rows) else {}
+    rows = [_mark_killed(row, dead[row.run_id]) if row.run_id in dead else row for row in rows]
+    _check_filter_keys(filters, rows)
     known = {row.run_id for row in rows}
     children: dict[str, list[RunRow]] = {}
     for row in reversed(rows):
@@ -212,77 +246,111 @@ def _in_order(
             children.setdefault(str(row.parent_run_id), []).append(row)
     tops = [row for row in rows if not row.parent_run_id]
     if filters:
-        tops = [row for row in rows if _is_whole(row) and all(one.holds(row) for one in filters)]
+        tops = [
+            row
+            for row in rows
+            if _is_pipeline_run(row) and all(one.matches_run(row) for one in filters)
+        ]
     found: list[tuple[int, RunRow]] = []
     for row in tops[:limit]:
-        found += _nested(row, children, 0)
+        found += _list_nested(row, children, 0)
     return found
 
 
-def _as_killed(row: RunRow, why: str) -> RunRow:
-    return dataclasses.replace(row, status="KILLED", tags={**row.tags, "interrupted": why})
+def _mark_killed(row: RunRow, reason: str) -> RunRow:
+    return dataclasses.replace(row, status="KILLED", tags={**row.tags, "interrupted": reason})
 
 
-def _nested(row: RunRow, children: Mapping[str, list[RunRow]], depth: int) -> list[tuple[int, RunRow]]:
+def _list_nested(
+    row: RunRow, children: Mapping[str, list[RunRow]], depth: int
+) -> list[tuple[int, RunRow]]:
     return [
         (depth, row),
-        *(one for child in children.get(row.run_id, []) for one in _nested(child, children, depth + 1)),
+        *(
+            one
+            for child in children.get(row.run_id, [])
+            for one in _list_nested(child, children, depth + 1)
+        ),
     ]
 
 
-def _check_known(filters: Sequence[Filter], rows: Sequence[RunRow]) -> None:
+def _check_filter_keys(filters: Sequence[RunFilter], rows: Sequence[RunRow]) -> None:
     """Raises: SettingsError for a key that no run has."""
-    wholes = [row for row in rows if _is_whole(row)]
+    wholes = [row for row in rows if _is_pipeline_run(row)]
     for one in filters:
-        if wholes and one.key not in Filter.FIELDS and all(_value_of(row, one.key) is None for row in wholes):
-            names = {name for row in wholes for values in (_settings(row), row.metrics, row.tags) for name in values}
-            raise SettingsError(f"--where {one.text!r}: no run has '{one.key}'; {nearest(one.key, sorted(names))}")
+        if (
+            wholes
+            and one.key not in RunFilter.FIELDS
+            and all(_find_value(row, one.key) is None for row in wholes)
+        ):
+            names = {
+                name
+                for row in wholes
+                for values in (_collect_settings(row), row.metrics, row.tags)
+                for name in values
+            }
+            raise SettingsError(
+                f"--where {one.text!r}: no run has '{one.key}'; {suggest_name(one.key, sorted(names))}"
+            )
 
 
 def find_run(rows: Sequence[RunRow], name: str) -> RunRow:
     """The run of that name, id (or its beginning), or the newest whole run of that pipeline. Raises: DataError."""
-    wholes = [row for row in rows if _is_whole(row)]
+    wholes = [row for row in rows if _is_pipeline_run(row)]
     same = [row for row in wholes if name in (row.name, row.run_id)]
     same = same or [row for row in wholes if len(name) >= 6 and row.run_id.startswith(name)]
-    same = same or [row for row in wholes if row.tags.get("pipeline") == name and row.tags.get("kind") == "pipeline"]
+    same = same or [
+        row
+        for row in wholes
+        if row.tags.get("pipeline") == name and row.tags.get("kind") == "pipeline"
+    ]
     if not same:
         if part := next((row for row in rows if name in (row.name, row.run_id)), None):
             is_sweep = part.tags.get("kind") == "sweep"
-            whole = "a sweep; name its trials" if is_sweep else "a part of a run; name the whole run"
+            whole = (
+                "a sweep; name its trials" if is_sweep else "a part of a run; name the whole run"
+            )
             raise DataError(f"'{name}' is {whole} (posttrain runs)")
         names = sorted({row.name for row in wholes})
-        raise DataError(f"no run '{name}'; {nearest(name, names) if names else 'there are none'} (posttrain runs)")
+        raise DataError(
+            f"no run '{name}'; {suggest_name(name, names) if names else 'there are none'} (posttrain runs)"
+        )
     return same[0]
 
 
-def runs_below(rows: Sequence[RunRow], run: RunRow) -> list[RunRow]:
+def list_stage_runs(rows: Sequence[RunRow], run: RunRow) -> list[RunRow]:
     """Stage runs that are nested in a run, the oldest first."""
     return [row for row in reversed(rows) if row.parent_run_id == run.run_id]
 
 
-def _started(row: RunRow) -> str:
+def _format_start_time(row: RunRow) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.start_time))
 
 
-def _status(row: RunRow) -> str:
-    return run_status(row.status, row.tags)
+def _describe_status(row: RunRow) -> str:
+    return describe_run_status(row.status, row.tags)
 
 
-def _line(row: RunRow, indent: str) -> dict[str, str]:
+def _format_row(row: RunRow, indent: str) -> dict[str, str]:
     seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
     return {
         "run": indent + row.name,
-        "status": _status(row),
-        "started": _started(row),
+        "status": _describe_status(row),
+        "started": _format_start_time(row),
         "took": seconds,
-        "result": _result(row),
+        "result": _describe_result(row),
         "page": row.url,
     }
 
 
-def _result(row: RunRow) -> str:
+def _describe_result(row: RunRow) -> str:
     """Outcome of a run in a few words: its own `result` tag, the gate's decision, or its main figure."""
-    for tag in ("error", "interrupted", "result", "gate.decision"):  # the first two are gone when a run goes on
+    for tag in (
+        "error",
+        "interrupted",
+        "result",
+        "gate.decision",
+    ):  # the first two are gone when a run goes on
         if row.tags.get(tag):
             text = " ".join(row.tags[tag].split())
             return text if len(text) <= 60 else text[:57] + "..."

@@ -14,30 +14,35 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import SettingsError, Stopped
-from rl_core.storage.faults import fault
-from rl_core.storage.folders import sync_tree
-from rl_core.storage.linked_folders import link_tree
-from rl_core.storage.single_files import make_folder, write_text_unsynced
-from rl_core.trackers.background import CLOSE_SECONDS, BackgroundTracker
+from rl_core.storage.atomic_files import make_folder, write_text_unsynced
+from rl_core.storage.faults import inject_fault
+from rl_core.storage.folders import fsync_tree, link_tree
+from rl_core.tracking import CLOSE_SECONDS, BackgroundTracker
 from rl_core.types import Trajectory
-from tasks.tracking.journal import Journal, LineLog, clear_journal, events_path, progress_path, recorded_seconds
-from tasks.tracking.models import check_model
-from tasks.tracking.replay import connect
+from tasks.tracking.journal import (
+    LineLog,
+    MetricsJournal,
+    build_events_path,
+    build_progress_path,
+    clear_journal,
+    read_recorded_seconds,
+)
+from tasks.tracking.models import check_model_registration
+from tasks.tracking.replay import connect_sink
 from tasks.tracking.shipper import Shipper
 from tasks.tracking.system import SystemMonitor
-from tasks.tracking.values import VersionOf, environment_freeze, flatten
+from tasks.tracking.values import VersionByContent, flatten_settings, freeze_environment
 
 if TYPE_CHECKING:
-    from tasks.tracking.store import Store
+    from tasks.tracking.store import TrackingStore
 
-__all__ = ["ProgressCallback", "RunTracker", "Status", "record_alias"]
 
 log = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 ProgressCallback = Callable[[int, int, str], None]
 
-AWAY_SECONDS = 5.0  # that a run waits at its end for a store that was away before
+UNREACHABLE_TIMEOUT_SECONDS = 5.0  # that a run waits at its end for a store that was away before
 PROGRESS_SECONDS = 1.0  # between two notes of how far the work is
 
 
@@ -50,7 +55,7 @@ class RunTracker:
 
     def __init__(
         self,
-        store: Store,
+        store: TrackingStore,
         name: str,
         folder: Path,
         *,
@@ -65,75 +70,99 @@ class RunTracker:
         self.store, self.name, self.folder = store, name, folder.resolve()
         self.on_progress = list(on_progress)
         self.on_metrics: list[Callable[[Mapping[str, float], int], None]] = []
-        self.beside: list[BackgroundTracker] = []  # get metrics, tags and the end as well
+        self.extra_trackers: list[BackgroundTracker] = []  # get metrics, tags and the end as well
         self.done, self.total, self.message = 0, 0, ""
-        self._noted = -PROGRESS_SECONDS
-        self._began, self._earlier_seconds = time.monotonic(), recorded_seconds(self.folder)
+        self._last_progress = -PROGRESS_SECONDS
+        self._start_time, self._earlier_seconds = (
+            time.monotonic(),
+            read_recorded_seconds(self.folder),
+        )
         self._closed = False
-        self._events = LineLog(events_path(self.folder))
+        self._events = LineLog(build_events_path(self.folder))
         try:
-            self.journal = Journal(self.folder)
+            self.journal = MetricsJournal(self.folder)
         except BaseException:
             self._events.close()
             raise
         self.resumed = self._events.end > 0
         self._shipper = Shipper(
-            self.folder, self.journal, self._events, lambda: connect(store, self.folder), interval_s,
-            lambda seconds: store.cost.add(background=seconds),
-        )  # fmt: skip
+            self.folder,
+            self.journal,
+            self._events,
+            lambda: connect_sink(store, self.folder),
+            interval_s,
+            lambda seconds: store.cost.add_seconds(background=seconds),
+        )
         clear_journal(self.folder, self._shipper.state.events_offset)
         process = {"host": platform.node(), "pid": os.getpid()}
         if self.resumed:
-            self._event("resume", **process)
+            self._append_event("resume", **process)
         else:
             parent = str(Path(parent_folder).resolve()) if parent_folder else None
-            self._event(
-                "start", name=name, key=uuid.uuid4().hex, run_id=run_id, parent_run_id=parent_run_id,
-                parent_folder=parent, experiment=store.experiment, store=store.label, **process,
-            )  # fmt: skip
-        self._shipper.start()
+            self._append_event(
+                "start",
+                name=name,
+                key=uuid.uuid4().hex,
+                run_id=run_id,
+                parent_run_id=parent_run_id,
+                parent_folder=parent,
+                experiment=store.experiment,
+                store=store.label,
+                **process,
+            )
+        self._shipper.start_thread()
         self._monitor = None
         if system_metrics_seconds:
             self._monitor = SystemMonitor(
-                self.folder, system_metrics_seconds, self._log_system, self.journal.last_system_step + 1
+                self.folder,
+                system_metrics_seconds,
+                self._log_system_metrics,
+                self.journal.last_system_step + 1,
             )
 
-    def _event(self, op: str, **fields: Any) -> None:
-        self._events.append({"op": op, "time": time.time_ns() // 1_000_000, **fields})
+    def _append_event(self, op: str, **fields: Any) -> None:
+        self._events.append_record({"op": op, "time": time.time_ns() // 1_000_000, **fields})
 
     # -- the Tracker protocol -----------------------------------------------------------------------------------
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record scalars of one step; what is recorded for a (step, name) already stays as it is."""
-        with self.store.cost.waiting():
-            self.journal.append(metrics, step)
+        with self.store.cost.count_waiting():
+            self.journal.append_metrics(metrics, step)
         for tell in self.on_metrics:
             tell(metrics, step)
-        for sink in self.beside:
+        for sink in self.extra_trackers:
             sink.log_metrics(metrics, step)
 
-    def _log_system(self, metrics: dict[str, float], number: int) -> None:
-        self.journal.append(metrics, number)
-        for sink in self.beside:
+    def _log_system_metrics(self, metrics: dict[str, float], number: int) -> None:
+        self.journal.append_metrics(metrics, number)
+        for sink in self.extra_trackers:
             sink.log_system(metrics, number)
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
         """Keep a copy of a finished file or folder. It may be moved or removed afterwards, but not written over."""
-        with self.store.cost.waiting():
+        with self.store.cost.count_waiting():
             path = Path(path).resolve()
             if not path.exists():
                 log.warning("tracking: %s does not exist and was not logged", path)
                 return
             # The stage's folder gets its final name while files still wait; a hard link stays valid.
-            self._event("artifact", path=self._keep(path), origin=str(path), folder=_safe(folder))
+            self._append_event(
+                "artifact",
+                path=self._store_copy(path),
+                origin=str(path),
+                folder=_check_artifact_name(folder),
+            )
 
-    def _keep(self, path: Path) -> str:
+    def _store_copy(self, path: Path) -> str:
         """Keep a copy of a file or folder until it is delivered; returns its place in the run folder."""
-        kept = events_path(self.folder).parent / "files" / uuid.uuid4().hex / path.name
+        kept = build_events_path(self.folder).parent / "files" / uuid.uuid4().hex / path.name
         make_folder(kept.parent)
         link_tree(path, kept)
-        sync_tree(kept.parent)  # the record of it, which is synced later, promises that it is there
-        fault("artifact.kept")
+        fsync_tree(
+            kept.parent
+        )  # the record of it, which is synced later, promises that it is there
+        inject_fault("artifact.kept")
         return str(kept.relative_to(self.folder))
 
     def set_tag(self, name: str, value: str) -> None:
@@ -144,9 +173,9 @@ class RunTracker:
         """Remember how far the work is, note it for `posttrain monitor`, and tell the callbacks."""
         self.done, self.total, self.message = done, total, message
         if done >= total:
-            self._note_progress()
+            self._write_progress()
         else:
-            self.note_time()
+            self.record_elapsed_time()
         for callback in list(self.on_progress):
             try:
                 callback(done, total, message)
@@ -154,19 +183,19 @@ class RunTracker:
                 log.warning("progress display stopped: %s", error)
                 self.on_progress.remove(callback)
 
-    def note_time(self) -> None:
+    def record_elapsed_time(self) -> None:
         """Note the time spent on the run, at most once a second: a run that is killed counts on from the last note."""
-        if time.monotonic() - self._noted >= PROGRESS_SECONDS:
-            self._note_progress()
+        if time.monotonic() - self._last_progress >= PROGRESS_SECONDS:
+            self._write_progress()
 
     @property
     def seconds(self) -> float:
         """Time spent on this run in all its processes, without the time between them."""
-        return self._earlier_seconds + time.monotonic() - self._began
+        return self._earlier_seconds + time.monotonic() - self._start_time
 
-    def _note_progress(self) -> None:
+    def _write_progress(self) -> None:
         """Replace the folder's progress.json."""
-        self._noted = time.monotonic()
+        self._last_progress = time.monotonic()
         values = {
             "done": self.done,
             "total": self.total,
@@ -174,35 +203,43 @@ class RunTracker:
             "time": time.time_ns() // 1_000_000,
             "seconds": round(self.seconds, 3),
         }
-        write_text_unsynced(progress_path(self.folder), json.dumps(values))
+        write_text_unsynced(build_progress_path(self.folder), json.dumps(values))
 
     # -- more to record -----------------------------------------------------------------------------------------
 
     def set_tags(self, tags: Mapping[str, Any]) -> None:
         """Attach short texts; None values are left out. A VersionOf becomes the model version's name on delivery."""
-        versions = {name: value._asdict() for name, value in tags.items() if isinstance(value, VersionOf)}
-        texts = {str(name): str(value) for name, value in tags.items() if value is not None and name not in versions}
+        versions = {
+            name: value._asdict()
+            for name, value in tags.items()
+            if isinstance(value, VersionByContent)
+        }
+        texts = {
+            str(name): str(value)
+            for name, value in tags.items()
+            if value is not None and name not in versions
+        }
         if "git_commit" in texts:
             texts.setdefault("mlflow.source.git.commit", texts["git_commit"])
         if texts or versions:
-            self._event("tags", tags=texts, **({"versions": versions} if versions else {}))
-        for sink in self.beside:
+            self._append_event("tags", tags=texts, **({"versions": versions} if versions else {}))
+        for sink in self.extra_trackers:
             for name, text in texts.items():
                 sink.set_tag(name, text)
 
     def set_description(self, markdown: str) -> None:
         """Markdown at the top of the run's page; links to MLflow's pages are made relative."""
-        self.set_tags({"mlflow.note.content": self.store.as_own_page(markdown)})
+        self.set_tags({"mlflow.note.content": self.store.convert_to_relative_links(markdown)})
 
     def log_params(self, params: Any, prefix: str = "") -> None:
         """Settings (nested mapping or dataclass) as flat parameters: policy.sampling.temperature."""
-        flat = flatten(params, prefix)
+        flat = flatten_settings(params, prefix)
         if flat:
-            self._event("params", params=flat)
+            self._append_event("params", params=flat)
 
     def log_text(self, text: str, name: str) -> None:
         """A text as an artifact called `name` ('report/summary.md')."""
-        self._event("text", text=text, name=_safe(name))
+        self._append_event("text", text=text, name=_check_artifact_name(name))
 
     def log_dict(self, values: Any, name: str) -> None:
         """A structure as a JSON artifact."""
@@ -210,7 +247,7 @@ class RunTracker:
 
     def log_environment(self) -> None:
         """Python and every installed distribution, as environment/requirements.txt."""
-        self.log_text(environment_freeze(), "environment/requirements.txt")
+        self.log_text(freeze_environment(), "environment/requirements.txt")
 
     def log_dataset(
         self,
@@ -222,15 +259,22 @@ class RunTracker:
         profile: Mapping[str, Any] | None = None,
     ) -> None:
         """An input of the run: where it is, its SHA-256, and how it is used; `profile`: rows, sizes, ..."""
-        self._event(
-            "dataset", path=str(path), digest=digest, name=name, context=context, profile=dict(profile or {})
-        )  # fmt: skip
+        self._append_event(
+            "dataset",
+            path=str(path),
+            digest=digest,
+            name=name,
+            context=context,
+            profile=dict(profile or {}),
+        )
 
-    def log_traces(self, trajectories: Sequence[Trajectory], limit: int = 20, *, model: str = "") -> int:
+    def log_traces(
+        self, trajectories: Sequence[Trajectory], limit: int = 20, *, model: str = ""
+    ) -> int:
         """Send the first `limit` episodes as traces, a span a turn; returns how many. `model` says who played them."""
         rows = [trajectory.to_json() for trajectory in trajectories[:limit]]
         if rows:
-            self._event("traces", rows=rows, model=model)
+            self._append_event("traces", rows=rows, model=model)
         return len(rows)
 
     def log_model(
@@ -244,7 +288,7 @@ class RunTracker:
         input_example: str | None = None,
         step: int = 0,
         description: str = "",
-        parent: VersionOf | None = None,
+        parent: VersionByContent | None = None,
         timeout_s: float = 30.0,
     ) -> int | None:
         """Record a Hugging Face folder as a new version of a registered model; returns the version's number.
@@ -260,34 +304,51 @@ class RunTracker:
             that is none.
         """
         folder = Path(folder)
-        check_model(folder, kind, registered_name)
+        check_model_registration(folder, kind, registered_name)
         key = uuid.uuid4().hex
-        with self.store.cost.waiting():
-            self._event(
-                "model", key=key, path=self._keep(folder), origin=str(folder.resolve()), kind=kind,
-                name=registered_name, metrics=dict(metrics or {}), step=step, input_example=input_example,
-                tags={name: str(value) for name, value in (tags or {}).items() if value is not None},
-                description=description, parent=parent._asdict() if parent else None,
-            )  # fmt: skip
-            deadline = time.monotonic() + (min(timeout_s, AWAY_SECONDS) if self._shipper.problem else timeout_s)
-            while key not in self._shipper.state.versions and key not in self._shipper.refused:
+        with self.store.cost.count_waiting():
+            self._append_event(
+                "model",
+                key=key,
+                path=self._store_copy(folder),
+                origin=str(folder.resolve()),
+                kind=kind,
+                name=registered_name,
+                metrics=dict(metrics or {}),
+                step=step,
+                input_example=input_example,
+                tags={
+                    name: str(value) for name, value in (tags or {}).items() if value is not None
+                },
+                description=description,
+                parent=parent._asdict() if parent else None,
+            )
+            deadline = time.monotonic() + (
+                min(timeout_s, UNREACHABLE_TIMEOUT_SECONDS) if self._shipper.problem else timeout_s
+            )
+            while (
+                key not in self._shipper.state.versions and key not in self._shipper.refused_models
+            ):
                 if self._shipper.problem and time.monotonic() > deadline:
-                    log.warning("tracking: the model is registered as %s when the store answers", registered_name)
+                    log.warning(
+                        "tracking: the model is registered as %s when the store answers",
+                        registered_name,
+                    )
                     return None
-                self._shipper.kick()
+                self._shipper.request_delivery()
                 time.sleep(0.5 if self._shipper.problem else 0.05)
-        if key in self._shipper.refused:
-            raise self._shipper.refused[key]
+        if key in self._shipper.refused_models:
+            raise self._shipper.refused_models[key]
         return self._shipper.state.versions[key]
 
-    def log_alias(self, alias: str, model: VersionOf, tags: Mapping[str, Any]) -> None:
+    def log_alias(self, alias: str, model: VersionByContent, tags: Mapping[str, Any]) -> None:
         """Record that an alias was moved, and the version tagged: a store that loses its database gets both again."""
-        self._events.append(_alias_record(alias, model, tags))
+        self._events.append_record(_build_alias_record(alias, model, tags))
 
     def sync(self) -> None:
         """Put everything on disk: a checkpoint that follows says that it was recorded."""
-        self.journal.lines.flush(sync=True)
-        self._events.flush(sync=True)
+        self.journal.lines.flush_pending(sync=True)
+        self._events.flush_pending(sync=True)
 
     # -- identity -----------------------------------------------------------------------------------------------
 
@@ -300,7 +361,7 @@ class RunTracker:
     def url(self) -> str | None:
         """The run's page; None until the store has answered."""
         state = self._shipper.state
-        return self.store.run_url(state.run_id, state.experiment_id) if state.run_id else None
+        return self.store.build_run_url(state.run_id, state.experiment_id) if state.run_id else None
 
     @property
     def num_failed(self) -> int:
@@ -315,10 +376,10 @@ class RunTracker:
 
     def flush(self, timeout_s: float = 0.0) -> bool:
         """Put everything on disk; then wait at most `timeout_s` for the store. Returns whether it has everything."""
-        self.journal.lines.flush(sync=True)
-        self._events.flush(sync=True)
-        self._shipper.kick()
-        return self._shipper.wait_drained(timeout_s) if timeout_s > 0 else self._shipper.drained
+        self.journal.lines.flush_pending(sync=True)
+        self._events.flush_pending(sync=True)
+        self._shipper.request_delivery()
+        return self._shipper.wait_drained(timeout_s) if timeout_s > 0 else self._shipper.is_drained
 
     def close(self, status: Status = "FINISHED", *, timeout_s: float = 30.0) -> bool:
         """End the run: deliver for at most `timeout_s`; the rest stays on disk for the next start or `replay`.
@@ -326,31 +387,39 @@ class RunTracker:
         Returns whether the store has everything. A second call does nothing.
         """
         if self._closed:
-            return self._shipper.drained
+            return self._shipper.is_drained
         self._closed = True
         if self._monitor is not None:
             self._monitor.close()
-        with self.store.cost.waiting():
-            self._note_progress()
-            self._event("end", status=status, seconds=round(self.seconds, 3))
-            self.journal.lines.flush(sync=True)
-            self._events.flush(sync=True)
-            away = self.store.is_away or bool(self._shipper.problem)
-            delivered = self._shipper.close(min(timeout_s, AWAY_SECONDS) if away else timeout_s)
-            self.store.is_away = bool(self._shipper.problem)
+        with self.store.cost.count_waiting():
+            self._write_progress()
+            self._append_event("end", status=status, seconds=round(self.seconds, 3))
+            self.journal.lines.flush_pending(sync=True)
+            self._events.flush_pending(sync=True)
+            away = self.store.is_unreachable or bool(self._shipper.problem)
+            delivered = self._shipper.close(
+                min(timeout_s, UNREACHABLE_TIMEOUT_SECONDS) if away else timeout_s
+            )
+            self.store.is_unreachable = bool(self._shipper.problem)
         if not delivered:
-            metrics, others = self._shipper.waiting()
+            metrics, others = self._shipper.count_waiting()
             log.warning(
                 "tracking: %d lines of metrics and %d other records wait in %s; they are sent at the next start",
-                metrics, others, self.folder,
-            )  # fmt: skip
+                metrics,
+                others,
+                self.folder,
+            )
         if self.num_failed:
-            log.warning("tracking: the store refused %d records of %s", self.num_failed, self.folder)
+            log.warning(
+                "tracking: the store refused %d records of %s", self.num_failed, self.folder
+            )
         if damaged := self._shipper.state.num_damaged:
             log.warning(
-                "tracking: %d damaged lines of %s were left out: what they recorded is lost", damaged, self.folder
+                "tracking: %d damaged lines of %s were left out: what they recorded is lost",
+                damaged,
+                self.folder,
             )
-        for sink in self.beside:
+        for sink in self.extra_trackers:
             sink.close(status, min(timeout_s, CLOSE_SECONDS))
         self.journal.close()
         self._events.close()
@@ -360,7 +429,10 @@ class RunTracker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is None:
             self.close("FINISHED")
@@ -371,24 +443,30 @@ class RunTracker:
             self.close("FAILED")
 
 
-def record_alias(folder: Path, alias: str, model: VersionOf, tags: Mapping[str, Any]) -> None:
+def record_alias_move(
+    folder: Path, alias: str, model: VersionByContent, tags: Mapping[str, Any]
+) -> None:
     """As `RunTracker.log_alias`, in the journal of a run that is over. Raises: FolderBusy while it is alive."""
-    events = LineLog(events_path(folder))
+    events = LineLog(build_events_path(folder))
     try:
-        events.append(_alias_record(alias, model, tags))
+        events.append_record(_build_alias_record(alias, model, tags))
     finally:
         events.close()
 
 
-def _alias_record(alias: str, model: VersionOf, tags: Mapping[str, Any]) -> dict[str, Any]:
+def _build_alias_record(
+    alias: str, model: VersionByContent, tags: Mapping[str, Any]
+) -> dict[str, Any]:
     texts = {name: str(value) for name, value in tags.items() if value is not None}
     now = time.time_ns() // 1_000_000
     return {"op": "alias", "time": now, "alias": alias, "model": model._asdict(), "tags": texts}
 
 
-def _safe(name: str) -> str:
+def _check_artifact_name(name: str) -> str:
     """A place within the run's artifacts. Raises: SettingsError for one outside of it."""
     parts = [part for part in str(name).replace("\\", "/").split("/") if part not in ("", ".")]
     if ".." in parts or str(name).startswith(("/", "\\")):
-        raise SettingsError(f"artifact name '{name}' must be relative and stay inside the run's artifacts")
+        raise SettingsError(
+            f"artifact name '{name}' must be relative and stay inside the run's artifacts"
+        )
     return "/".join(parts)

@@ -12,27 +12,27 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["create_app"]
-
-_ASSISTANT = re.compile(r"/(ajax-)?api/[^/]+/mlflow/assistant(/|$)")  # behind a static prefix, too
-REFUSED = "the Assistant of MLflow is switched off on the servers of posttrain: it would run commands on this machine"
+_ASSISTANT_PATH = re.compile(
+    r"/(ajax-)?api/[^/]+/mlflow/assistant(/|$)"
+)  # behind a static prefix, too
+REFUSAL_MESSAGE = "the Assistant of MLflow is switched off on the servers of posttrain: it would run commands on this machine"
 # What the page keeps in the browser about the panel (keys and values of MLflow 3.17), and everything that opens it.
-_SHUT = """<script>try{localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1','true');
+_CLOSE_PANEL_HTML = """<script>try{localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1','true');
 localStorage.setItem('mlflow.assistant.panelOpen_v1','false')}catch(e){}</script>
 <style>[data-assistant-ui=true]{display:none!important}</style>"""
 
 
-class _WithoutAssistant:
+class _AssistantBlocker:
     """ASGI middleware that answers 403 to every request for the Assistant."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] in ("http", "websocket") and _ASSISTANT.search(scope["path"]):
+        if scope["type"] in ("http", "websocket") and _ASSISTANT_PATH.search(scope["path"]):
             from starlette.responses import JSONResponse
 
-            await JSONResponse({"detail": REFUSED}, 403)(scope, receive, send)
+            await JSONResponse({"detail": REFUSAL_MESSAGE}, 403)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -45,9 +45,9 @@ def create_app() -> Any:
 
     def page() -> Response:
         text = Path(str(pages.static_folder), "index.html").read_text(encoding="utf-8")
-        text = text.replace("<head>", f"<head>{_SHUT}", 1)
+        text = text.replace("<head>", f"<head>{_CLOSE_PANEL_HTML}", 1)
         return Response(text, mimetype="text/html", headers={"Cache-Control": "no-cache"})
 
     pages.view_functions["serve"] = page  # of the address /
-    app.add_middleware(_WithoutAssistant)
+    app.add_middleware(_AssistantBlocker)
     return app

@@ -11,14 +11,12 @@ from types import ModuleType
 
 import psutil
 
-__all__ = ["SystemMonitor", "sample"]
-
 log = logging.getLogger(__name__)
 
 MEBIBYTE = 2**20
 
 
-def sample(process: psutil.Process, folder: Path) -> dict[str, float]:
+def sample_system_metrics(process: psutil.Process, folder: Path) -> dict[str, float]:
     """One reading; percentages since the previous reading of the same process object."""
     memory = psutil.virtual_memory()
     disk = psutil.disk_usage(str(folder))
@@ -31,43 +29,53 @@ def sample(process: psutil.Process, folder: Path) -> dict[str, float]:
         "system/disk_usage_percentage": disk.percent,
         "system/disk_available_megabytes": disk.free / MEBIBYTE,
     }
-    torch = _torch()
+    torch = _find_loaded_torch()
     if torch is not None and torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            metrics.update(_memory(torch, index) | _utilization(torch, index))
+            metrics.update(
+                _measure_gpu_memory(torch, index) | _measure_gpu_utilization(torch, index)
+            )
     return metrics
 
 
-def _torch() -> ModuleType | None:
+def _find_loaded_torch() -> ModuleType | None:
     """torch where a stage has loaded it: a run of which everything is cached needs no GPU, and no seconds for it."""
     torch = sys.modules.get("torch")
-    if torch is None or getattr(torch.__spec__, "_initializing", False):  # another thread is importing it
+    if torch is None or getattr(
+        torch.__spec__, "_initializing", False
+    ):  # another thread is importing it
         return None
     return torch
 
 
-def _memory(torch: ModuleType, index: int) -> dict[str, float]:
+def _measure_gpu_memory(torch: ModuleType, index: int) -> dict[str, float]:
     """Memory of a GPU; without a CUDA context, which a look must not create, as the driver's library tells it."""
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info(index)
         return {
             f"system/gpu_{index}_memory_usage_megabytes": (total - free) / MEBIBYTE,
             f"system/gpu_{index}_memory_usage_percentage": 100 * (total - free) / total,
-            f"system/gpu_{index}_memory_reserved_megabytes": torch.cuda.memory_reserved(index) / MEBIBYTE,
+            f"system/gpu_{index}_memory_reserved_megabytes": torch.cuda.memory_reserved(index)
+            / MEBIBYTE,
         }
     try:
-        return {f"system/gpu_{index}_memory_usage_megabytes": torch.cuda.device_memory_used(index) / MEBIBYTE}
+        return {
+            f"system/gpu_{index}_memory_usage_megabytes": torch.cuda.device_memory_used(index)
+            / MEBIBYTE
+        }
     except Exception:  # as in `_utilization`
         return {}
 
 
-def _utilization(torch: ModuleType, index: int) -> dict[str, float]:
+def _measure_gpu_utilization(torch: ModuleType, index: int) -> dict[str, float]:
     try:
         return {
             f"system/gpu_{index}_utilization_percentage": float(torch.cuda.utilization(index)),
             f"system/gpu_{index}_power_usage_watts": torch.cuda.power_draw(index) / 1000,
         }
-    except Exception:  # no NVML bindings, no right to read them, or a sliced GPU: NVML's errors share no base
+    except (
+        Exception
+    ):  # no NVML bindings, no right to read them, or a sliced GPU: NVML's errors share no base
         return {}
 
 
@@ -75,21 +83,25 @@ class SystemMonitor:
     """A thread that hands a reading to `record(metrics, sample number)` every `seconds`."""
 
     def __init__(
-        self, folder: Path, seconds: float, record: Callable[[dict[str, float], int], None], first: int = 0
+        self,
+        folder: Path,
+        seconds: float,
+        record: Callable[[dict[str, float], int], None],
+        first: int = 0,
     ) -> None:
         """`first` is the number of the first reading: a resumed run counts on."""
         self._folder, self._seconds, self._record, self._number = folder, seconds, record, first
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="system-metrics", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="system-metrics", daemon=True)
         self._thread.start()
 
-    def _loop(self) -> None:
+    def _run_loop(self) -> None:
         process = psutil.Process()
         process.cpu_percent()
         psutil.cpu_percent()
         while not self._stop.wait(self._seconds):
             try:
-                self._record(sample(process, self._folder), self._number)
+                self._record(sample_system_metrics(process, self._folder), self._number)
                 self._number += 1
             except Exception as error:  # never worth a run
                 log.warning("system metrics stopped: %s", error)

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BackendError, DataError, FolderBusy
-from rl_core.storage.faults import fault
+from rl_core.storage.faults import inject_fault
 from tasks.tracking.journal import DeliveryCursor
-from tasks.tracking.registry import ModelVersion, Registry
-from tasks.tracking.replay import Waiting, journals, replay_folder, waiting_in
-from tasks.tracking.run_tracker import ProgressCallback, RunTracker, record_alias
-from tasks.tracking.store import Cost, Store
-from tasks.tracking.values import SECONDS, VersionOf, result_text, reworded
-
-__all__ = ["RunRow", "Tracking"]
+from tasks.tracking.registry import ModelRegistry, ModelVersion
+from tasks.tracking.replay import (
+    UndeliveredCounts,
+    count_undelivered,
+    deliver_journal,
+    list_journals,
+)
+from tasks.tracking.run_tracker import ProgressCallback, RunTracker, record_alias_move
+from tasks.tracking.store import TrackingCost, TrackingStore
+from tasks.tracking.values import SECONDS_TAG, VersionByContent, replace_sentence, shorten_result
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +33,9 @@ class RunRow:
     name: str
     status: str  # RUNNING, FINISHED, FAILED, KILLED
     start_time: float  # seconds since the epoch
-    seconds: float | None  # spent on it in all its processes; None = still running, or killed without a word
+    seconds: (
+        float | None
+    )  # spent on it in all its processes; None = still running, or killed without a word
     parent_run_id: str | None
     url: str
     tags: dict[str, str] = field(default_factory=dict)
@@ -44,8 +49,8 @@ class Tracking:
     def __init__(self, uri: str | None, output: Path, experiment: str = "posttrain") -> None:
         """`uri` None: MLFLOW_TRACKING_URI, else sqlite and artifacts in `output`/mlflow."""
         self.output = Path(output).resolve()
-        self.store = Store(uri, self.output, experiment)
-        self.registry = Registry(self.store)
+        self.store = TrackingStore(uri, self.output, experiment)
+        self.registry = ModelRegistry(self.store)
 
     @property
     def uri(self) -> str:
@@ -57,38 +62,40 @@ class Tracking:
         """The experiment's id; it is created where it is missing. Raises: BackendError."""
         return self.store.experiment_id
 
-    def run_url(self, run_id: str, *, tab: str = "") -> str:
+    def build_run_url(self, run_id: str, *, tab: str = "") -> str:
         """The page of a run: on the server, or where `posttrain ui` will serve a local store; "" while it is away.
 
         tab: of that page, such as model-metrics, traces or artifacts/report.html.
         """
-        return self._url(lambda: self.store.run_url(run_id, tab=tab)) if run_id else ""
+        return self._build_url(lambda: self.store.build_run_url(run_id, tab=tab)) if run_id else ""
 
-    def charts_url(self, stage: str) -> str:
+    def build_charts_url(self, stage: str) -> str:
         """Charts of the runs of a stage that trains, success first; "" while the store is away."""
-        return self._url(lambda: self.store.charts_url(stage))
+        return self._build_url(lambda: self.store.build_charts_url(stage))
 
-    def runs_url(self) -> str:
+    def build_runs_url(self) -> str:
         """The table of this experiment's runs; "" while the store is away."""
-        return self._url(self.store.runs_url)
+        return self._build_url(self.store.build_runs_url)
 
-    def _url(self, make: Callable[[], str]) -> str:
+    def _build_url(self, make: Callable[[], str]) -> str:
         try:
             return make()
         except BackendError as error:
             log.debug("no page yet: %s", error)
             return ""
 
-    def page_of(self, run_id: str) -> str:
+    def find_run_page(self, run_id: str) -> str:
         """As `run_url`, for a run of any experiment; "" where the store does not know it."""
         try:
-            with self.store.answers("look up a run"):
-                return self.store.run_url(run_id, self.store.client.get_run(run_id).info.experiment_id)
+            with self.store.translate_errors("look up a run"):
+                return self.store.build_run_url(
+                    run_id, self.store.client.get_run(run_id).info.experiment_id
+                )
         except DataError:
             return ""
 
     @property
-    def cost(self) -> Cost:
+    def cost(self) -> TrackingCost:
         """Seconds that tracking has taken so far."""
         return self.store.cost
 
@@ -98,13 +105,13 @@ class Tracking:
         """As `Registry.resolve_model`."""
         return self.registry.resolve_model(reference, cache_folder)
 
-    def versions(self, name: str) -> list[ModelVersion]:
+    def list_versions(self, name: str) -> list[ModelVersion]:
         """All versions of a registered model, the oldest first."""
-        return self.registry.versions(name)
+        return self.registry.list_versions(name)
 
-    def champion(self, name: str) -> ModelVersion | None:
+    def find_champion(self, name: str) -> ModelVersion | None:
         """The version that passed the promotion gate last."""
-        return self.registry.champion(name)
+        return self.registry.find_champion(name)
 
     def set_champion(self, name: str, version: int) -> None:
         """Move the alias `champion`."""
@@ -122,39 +129,54 @@ class Tracking:
         """Attach short texts to a version."""
         self.registry.tag_version(name, version, dict(tags))
 
-    def model_tags(self, name: str) -> dict[str, str]:
+    def read_model_tags(self, name: str) -> dict[str, str]:
         """Tags of the registered model itself."""
-        return self.registry.model_tags(name)
+        return self.registry.read_model_tags(name)
 
     def tag_model(self, name: str, key: str, value: str) -> None:
         """Set a tag of the registered model itself."""
         self.registry.tag_model(name, key, value)
 
-    def download(self, name: str, version: int, cache_folder: Path) -> Path:
+    def download_version(self, name: str, version: int, cache_folder: Path) -> Path:
         """The Hugging Face folder of a version, on this machine."""
-        return self.registry.download(self.registry.version(name, version), cache_folder)
+        return self.registry.download_version(
+            self.registry.fetch_version(name, version), cache_folder
+        )
 
-    def journal_of(self, version: ModelVersion) -> Path | None:
+    def find_journal(self, version: ModelVersion) -> Path | None:
         """Folder of the journal of the run that made a version; None where it is not here."""
         if version.run_id is None:
             return None
-        return next((f for f in journals(self.output) if DeliveryCursor.load(f).run_id == version.run_id), None)
+        return next(
+            (
+                f
+                for f in list_journals(self.output)
+                if DeliveryCursor.load(f).run_id == version.run_id
+            ),
+            None,
+        )
 
-    def journal_move(self, version: ModelVersion, alias: str, tags: Mapping[str, Any]) -> Path | None:
+    def record_alias_move(
+        self, version: ModelVersion, alias: str, tags: Mapping[str, Any]
+    ) -> Path | None:
         """Record that an alias is about to move, in the journal of the run that made the version.
 
         A store that loses its database gets the move again; one that was recorded and not made is made on delivery.
         Returns: the journal's folder, to be delivered (`replay`) when the move is made; None where it is not here.
         """
-        folder = self.journal_of(version)
+        folder = self.find_journal(version)
         if folder is None or "model_sha256" not in version.tags:
             return None
         try:
-            record_alias(folder, alias, VersionOf(version.name, version.tags["model_sha256"]), tags)
+            record_alias_move(
+                folder, alias, VersionByContent(version.name, version.tags["model_sha256"]), tags
+            )
         except FolderBusy:
-            log.warning("%s is being written: the move of '%s' is in the store alone", folder, alias)
+            log.warning(
+                "%s is being written: the move of '%s' is in the store alone", folder, alias
+            )
             return None
-        fault("hand.recorded")
+        inject_fault("hand.recorded")
         return folder
 
     # -- runs ---------------------------------------------------------------------------------------------------
@@ -190,12 +212,21 @@ class Tracking:
             interval_s: seconds between deliveries.
         Raises: FolderBusy when another process tracks into the folder.
         """
-        with self.store.cost.waiting():
+        with self.store.cost.count_waiting():
             return self._start_run(
-                name, folder, tags, params, description, wait_s, parent_run_id=parent_run_id,
-                parent_folder=parent_folder, run_id=run_id, on_progress=on_progress,
-                system_metrics_seconds=system_metrics_seconds, interval_s=interval_s,
-            )  # fmt: skip
+                name,
+                folder,
+                tags,
+                params,
+                description,
+                wait_s,
+                parent_run_id=parent_run_id,
+                parent_folder=parent_folder,
+                run_id=run_id,
+                on_progress=on_progress,
+                system_metrics_seconds=system_metrics_seconds,
+                interval_s=interval_s,
+            )
 
     def _start_run(
         self,
@@ -207,7 +238,7 @@ class Tracking:
         wait_s: float,
         **options: Any,
     ) -> RunTracker:
-        self.store.load()  # here and not on the thread: two threads importing at once can deadlock
+        self.store.import_mlflow()  # here and not on the thread: two threads importing at once can deadlock
         run = RunTracker(self.store, name, Path(folder), **options)
         if tags:
             run.set_tags(tags)
@@ -215,84 +246,96 @@ class Tracking:
             run.log_params(params)
         if description:
             run.set_description(description)
-        run.wait_started(min(wait_s, 2.0) if self.store.is_away else wait_s)
+        run.wait_started(min(wait_s, 2.0) if self.store.is_unreachable else wait_s)
         return run
 
-    def reword_run(self, run_id: str, old: str, new: str, tags: Mapping[str, str]) -> None:
+    def replace_run_sentence(
+        self, run_id: str, old: str, new: str, tags: Mapping[str, str]
+    ) -> None:
         """Put `new` where a run's result and description say `old`, and set tags. Raises: DataError, BackendError."""
-        with self.store.answers("note a decision"):
+        with self.store.translate_errors("note a decision"):
             found = self.store.client.get_run(run_id).data.tags
             result, note = found.get("result", ""), found.get("mlflow.note.content", "")
             changed = dict(tags)
-            changed["result"] = result_text(reworded(result, old, new, new))
+            changed["result"] = shorten_result(replace_sentence(result, old, new, new))
             if note:
-                changed["mlflow.note.content"] = reworded(note, old, new, f"{new}\n\n{note}")
+                changed["mlflow.note.content"] = replace_sentence(
+                    note, old, new, f"{new}\n\n{note}"
+                )
             for key, value in changed.items():
                 self.store.client.set_tag(run_id, key, value[:5000])
 
-    def replay(self, folder: Path) -> int:
+    def deliver_journal(self, folder: Path) -> int:
         """Deliver what waits in the folder of a finished or killed run; returns how many records still wait.
 
         Raises: FolderBusy while the run is alive.
         """
-        self.store.load()
-        return replay_folder(self.store, Path(folder))
+        self.store.import_mlflow()
+        return deliver_journal(self.store, Path(folder))
 
-    def replay_all(self, root: Path | None = None) -> int:
+    def deliver_all_journals(self, root: Path | None = None) -> int:
         """`replay` for every run folder under `root` (default: the output folder), outer ones first.
 
         A store that does not answer is asked once; returns how many records still wait.
         """
-        return self.replay_folders(journals(root or self.output))
+        return self.deliver_journals(list_journals(root or self.output))
 
-    def replay_folders(self, folders: Iterable[Path]) -> int:
-        """`replay_all` for these run folders, outer ones first."""
+    def deliver_journals(self, folders: Iterable[Path]) -> int:
+        """`deliver_all_journals` for these run folders, outer ones first."""
         left = 0
-        self.store.is_away = False
+        self.store.is_unreachable = False
         for folder in folders:
-            if self.store.is_away:
-                left += waiting_in(folder).total
+            if self.store.is_unreachable:
+                left += count_undelivered(folder).total
                 continue
             try:
-                left += self.replay(folder)
+                left += self.deliver_journal(folder)
             except FolderBusy:
                 continue  # alive; it delivers itself
         return left
 
-    def waiting(self, root: Path | None = None) -> Waiting:
+    def count_undelivered(self, root: Path | None = None) -> UndeliveredCounts:
         """Records under `root` (default: the output folder) that the store has not taken yet."""
-        return sum((waiting_in(folder) for folder in journals(root or self.output)), Waiting())
+        return sum(
+            (count_undelivered(folder) for folder in list_journals(root or self.output)),
+            UndeliveredCounts(),
+        )
 
     def list_runs(self, limit: int = 200) -> list[RunRow]:
         """The newest runs of all experiments, newest first. Raises: BackendError when the store does not answer."""
-        with self.store.answers("list runs"):
-            experiments = [found.experiment_id for found in self.store.client.search_experiments(max_results=1000)]
+        with self.store.translate_errors("list runs"):
+            experiments = [
+                found.experiment_id
+                for found in self.store.client.search_experiments(max_results=1000)
+            ]
             runs = self.store.client.search_runs(
                 experiments, order_by=["attributes.start_time DESC"], max_results=limit
-            )  # fmt: skip
-        return [self._row(run) for run in runs]
+            )
+        return [self._build_row(run) for run in runs]
 
-    def _row(self, run: Any) -> RunRow:
+    def _build_row(self, run: Any) -> RunRow:
         info, tags = run.info, run.data.tags
         return RunRow(
             run_id=info.run_id,
             name=info.run_name or info.run_id,
             status=info.status,
             start_time=info.start_time / 1000,
-            seconds=_seconds(info, tags),
+            seconds=_compute_seconds(info, tags),
             parent_run_id=tags.get("mlflow.parentRunId"),
-            url=self.store.run_url(info.run_id, info.experiment_id),
+            url=self.store.build_run_url(info.run_id, info.experiment_id),
             tags={key: value for key, value in tags.items() if not key.startswith("mlflow.")},
             metrics=dict(run.data.metrics),
             params=dict(run.data.params),
         )
 
 
-def _seconds(info: Any, tags: Mapping[str, str]) -> float | None:
+def _compute_seconds(info: Any, tags: Mapping[str, str]) -> float | None:
     """Time spent on a run: as noted at its end, else all from its beginning to its end."""
-    if info.status == "RUNNING" or not info.end_time:  # one that goes on keeps the end of its last process
+    if (
+        info.status == "RUNNING" or not info.end_time
+    ):  # one that goes on keeps the end of its last process
         return None
     try:
-        return float(tags[SECONDS])
+        return float(tags[SECONDS_TAG])
     except (KeyError, ValueError):
         return float(info.end_time - info.start_time) / 1000

@@ -12,38 +12,27 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, NamedTuple
 
-__all__ = [
-    "SECONDS",
-    "VersionOf",
-    "environment_freeze",
-    "flatten",
-    "metric_name",
-    "param_name",
-    "pinned",
-    "result_text",
-    "reworded",
-    "tag_name",
-]
-
-SECONDS = "seconds"  # tag: time spent on a run in all its processes; MLflow's own duration counts the gaps as well
+SECONDS_TAG = "seconds"  # tag: time spent on a run in all its processes; MLflow's own duration counts the gaps as well
 
 
-class VersionOf(NamedTuple):
+class VersionByContent(NamedTuple):
     """A model version by its content, whose number the store has not given yet."""
 
     name: str  # of the registered model
     sha256: str  # the version's tag model_sha256
 
 
-MAX_VALUE = 6000  # characters of a parameter's value that MLflow keeps
-MAX_NAME = 250
-MAX_RESULT = 600  # characters of the tag `result`, which the runs table and the live page show
+MAX_VALUE_LENGTH = 6000  # characters of a parameter's value that MLflow keeps
+MAX_NAME_LENGTH = 250
+MAX_RESULT_LENGTH = (
+    600  # characters of the tag `result`, which the runs table and the live page show
+)
 ELLIPSIS = " …"
 _CLAUSE_ENDS = ("; ", ". ")
-_LEAST = 12  # characters by which a sentence is known that was cut off
+_MIN_SENTENCE_LENGTH = 12  # characters by which a sentence is known that was cut off
 
 
-def result_text(text: str, limit: int = MAX_RESULT) -> str:
+def shorten_result(text: str, limit: int = MAX_RESULT_LENGTH) -> str:
     """The text as the tag `result`: where it is too long, it is cut behind a clause, a long clause behind a word."""
     if len(text) <= limit:
         return text
@@ -52,24 +41,24 @@ def result_text(text: str, limit: int = MAX_RESULT) -> str:
     return kept[: clause if clause > len(kept) // 3 else None] + ELLIPSIS
 
 
-def metric_name(name: str) -> str:
+def sanitize_metric_name(name: str) -> str:
     """The nearest name that the store accepts: letters, digits, _ - . : space, and / between parts."""
     clean = re.sub(r"[^\w.\- :/]", "_", name)
     parts = [part for part in clean.split("/") if part.strip(". ")]
-    return "/".join(parts)[:MAX_NAME] or "_"
+    return "/".join(parts)[:MAX_NAME_LENGTH] or "_"
 
 
-def param_name(name: str) -> str:
+def sanitize_param_name(name: str) -> str:
     """As `metric_name`, for parameters."""
-    return metric_name(name)
+    return sanitize_metric_name(name)
 
 
-def tag_name(name: str) -> str:
+def sanitize_tag_name(name: str) -> str:
     """As `metric_name`, for tags: one that the store refuses would take the others along."""
-    return metric_name(name)
+    return sanitize_metric_name(name)
 
 
-def flatten(values: Any, prefix: str = "") -> dict[str, str]:
+def flatten_settings(values: Any, prefix: str = "") -> dict[str, str]:
     """Nested settings as dotted keys and texts: {"policy": {"levels": {"easy": 1}}} -> {"policy.levels.easy": "1"}.
 
     Lists of plain values stay one JSON text; lists of mappings get an index. Numbers, true, false and null are
@@ -82,12 +71,12 @@ def flatten(values: Any, prefix: str = "") -> dict[str, str]:
     elif isinstance(values, list | tuple) and any(_is_nested(value) for value in values):
         items = [(str(index), value) for index, value in enumerate(values)]
     else:
-        return {param_name(prefix): _text(values)}
+        return {sanitize_param_name(prefix): _format_param(values)}
     if not items and prefix:
-        return {param_name(prefix): "{}"}
+        return {sanitize_param_name(prefix): "{}"}
     flat: dict[str, str] = {}
     for key, value in items:
-        flat.update(flatten(value, f"{prefix}.{key}" if prefix else key))
+        flat.update(flatten_settings(value, f"{prefix}.{key}" if prefix else key))
     return flat
 
 
@@ -97,7 +86,7 @@ def _is_nested(value: Any) -> bool:
     )
 
 
-def _text(value: Any) -> str:
+def _format_param(value: Any) -> str:
     if isinstance(value, str):
         text = value
     else:
@@ -105,28 +94,32 @@ def _text(value: Any) -> str:
             text = json.dumps(value)
         except (TypeError, ValueError):
             text = str(value)
-    return text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 1] + "…"
+    return text if len(text) <= MAX_VALUE_LENGTH else text[: MAX_VALUE_LENGTH - 1] + "…"
 
 
 @functools.cache
-def environment_freeze() -> str:
+def freeze_environment() -> str:
     """Python, platform and every installed distribution with its version, as `pip freeze` would list them."""
-    lines = set(filter(None, map(_named, metadata.distributions())))
+    lines = set(filter(None, map(_format_distribution, metadata.distributions())))
     head = f"# Python {sys.version.split()[0]} on {platform.platform()}\n"
     return head + "\n".join(sorted(lines, key=str.lower)) + "\n"
 
 
-def _named(distribution: metadata.Distribution) -> str:
+def _format_distribution(distribution: metadata.Distribution) -> str:
     """`name==version`; "" where there is no name. `distribution.metadata` parses the whole description for it."""
-    texts = map(distribution.read_text, ("METADATA", "PKG-INFO", ""))  # the last: an .egg-info that is a file
+    texts = map(
+        distribution.read_text, ("METADATA", "PKG-INFO", "")
+    )  # the last: an .egg-info that is a file
     text = next(filter(None, texts), "")
     head = text.partition("\n\n")[0]
-    found = {key: re.search(rf"^{key}:[ \t]*(.*?)[ \t\r]*$", head, re.M) for key in ("Name", "Version")}
+    found = {
+        key: re.search(rf"^{key}:[ \t]*(.*?)[ \t\r]*$", head, re.M) for key in ("Name", "Version")
+    }
     name, version = ((one[1] if one else "") for one in found.values())
     return f"{name}=={version}" if name else ""
 
 
-def pinned(*names: str) -> list[str]:
+def list_pinned_versions(*names: str) -> list[str]:
     """`name==version` of the installed ones among `names`; local build labels such as +cpu are left out."""
     pins = []
     for name in names:
@@ -137,16 +130,23 @@ def pinned(*names: str) -> list[str]:
     return pins
 
 
-def reworded(text: str, old: str, new: str, otherwise: str) -> str:
+def replace_sentence(text: str, old: str, new: str, default: str) -> str:
     """The text with `new` in place of `old`; as it is, if it says `new`; `otherwise` if it says neither."""
-    if (place := _place(text, old)) >= 0:
+    if (place := _find_sentence(text, old)) >= 0:
         return text[:place] + new + text[place + len(old) :]
-    return text if _place(text, new) >= 0 else otherwise
+    return text if _find_sentence(text, new) >= 0 else default
 
 
-def _place(text: str, sentence: str) -> int:
+def _find_sentence(text: str, sentence: str) -> int:
     """Place of a sentence of which the end may have been cut off with the text's; -1 = it is not there."""
     if (found := text.find(sentence)) >= 0:
         return found
     text = text.removesuffix(ELLIPSIS)
-    return next((place for place in range(len(text) - _LEAST + 1) if sentence.startswith(text[place:])), -1)
+    return next(
+        (
+            place
+            for place in range(len(text) - _MIN_SENTENCE_LENGTH + 1)
+            if sentence.startswith(text[place:])
+        ),
+        -1,
+    )

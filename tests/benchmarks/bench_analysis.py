@@ -28,19 +28,28 @@ KINDS = ("colour", "digit", "count", "larger", "pointer")
 
 def main() -> None:
     """Run every size in a process of its own and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("counts", nargs="*", type=int, default=list(SIZES), help="trajectories in all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "counts", nargs="*", type=int, default=list(SIZES), help="trajectories in all"
+    )
     parser.add_argument("--folder", default=None, help="where the files are written for a while")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         print(json.dumps(measure(Path(arguments.folder), arguments.counts[0])))
         return
-    print("| trajectories | files, MB | seconds | trajectories/s | processor s | peak memory, MB | of it imports, MB |")
+    print(
+        "| trajectories | files, MB | seconds | trajectories/s | processor s | peak memory, MB | of it imports, MB |"
+    )
     print("|---|---|---|---|---|---|---|")
     for count in arguments.counts:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            size = sum(generate(Path(folder) / f"{name}.jsonl", count // 2, name) for name in ("sft", "policy"))
+            size = sum(
+                generate(Path(folder) / f"{name}.jsonl", count // 2, name)
+                for name in ("sft", "policy")
+            )
             command = [sys.executable, __file__, "--child", "--folder", folder, str(count)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
         found = json.loads(done.stdout.splitlines()[-1])
@@ -94,13 +103,26 @@ def trajectory(draw: random.Random, number: int, skill: float) -> dict[str, obje
     tokens = sum(int(str(t["num_tokens"])) for t in turns)
     reward = float(success) - 0.01 * len(turns)
     return {
-        "environment": "pixel_grid", "level": level, "kind": KINDS[number % 5], "seed": 2**30 + number,
-        "prompt": f"colour at row {number % 9} column {number // 9 % 9}?", "target": target, "turns": turns,
-        "answer": answer, "success": success, "reward": reward,
-        "rewards": {"task": float(success), "tool_use": -0.01 * len(turns)}, "stop_reason": "terminated",
-        "num_prompt_tokens": 12, "num_completion_tokens": tokens + 3 * len(turns), "num_action_tokens": tokens,
-        "mean_logprob": -draw.random(), "policy_version": 0, "sample": 0, "is_grounded": success,
-    }  # fmt: skip
+        "environment": "pixel_grid",
+        "level": level,
+        "kind": KINDS[number % 5],
+        "seed": 2**30 + number,
+        "prompt": f"colour at row {number % 9} column {number // 9 % 9}?",
+        "target": target,
+        "turns": turns,
+        "answer": answer,
+        "success": success,
+        "reward": reward,
+        "rewards": {"task": float(success), "tool_use": -0.01 * len(turns)},
+        "stop_reason": "terminated",
+        "num_prompt_tokens": 12,
+        "num_completion_tokens": tokens + 3 * len(turns),
+        "num_action_tokens": tokens,
+        "mean_logprob": -draw.random(),
+        "policy_version": 0,
+        "sample": 0,
+        "is_grounded": success,
+    }
 
 
 def look(draw: random.Random, skill: float) -> dict[str, object]:
@@ -113,10 +135,21 @@ def look(draw: random.Random, skill: float) -> dict[str, object]:
 
 
 def turn(
-    action: str, call: dict[str, object] | None, seen: str | None, tokens: int, *, is_error: bool = False
+    action: str,
+    call: dict[str, object] | None,
+    seen: str | None,
+    tokens: int,
+    *,
+    is_error: bool = False,
 ) -> dict[str, object]:
     """One turn as it stands in trajectories.jsonl."""
-    return {"action": action, "tool_call": call, "observation": seen, "is_error": is_error, "num_tokens": tokens}
+    return {
+        "action": action,
+        "tool_call": call,
+        "observation": seen,
+        "is_error": is_error,
+        "num_tokens": tokens,
+    }
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rl_core.storage.folder_removal import remove_folder
-from rl_core.storage.folders import publish_folder, put_bytes
-from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified
+from rl_core.storage.folders import publish_folder, remove_folder, write_folder_file
+from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified_file
 
 FILE = "weights"
 
@@ -32,7 +31,7 @@ def publish(folder: Path, data: bytes) -> None:
     """A folder with one file, as a checkpoint's: hashed in memory, synced, renamed."""
 
     def write(temporary: Path) -> dict[str, str]:
-        put_bytes(temporary / FILE, data)
+        write_folder_file(temporary / FILE, data)
         return {FILE: digest_bytes(data)}
 
     publish_folder(folder, write)
@@ -44,11 +43,13 @@ def measure(place: Path, size: int, repeats: int) -> dict[str, float]:
     found: dict[str, list[float]] = {"write": [], "hash": [], "publish": [], "read": []}
     folder = place / "version"
     for _ in range(repeats):
-        found["write"].append(seconds(lambda: put_bytes(place / "plain", data)))
+        found["write"].append(seconds(lambda: write_folder_file(place / "plain", data)))
         (place / "plain").unlink()
         found["hash"].append(seconds(lambda: digest_bytes(data)))
         found["publish"].append(seconds(lambda: publish(folder, data)))
-        found["read"].append(seconds(lambda: read_verified(folder, FILE, read_manifest(folder))))
+        found["read"].append(
+            seconds(lambda: read_verified_file(folder, FILE, read_manifest(folder)))
+        )
         remove_folder(folder)
     return {name: statistics.median(values) for name, values in found.items()}
 
@@ -66,7 +67,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
         for megabytes in arguments.megabytes:
             found = measure(Path(place), megabytes * 1_000_000, arguments.repeats)
-            cells = " | ".join(f"{1000 * found[name]:.1f} ms" for name in ("write", "hash", "publish", "read"))
+            cells = " | ".join(
+                f"{1000 * found[name]:.1f} ms" for name in ("write", "hash", "publish", "read")
+            )
             print(f"| {megabytes} | {cells} |", flush=True)
 
 

@@ -20,19 +20,25 @@ from pathlib import Path
 import torch
 
 import rl_core
-from rl_core.api.data import preference_pairs
-from rl_core.api.recipes.preference import preference
+from rl_core.api.data import load_preference_pairs
+from rl_core.api.recipes.preference import build_preference_recipe
 from rl_core.data.batches import attention_mask, pad_rows
-from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
-from rl_core.references.few_bits import weight_bytes
-from rl_core.references.loading import ReferenceSource, load_model
+from rl_core.models.logprobs import completion_logprobs, iter_next_token_logprobs
+from rl_core.references.quantized import count_weight_bytes
+from rl_core.references.scorer import ReferenceSource, load_reference_model
 from rl_core.settings import ModelSettings, resolve_defaults
-from rl_core.trainers.pair_references import reference_logprobs
+from rl_core.trainers.preference import compute_reference_logprobs
 from rl_core.types import TrainBatch
 
 PRECISIONS = ("full", "int8", "int4")
 CONTEXT = 256
-RUNS = (("full", 0), ("int8", 0), ("int4", 0), ("full", 1), ("full", 2))  # precision, seed of training
+RUNS = (
+    ("full", 0),
+    ("int8", 0),
+    ("int4", 0),
+    ("full", 1),
+    ("full", 2),
+)  # precision, seed of training
 
 
 def lines(path, count):
@@ -41,8 +47,14 @@ def lines(path, count):
 
 
 def load(folder, precision, dtype="float32"):
-    return load_model(ReferenceSource(path=str(folder), kind="policy", precision=precision,
-                                      model=ModelSettings(dtype=dtype, device="cpu")))  # fmt: skip
+    return load_reference_model(
+        ReferenceSource(
+            path=str(folder),
+            kind="policy",
+            precision=precision,
+            model=ModelSettings(dtype=dtype, device="cpu"),
+        )
+    )
 
 
 def say(output, **row):
@@ -60,10 +72,18 @@ def base_model(output, rows, steps):
         policy = rl_core.create_policy(texts, model)
         data = [{"prompt": row["question"], "completion": row["answer"]} for row in rows[:1800]]
         data = [
-            row for row in data if len(policy.tokenizer(row["prompt"] + row["completion"]).input_ids) < CONTEXT - 20
+            row
+            for row in data
+            if len(policy.tokenizer(row["prompt"] + row["completion"]).input_ids) < CONTEXT - 20
         ]
         settings = rl_core.SFTSettings(
-            learning_rate=2e-3, max_steps=steps, epochs=99, batch_size=16, warmup_steps=20, eval_every=0, patience=None
+            learning_rate=2e-3,
+            max_steps=steps,
+            epochs=99,
+            batch_size=16,
+            warmup_steps=20,
+            eval_every=0,
+            patience=None,
         )
         training = rl_core.sft(policy, data, heldout=0.02, settings=settings)
         training.run()
@@ -85,14 +105,27 @@ def kl_and_nll(model, other, rows):
         scored[:, 0] = False
         batch = TrainBatch(ids, mask, scored)
         targets, place = ids[scored], 0
-        for p, q in zip(next_token_logprobs(model, batch), next_token_logprobs(other, batch), strict=True):
+        for p, q in zip(
+            iter_next_token_logprobs(model, batch),
+            iter_next_token_logprobs(other, batch),
+            strict=True,
+        ):
             kl = (p.exp() * (p - q)).sum(1)
-            total, largest, count = total + float(kl.sum()), max(largest, float(kl.max())), count + len(kl)
+            total, largest, count = (
+                total + float(kl.sum()),
+                max(largest, float(kl.max())),
+                count + len(kl),
+            )
             for index, found in enumerate((p, q)):
                 nlls[index] -= float(found.gather(1, targets[place : place + len(kl), None]).sum())
             place += len(kl)
-    return {"kl_mean": total / count, "kl_max": largest, "nll": nlls[0] / count, "nll_other": nlls[1] / count,
-            "tokens": count}  # fmt: skip
+    return {
+        "kl_mean": total / count,
+        "kl_max": largest,
+        "nll": nlls[0] / count,
+        "nll_other": nlls[1] / count,
+        "tokens": count,
+    }
 
 
 def sizes(output):
@@ -101,14 +134,23 @@ def sizes(output):
 
     folder = output / "large"
     if not folder.is_dir():
-        config = LlamaConfig(vocab_size=16384, hidden_size=1024, num_hidden_layers=10, num_attention_heads=16,
-                             num_key_value_heads=8, intermediate_size=2816, tie_word_embeddings=True)  # fmt: skip
+        config = LlamaConfig(
+            vocab_size=16384,
+            hidden_size=1024,
+            num_hidden_layers=10,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            intermediate_size=2816,
+            tie_word_embeddings=True,
+        )
         model = LlamaForCausalLM(config)
         tokenizer = rl_core.load_policy(output / "base").tokenizer
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     for precision in PRECISIONS:
-        subprocess.run([sys.executable, __file__, str(output), "-", "-", "--size-of", precision], check=True)
+        subprocess.run(
+            [sys.executable, __file__, str(output), "-", "-", "--size-of", precision], check=True
+        )
 
 
 class AnonymousMemory:
@@ -121,7 +163,11 @@ class AnonymousMemory:
         self._thread.start()
 
     def now(self):
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        line = next(
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("RssAnon")
+        )
         return int(line.split()[1]) * 1024
 
     def _look(self):
@@ -144,7 +190,9 @@ def size_of(output, precision):
     seconds = time.perf_counter() - started
     peak, after = memory.growth()
     rows = torch.randint(1, 16000, (4, 256))
-    batch = TrainBatch(rows, torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool))
+    batch = TrainBatch(
+        rows, torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
+    )
     batch.loss_mask_BS[:, 1:] = True
     times = []
     with torch.no_grad():
@@ -152,56 +200,104 @@ def size_of(output, precision):
             begun = time.process_time()
             completion_logprobs(model, batch)
             times.append(time.process_time() - begun)
-    linear = sum(m.numbers.nbytes + m.scale_OG.nbytes for m in model.modules() if hasattr(m, "scale_OG"))
-    say(output, what="size", precision=precision, bytes=weight_bytes(model), linear_bytes=linear, load_seconds=seconds,
-        anonymous_peak=peak, anonymous_after=after, pass_cpu_seconds=min(times))  # fmt: skip
+    linear = sum(
+        m.numbers.nbytes + m.scale_OG.nbytes for m in model.modules() if hasattr(m, "scale_OG")
+    )
+    say(
+        output,
+        what="size",
+        precision=precision,
+        bytes=count_weight_bytes(model),
+        linear_bytes=linear,
+        load_seconds=seconds,
+        anonymous_peak=peak,
+        anonymous_after=after,
+        pass_cpu_seconds=min(times),
+    )
 
 
 def text_kl(output, folder, questions, pairs):
     full, tokenizer = load(folder, "full")
     sets = {
-        "gsm8k_heldout": rows_of(tokenizer, [f"{row['question']}\n{row['answer']}" for row in questions[1800:1950]]),
-        "preferences": rows_of(tokenizer, [f"{row['prompt']}\n{row['chosen']}" for row in pairs[:150]]),
+        "gsm8k_heldout": rows_of(
+            tokenizer, [f"{row['question']}\n{row['answer']}" for row in questions[1800:1950]]
+        ),
+        "preferences": rows_of(
+            tokenizer, [f"{row['prompt']}\n{row['chosen']}" for row in pairs[:150]]
+        ),
     }
     for precision in PRECISIONS[1:]:
         other, _ = load(folder, precision)
         for name, rows in sets.items():
-            say(output, what="kl", precision=precision, text=name, rows=len(rows), **kl_and_nll(full, other, rows))
+            say(
+                output,
+                what="kl",
+                precision=precision,
+                text=name,
+                rows=len(rows),
+                **kl_and_nll(full, other, rows),
+            )
 
 
 def dpo(output, folder, rows, runs):
     """DPO whose reference log-probabilities come from a model in few bits; the policy starts in full precision."""
     probe = rl_core.load_policy(folder)
-    rows = [row for row in rows if max(len(probe.tokenizer(row["prompt"] + row[side]).input_ids)
-                                       for side in ("chosen", "rejected")) < CONTEXT - 20]  # fmt: skip
+    rows = [
+        row
+        for row in rows
+        if max(
+            len(probe.tokenizer(row["prompt"] + row[side]).input_ids)
+            for side in ("chosen", "rejected")
+        )
+        < CONTEXT - 20
+    ]
     for precision, seed in runs:
         policy = rl_core.load_policy(folder)
-        settings = rl_core.PreferenceSettings(learning_rate=3e-4, epochs=1, batch_size=16, warmup_steps=5, eval_every=0,
-                                              patience=None)  # fmt: skip
-        settings = resolve_defaults(settings, policy.kind, policy.context)
-        pairs = preference_pairs(rows, 0.2, policy.renderer, policy.context, 0, "dpo", None)
+        settings = rl_core.PreferenceSettings(
+            learning_rate=3e-4, epochs=1, batch_size=16, warmup_steps=5, eval_every=0, patience=None
+        )
+        settings = resolve_defaults(settings, policy.default_settings, policy.context)
+        pairs = load_preference_pairs(rows, 0.2, policy.renderer, policy.context, 0, "dpo", None)
         reference, _ = load(folder, precision)
         found = tuple(
-            reference_logprobs(reference, part, pad_id=policy.renderer.pad_id, max_tokens=settings.micro_batch_tokens)
+            compute_reference_logprobs(
+                reference,
+                part,
+                pad_id=policy.renderer.pad_id,
+                max_tokens=settings.micro_batch_tokens,
+            )
             for part in (pairs.train, pairs.heldout)
         )
-        recipe = preference(policy, pairs.train, pairs.heldout, settings, seed, found)
+        recipe = build_preference_recipe(policy, pairs.train, pairs.heldout, settings, seed, found)
         outcome = recipe.run(settings)
-        own = reference_logprobs(policy.model, pairs.heldout, pad_id=policy.renderer.pad_id, max_tokens=8192)
+        own = compute_reference_logprobs(
+            policy.model, pairs.heldout, pad_id=policy.renderer.pad_id, max_tokens=8192
+        )
         finals = torch.tensor(own)
         place = output / f"dpo-{precision}-{seed}.json"
         place.write_text(json.dumps(own))
         first = torch.tensor(json.loads((output / "dpo-full-0.json").read_text()))
-        exact = reference_logprobs(
+        exact = compute_reference_logprobs(
             load(folder, "full")[0], pairs.heldout, pad_id=policy.renderer.pad_id, max_tokens=8192
         )
         margins = 0.1 * ((finals - torch.tensor(exact)) @ torch.tensor([1.0, -1.0]))
-        tokens = [sum(pair.chosen.loss_mask) + sum(pair.rejected.loss_mask) for pair in pairs.heldout]
+        tokens = [
+            sum(pair.chosen.loss_mask) + sum(pair.rejected.loss_mask) for pair in pairs.heldout
+        ]
         apart = (finals - first).abs().sum(1) / torch.tensor(tokens)
-        say(output, what="dpo", precision=precision, seed=seed, train=len(pairs.train), heldout=len(pairs.heldout),
-            steps=outcome.steps, accuracy=float((margins > 0).float().mean()), margin=float(margins.mean()),
+        say(
+            output,
+            what="dpo",
+            precision=precision,
+            seed=seed,
+            train=len(pairs.train),
+            heldout=len(pairs.heldout),
+            steps=outcome.steps,
+            accuracy=float((margins > 0).float().mean()),
+            margin=float(margins.mean()),
             eval_loss=float(torch.nn.functional.softplus(-margins).mean()),
-            difference_to_full_nats_per_token=float(apart.mean()))  # fmt: skip
+            difference_to_full_nats_per_token=float(apart.mean()),
+        )
 
 
 def digits(trajectories):
@@ -212,22 +308,45 @@ def digits(trajectories):
 
 def grpo(output, folder, questions, iterations, runs):
     full, tokenizer = load(folder, "full")
-    rows = rows_of(tokenizer, [f"{row['question']}\n{row['answer']}" for row in questions[1800:1860]])
-    prompts = [row["question"] for row in questions[:200] if len(tokenizer(row["question"]).input_ids) < 150]
+    rows = rows_of(
+        tokenizer, [f"{row['question']}\n{row['answer']}" for row in questions[1800:1860]]
+    )
+    prompts = [
+        row["question"]
+        for row in questions[:200]
+        if len(tokenizer(row["question"]).input_ids) < 150
+    ]
     for precision, seed in runs:
         settings = rl_core.PolicySettings(
-            kl_coef=0.05, reference_precision=precision, iterations=iterations, prompts_per_iteration=4, group_size=8,
-            learning_rate=3e-4, warmup_steps=2, eval_every=0, patience=None,
+            kl_coef=0.05,
+            reference_precision=precision,
+            iterations=iterations,
+            prompts_per_iteration=4,
+            group_size=8,
+            learning_rate=3e-4,
+            warmup_steps=2,
+            eval_every=0,
+            patience=None,
             sampling=rl_core.SamplingSettings(max_completion_tokens=32),
-        )  # fmt: skip
-        training = rl_core.grpo(folder, prompts=prompts, reward=digits, settings=settings, seed=seed)
+        )
+        training = rl_core.grpo(
+            folder, prompts=prompts, reward=digits, settings=settings, seed=seed
+        )
         training.run()
         table = training.metrics()
         reward, kl = list(table["reward/mean"].dropna()), list(table["policy/ref_kl"].dropna())
-        say(output, what="grpo", precision=precision, seed=seed, iterations=iterations,
-            first_rewards=[round(value, 4) for value in reward[:3]], reward_last_10=sum(reward[-10:]) / 10,
-            ref_kl_first=kl[0], ref_kl_last_10=sum(kl[-10:]) / 10,
-            text_kl_to_start=kl_and_nll(training.model.eval(), full, rows)["kl_mean"])  # fmt: skip
+        say(
+            output,
+            what="grpo",
+            precision=precision,
+            seed=seed,
+            iterations=iterations,
+            first_rewards=[round(value, 4) for value in reward[:3]],
+            reward_last_10=sum(reward[-10:]) / 10,
+            ref_kl_first=kl[0],
+            ref_kl_last_10=sum(kl[-10:]) / 10,
+            text_kl_to_start=kl_and_nll(training.model.eval(), full, rows)["kl_mean"],
+        )
 
 
 def main():
@@ -238,7 +357,9 @@ def main():
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--size-of")
-    parser.add_argument("--part", choices=["text", "sizes", "dpo", "grpo"], help="one part alone; default: all")
+    parser.add_argument(
+        "--part", choices=["text", "sizes", "dpo", "grpo"], help="one part alone; default: all"
+    )
     parser.add_argument("--run", help="PRECISION:SEED, one run of dpo or grpo alone")
     given = parser.parse_args()
     if given.size_of:

@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_core.inference.engine import make_backend
+from rl_core.inference.engine import create_rollout_backend
 from rl_core.settings import SamplingSettings
 
 PROMPT = 32
@@ -32,7 +32,7 @@ class Endless:
     seed: int
     sampled: list[int] = field(default_factory=list)
 
-    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> None:
+    def take_action(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> None:
         """Keep what was sampled; there is no next turn."""
         self.sampled = list(action_ids)
 
@@ -45,25 +45,37 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=688,
-        vocab_size=512, max_position_embeddings=1024, tie_word_embeddings=False, pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=688,
+        vocab_size=512,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
     model = LlamaForCausalLM(config).eval()
     prompts = torch.randint(3, 512, (options.rows, PROMPT))
-    engine = make_backend(model, eos_ids=(1,), pad_id=0, max_length=PROMPT + options.new)
+    engine = create_rollout_backend(model, eos_ids=(1,), pad_id=0, max_length=PROMPT + options.new)
     sampling = SamplingSettings(max_completion_tokens=options.new, slots=options.rows)
 
     def ours() -> int:
         sequences = [Endless(row, seed) for seed, row in enumerate(prompts.tolist())]
-        engine.run(sequences, sampling)
+        engine.run_sequences(sequences, sampling)
         return sum(len(sequence.sampled) for sequence in sequences)
 
     def theirs() -> int:
         with torch.inference_mode():
             out = model.generate(
-                prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0, min_new_tokens=options.new,
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=True,
+                top_k=0,
+                min_new_tokens=options.new,
                 max_new_tokens=options.new,
-            )  # fmt: skip
+            )
         return (out.shape[1] - PROMPT) * options.rows
 
     rates: dict[str, list[float]] = {"engine": [], "generate": []}
@@ -76,8 +88,12 @@ def main() -> None:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.processor() or 'cpu'}"
     print(f"{options.rows} rows x {options.new} tokens, {options.threads} threads; {versions}")
     for name, values in rates.items():
-        print(f"{name:>9}: {statistics.median(values):8,.0f} tokens/s  [{min(values):,.0f}, {max(values):,.0f}]")
-    ratio = statistics.median(a / b for a, b in zip(rates["engine"], rates["generate"], strict=True))
+        print(
+            f"{name:>9}: {statistics.median(values):8,.0f} tokens/s  [{min(values):,.0f}, {max(values):,.0f}]"
+        )
+    ratio = statistics.median(
+        a / b for a, b in zip(rates["engine"], rates["generate"], strict=True)
+    )
     print(f"    ratio: {ratio:.2f}")
 
 

@@ -77,34 +77,41 @@ class Timer:
 
 def watch(timer: Timer) -> None:
     """Time the functions of every group, wherever they are imported."""
-    from rl_core.storage import (
-        checked_lines,
-        checkpoint,
-        folder_removal,
-        folders,
-        locks,
-        manifest,
-        single_files,
-    )
+    from rl_core.storage import atomic_files, checkpoint, folders, line_logs, locks, manifest
     from tasks.tracking import journal, run_tracker
 
     functions = {
-        "publishing of folders": [folders.seal_folder, folder_removal.remove_folder],
-        "verification of folders": [manifest.verify_folder, manifest.digest_folder, manifest.digest_file],
-        "single files": [
-            single_files.write_text_atomic, single_files.write_text_unsynced, single_files.append_bytes,
-            single_files.create_once, single_files.make_folder, checked_lines.copy_intact,
-            folder_removal.clear_leftovers,
+        "publishing of folders": [folders.seal_folder, folders.remove_folder],
+        "verification of folders": [
+            manifest.verify_folder,
+            manifest.digest_folder,
+            manifest.digest_file,
         ],
-    }  # fmt: skip
+        "single files": [
+            atomic_files.write_text_atomic,
+            atomic_files.write_text_unsynced,
+            atomic_files.append_bytes,
+            atomic_files.create_file_once,
+            atomic_files.make_folder,
+            line_logs.copy_intact_lines,
+            folders.clear_leftovers,
+        ],
+    }
     methods = {
-        "checkpoints": [(checkpoint.CheckpointStore, "save"), (checkpoint.CheckpointStore, "load_latest")],
+        "checkpoints": [
+            (checkpoint.CheckpointStore, "save"),
+            (checkpoint.CheckpointStore, "load_latest"),
+        ],
         "journals": [
-            (journal.LineLog, "append"), (journal.LineLog, "flush"), (journal.LineLog, "close"),
-            (journal.Journal, "append"), (journal.DeliveryCursor, "save"), (run_tracker.RunTracker, "_keep"),
+            (journal.LineLog, "append"),
+            (journal.LineLog, "flush"),
+            (journal.LineLog, "close"),
+            (journal.MetricsJournal, "append"),
+            (journal.DeliveryCursor, "save"),
+            (run_tracker.RunTracker, "_keep"),
         ],
         "locks": [(locks.FolderLock, "_take"), (locks.FolderLock, "__exit__")],
-    }  # fmt: skip
+    }
     replace_everywhere(folders.publish_folder, timer.published(folders.publish_folder))
     for group, known in functions.items():
         for function in known:
@@ -125,10 +132,23 @@ def replace_everywhere(function: Callable[..., Any], call: Callable[..., Any]) -
 def table(timer: Timer, wall: float) -> str:
     """Markdown: seconds and shares by group."""
     groups = dict.fromkeys(group for group, _ in timer.seconds)
-    lines = ["| | calls | seconds waited | share | seconds on other threads |", "|---|---|---|---|---|"]
-    rows = [(group, timer.calls[group], timer.seconds[group, True], timer.seconds[group, False]) for group in groups]
+    lines = [
+        "| | calls | seconds waited | share | seconds on other threads |",
+        "|---|---|---|---|---|",
+    ]
+    rows = [
+        (group, timer.calls[group], timer.seconds[group, True], timer.seconds[group, False])
+        for group in groups
+    ]
     rows.sort(key=lambda row: -row[2])
-    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows), sum(row[3] for row in rows)))
+    rows.append(
+        (
+            "all",
+            sum(row[1] for row in rows),
+            sum(row[2] for row in rows),
+            sum(row[3] for row in rows),
+        )
+    )
     for group, calls, waited, beside in rows:
         lines.append(f"| {group} | {calls:,} | {waited:.2f} | {waited / wall:.2%} | {beside:.2f} |")
     return "\n".join(lines) + f"\n\nOf {wall:.1f} s in all.\n"
@@ -141,24 +161,30 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
-    from flows.cli.main import main as command
+    from posttrain.cli.main import main as command
     from tasks import stage_registry
 
-    for stage in stage_registry.stages():
-        stage_registry.task_of(stage)
+    for stage in stage_registry.list_stages():
+        stage_registry.import_stage_task(stage)
     import flows.post_training
 
     assert flows.post_training
     timer = Timer()
     watch(timer)
     with tempfile.TemporaryDirectory(prefix="safety-") as output:
-        options = [part for value in [f"output={output}", *arguments.set] for part in ("--set", value)]
+        options = [
+            part for value in [f"output={output}", *arguments.set] for part in ("--set", value)
+        ]
         began = time.perf_counter()
         code = command(["run", arguments.config, "--quiet", *options])
         wall = time.perf_counter() - began
     text = table(timer, wall)
     print(text)
-    print(json.dumps({"wall": wall, "seconds": {f"{g} {m}": s for (g, m), s in timer.seconds.items()}}))
+    print(
+        json.dumps(
+            {"wall": wall, "seconds": {f"{g} {m}": s for (g, m), s in timer.seconds.items()}}
+        )
+    )
     if arguments.markdown:
         arguments.markdown.write_text(text)
     return code

@@ -30,16 +30,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl_core.api.data import conversations
+from rl_core.api.data import load_conversations
 from rl_core.data.batches import DataOrder
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.conversation import training_sequences
-from rl_core.data.row_tokens import Job
-from rl_core.data.token_cache import TokenCache, rows_digest
-from rl_core.data.token_rows import TokenRows
-from rl_core.data.tokenising import tokenised
-from rl_core.data.tokenizer import END, PAD, ROLES, train_tokenizer
-from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.data.token_cache import TokenCache, compute_rows_digest
+from rl_core.data.tokenising import TokenisationJob, tokenize_rows
+from rl_core.data.tokenizer import END_TOKEN, PAD_TOKEN, ROLES, train_tokenizer
+from rl_core.data.training_sequences import TokenRows, build_training_sequences
+from rl_core.rollouts.batching import TrainRow, build_batches
 
 CONTEXT = 4096
 LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
@@ -48,12 +46,17 @@ LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 def words(count: int = 3000, seed: int = 0) -> list[str]:
     """Made words, the earlier ones more common by Zipf's law where `sentence` draws them."""
     rng = random.Random(seed)
-    return ["".join(rng.choices(LETTERS, range(26, 0, -1), k=rng.randint(2, 9))) for _ in range(count)]
+    return [
+        "".join(rng.choices(LETTERS, range(26, 0, -1), k=rng.randint(2, 9))) for _ in range(count)
+    ]
 
 
 def sentence(rng: random.Random, known: list[str], count: int) -> str:
     """So many words."""
-    return " ".join(known[min(int(rng.paretovariate(0.7)) - 1, len(known) - 1)] for _ in range(count)) + "."
+    return (
+        " ".join(known[min(int(rng.paretovariate(0.7)) - 1, len(known) - 1)] for _ in range(count))
+        + "."
+    )
 
 
 def row_of(rng: random.Random, known: list[str], tokens: int, turns: int) -> dict[str, Any]:
@@ -69,7 +72,9 @@ def row_of(rng: random.Random, known: list[str], tokens: int, turns: int) -> dic
 def quick_rows(count: int, tokens: int, known: list[str]) -> Iterator[dict[str, Any]]:
     """Rows of one turn, of so many words, put together of the same thousand sentences; no two are equal."""
     rng = random.Random(3)
-    asked, answered = ([sentence(rng, known, size) for _ in range(1000)] for size in (tokens // 3, 2 * tokens // 3))
+    asked, answered = (
+        [sentence(rng, known, size) for _ in range(1000)] for size in (tokens // 3, 2 * tokens // 3)
+    )
     for number in range(count):
         prompt = f"{known[number % 3000]} {known[number // 3000 % 3000]} {rng.choice(asked)}"
         answer = {"role": "assistant", "content": rng.choice(answered)}
@@ -79,14 +84,18 @@ def quick_rows(count: int, tokens: int, known: list[str]) -> Iterator[dict[str, 
 def word_level() -> ChatRenderer:
     """A tokenizer with a token a word."""
     bpe = train_tokenizer(["a"], 300)
-    special = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
-    vocabulary = {word: place for place, word in enumerate(dict.fromkeys([*special, ".", *words()]))}
+    special = [PAD_TOKEN, END_TOKEN, *(f"<|{role}|>" for role in ROLES)]
+    vocabulary = {
+        word: place for place, word in enumerate(dict.fromkeys([*special, ".", *words()]))
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD,
+        tokenizer_object=tokenizer,
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
         additional_special_tokens=special[2:],
-    )  # fmt: skip
+    )
     wrapped.chat_template = bpe.chat_template
     return ChatRenderer(wrapped)
 
@@ -104,7 +113,7 @@ def one_by_one(rows: list[dict[str, Any]], tokenizer: Any) -> list[Any]:
         renderer = ChatRenderer(tokenizer)
         renderer.encoder._is_fast = False
         for row in rows:
-            sequences = training_sequences(renderer, row["messages"])
+            sequences = build_training_sequences(renderer, row["messages"])
             if wanted == "lengths":
                 assert max(len(ids) for ids, _ in sequences) <= CONTEXT
             else:
@@ -125,15 +134,19 @@ def speed(options: argparse.Namespace) -> None:
     """Print rows a second of both ways."""
     rng, known, renderer = random.Random(2), words(), renderer_of()
     rows = [row_of(rng, known, options.tokens, options.turns) for _ in range(options.rows)]
-    job = Job("demonstrations")
+    job = TokenisationJob("demonstrations")
 
     def in_processes(count: int) -> TokenRows:
         fresh = ChatRenderer(renderer.tokenizer)
-        return TokenRows([chunk for chunk, _ in tokenised(rows, fresh, job, count)])
+        return TokenRows([chunk for chunk, _ in tokenize_rows(rows, fresh, job, count)])
 
     def kept(folder: str) -> TokenRows:
         fresh = ChatRenderer(renderer.tokenizer)
-        return TokenCache(Path(folder)).tokens(rows_digest(rows), lambda: rows, fresh, job, 0).rows
+        return (
+            TokenCache(Path(folder))
+            .load_or_tokenize(compute_rows_digest(rows), lambda: rows, fresh, job, 0)
+            .rows
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         ways = {
@@ -152,10 +165,16 @@ def speed(options: argparse.Namespace) -> None:
             if isinstance(found, TokenRows):
                 size = found.num_bytes
             else:  # as Python holds them: a pointer and an integer above 256 for each id, a pointer for each mask
-                lists = sum(sys.getsizeof(ids) + sum(28 for i in ids if i > 256) + sys.getsizeof(m) for ids, m in found)
+                lists = sum(
+                    sys.getsizeof(ids) + sum(28 for i in ids if i > 256) + sys.getsizeof(m)
+                    for ids, m in found
+                )
                 size = lists
-            print(f"{name:22} {len(rows) / wall:9,.0f} rows/s {len(rows) / spent:9,.0f} rows/s of a processor "
-                  f"{size / tokens:6.1f} bytes/token, {tokens / len(rows):.0f} tokens/row", flush=True)  # fmt: skip
+            print(
+                f"{name:22} {len(rows) / wall:9,.0f} rows/s {len(rows) / spent:9,.0f} rows/s of a processor "
+                f"{size / tokens:6.1f} bytes/token, {tokens / len(rows):.0f} tokens/row",
+                flush=True,
+            )
 
 
 def memory(options: argparse.Namespace) -> None:
@@ -166,7 +185,9 @@ def memory(options: argparse.Namespace) -> None:
     rng, known = random.Random(3), words()
     made = (row_of(rng, known, options.tokens, options.turns) for _ in range(options.memory))
     with path.open("w") as file:
-        for row in quick_rows(options.memory, options.tokens, known) if options.word_level else made:
+        for row in (
+            quick_rows(options.memory, options.tokens, known) if options.word_level else made
+        ):
             file.write(json.dumps(row) + "\n")
     print(f"{options.memory:,} rows, {path.stat().st_size / 2**30:.2f} GiB of text", flush=True)
     command = [sys.executable, __file__, "--read", str(path), "--processes", str(options.processes)]
@@ -181,27 +202,40 @@ def read(options: argparse.Namespace) -> None:
     renderer, path = word_level() if options.word_level else renderer_of(), Path(options.read)
     print(f"peak {peak():.2f} GiB before the first row", flush=True)
     split, wall, spent = seconds_of(
-        lambda: conversations(path, 0.1, renderer, CONTEXT, 0, "all", path.parent / "tokens")
+        lambda: load_conversations(path, 0.1, renderer, CONTEXT, 0, "all", path.parent / "tokens")
     )
     rows = split.train
-    print(f"{len(rows):,} rows to train on, {len(split.heldout):,} held out, {rows.num_tokens:,} tokens; "
-          f"{wall:.0f} s, {spent:.0f} s of processors; peak {peak():.2f} GiB, largest child {peak(True):.2f}",
-          flush=True)  # fmt: skip
+    print(
+        f"{len(rows):,} rows to train on, {len(split.heldout):,} held out, {rows.num_tokens:,} tokens; "
+        f"{wall:.0f} s, {spent:.0f} s of processors; peak {peak():.2f} GiB, largest child {peak(True):.2f}",
+        flush=True,
+    )
     order = DataOrder(len(rows), 32, 0)
     for _ in range(min(len(rows), 100_000) // 32):
-        some = [rows[index] for index in order.next()]
-        make_batches([TrainRow(ids[:1], ids[1:], mask[1:]) for ids, mask in some], 4096, 0, packing=True)
+        some = [rows[index] for index in order.next_batch()]
+        build_batches(
+            [TrainRow(ids[:1], ids[1:], mask[1:]) for ids, mask in some], 4096, 0, packing=True
+        )
     print(f"peak {peak():.2f} GiB after batches", flush=True)
 
 
 def peak(children: bool = False) -> float:
     """Largest resident memory so far in GiB."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return (
+        resource.getrusage(resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF).ru_maxrss
+        / 2**20
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, default in (("rows", 4000), ("tokens", 300), ("turns", 1), ("processes", 2), ("memory", 0)):
+    for name, default in (
+        ("rows", 4000),
+        ("tokens", 300),
+        ("turns", 1),
+        ("processes", 2),
+        ("memory", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", default="")
     parser.add_argument("--word-level", action="store_true")

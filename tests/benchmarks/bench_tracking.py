@@ -33,7 +33,9 @@ def main(calls: int = 2000, width: int = 30) -> None:
         )
         print(f"close after {calls * width} values: {time.perf_counter() - begin:.2f} s")
         background = tracking.cost.background_seconds
-        print(f"processor time in the background: {1e6 * background / (calls * width):.0f} us a value")
+        print(
+            f"processor time in the background: {1e6 * background / (calls * width):.0f} us a value"
+        )
 
 
 if __name__ == "__main__":

@@ -28,8 +28,11 @@ from claimed.report import write_report  # noqa: E402
 from claimed.results import Results  # noqa: E402
 
 OTHERS = {
-    "memory": memory, "over-optimisation": over_optimisation, "thoughts": thought_variance, "ratings": rating_choice
-}  # fmt: skip
+    "memory": memory,
+    "over-optimisation": over_optimisation,
+    "thoughts": thought_variance,
+    "ratings": rating_choice,
+}
 
 
 def main() -> None:
@@ -47,13 +50,19 @@ def main() -> None:
     results = Results(output / "results")
     parts = options.parts.split(",")
     if unknown := set(parts) - {*PARTS, *OTHERS}:
-        parser.error(f"--parts: {', '.join(sorted(unknown))}; there are {', '.join([*PARTS, *OTHERS])}")
+        parser.error(
+            f"--parts: {', '.join(sorted(unknown))}; there are {', '.join([*PARTS, *OTHERS])}"
+        )
     for name in [] if options.report else parts:
         for seed in range(options.seeds):
             for arm, measure in runs_of(name, output).items():
                 if fnmatch.fnmatch(arm, options.only):
-                    row = results.fill(name, arm, seed, lambda measure=measure, seed=seed: measure(seed))
-                    print(f"{name}, {arm}, seed {seed}: {row['processor_seconds']:.0f} s", flush=True)
+                    row = results.fill_slots(
+                        name, arm, seed, lambda measure=measure, seed=seed: measure(seed)
+                    )
+                    print(
+                        f"{name}, {arm}, seed {seed}: {row['processor_seconds']:.0f} s", flush=True
+                    )
     write_report(output, results, options.seeds)
 
 
@@ -62,7 +71,9 @@ def runs_of(name, output):
     if name in OTHERS:
         return OTHERS[name].runs(output)
     part = PARTS[name]
-    return {arm.name: lambda seed, arm=arm: train_arm(output, part.task, arm, seed) for arm in part.arms}
+    return {
+        arm.name: lambda seed, arm=arm: train_arm(output, part.task, arm, seed) for arm in part.arms
+    }
 
 
 if __name__ == "__main__":

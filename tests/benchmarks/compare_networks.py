@@ -23,14 +23,26 @@ from typing import Any
 # error is value_coef 1.0 of its half.
 GIVEN: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
-        "num_environments": 8, "rollout_steps": 32, "epochs": 20, "minibatches": 1, "gamma": 0.98, "gae_lambda": 0.8,
-        "learning_rate": 1e-3, "schedule": "linear",
+        "num_environments": 8,
+        "rollout_steps": 32,
+        "epochs": 20,
+        "minibatches": 1,
+        "gamma": 0.98,
+        "gae_lambda": 0.8,
+        "learning_rate": 1e-3,
+        "schedule": "linear",
     },
     "Pendulum-v1": {
-        "num_environments": 4, "rollout_steps": 1024, "epochs": 10, "minibatches": 64, "gamma": 0.9,
-        "gae_lambda": 0.95, "learning_rate": 1e-3, "schedule": "constant",
+        "num_environments": 4,
+        "rollout_steps": 1024,
+        "epochs": 10,
+        "minibatches": 64,
+        "gamma": 0.9,
+        "gae_lambda": 0.95,
+        "learning_rate": 1e-3,
+        "schedule": "constant",
     },
-}  # fmt: skip
+}
 TEST_SEED = 2**30 + 2**29  # held-out seeds from here on
 
 
@@ -38,7 +50,9 @@ def ours(environment: str, steps: int, seed: int, episodes: int) -> dict[str, An
     import rl_core
 
     given = GIVEN[environment]
-    settings = rl_core.NetworkSettings(environment_steps=steps, eval_episodes=1, checkpoint_every=0, **given)
+    settings = rl_core.NetworkSettings(
+        environment_steps=steps, eval_episodes=1, checkpoint_every=0, **given
+    )
     curve: list[tuple[float, float]] = []
     ended = [0.0, 0.0]
 
@@ -46,15 +60,23 @@ def ours(environment: str, steps: int, seed: int, episodes: int) -> dict[str, An
         if event.kind == "iteration":
             ended[:] = time.perf_counter(), time.process_time()
             if "train/episode_return" in event.metrics:
-                curve.append((event.metrics["train/environment_steps"], event.metrics["train/episode_return"]))
+                curve.append(
+                    (
+                        event.metrics["train/environment_steps"],
+                        event.metrics["train/episode_return"],
+                    )
+                )
 
     training = rl_core.network_ppo(environment, settings=settings, seed=seed, callbacks=[note])
     started = time.perf_counter(), time.process_time()
     training.run()
     return {
-        "curve": curve, "seconds": ended[0] - started[0], "processor_seconds": ended[1] - started[1],
-        "steps": training.trainer.environment_steps, "returns": test(environment, training.model.act, episodes),
-    }  # fmt: skip
+        "curve": curve,
+        "seconds": ended[0] - started[0],
+        "processor_seconds": ended[1] - started[1],
+        "steps": training.trainer.environment_steps,
+        "returns": test(environment, training.model.act, episodes),
+    }
 
 
 def theirs(environment: str, steps: int, seed: int, episodes: int) -> dict[str, Any]:
@@ -77,11 +99,21 @@ def theirs(environment: str, steps: int, seed: int, episodes: int) -> dict[str, 
     rate = given["learning_rate"]
     size = given["num_environments"] * given["rollout_steps"]
     model = PPO(
-        "MlpPolicy", make_vec_env(environment, n_envs=given["num_environments"], seed=seed), seed=seed, device="cpu",
-        n_steps=given["rollout_steps"], batch_size=size // given["minibatches"], n_epochs=given["epochs"],
-        gamma=given["gamma"], gae_lambda=given["gae_lambda"], clip_range=0.2, ent_coef=0.0, vf_coef=0.5,
-        max_grad_norm=0.5, learning_rate=(lambda left: rate * left) if given["schedule"] == "linear" else rate,
-    )  # fmt: skip
+        "MlpPolicy",
+        make_vec_env(environment, n_envs=given["num_environments"], seed=seed),
+        seed=seed,
+        device="cpu",
+        n_steps=given["rollout_steps"],
+        batch_size=size // given["minibatches"],
+        n_epochs=given["epochs"],
+        gamma=given["gamma"],
+        gae_lambda=given["gae_lambda"],
+        clip_range=0.2,
+        ent_coef=0.0,
+        vf_coef=0.5,
+        max_grad_norm=0.5,
+        learning_rate=(lambda left: rate * left) if given["schedule"] == "linear" else rate,
+    )
     started = time.perf_counter(), time.process_time()
     model.learn(steps, callback=Note())
     seconds, processor = time.perf_counter() - started[0], time.process_time() - started[1]
@@ -92,9 +124,12 @@ def theirs(environment: str, steps: int, seed: int, episodes: int) -> dict[str, 
         return torch.as_tensor(model.predict(observations.numpy(), deterministic=True)[0])
 
     return {
-        "curve": curve, "seconds": seconds, "processor_seconds": processor, "steps": model.num_timesteps,
+        "curve": curve,
+        "seconds": seconds,
+        "processor_seconds": processor,
+        "steps": model.num_timesteps,
         "returns": test(environment, act, episodes),
-    }  # fmt: skip
+    }
 
 
 def test(environment: str, act: Any, episodes: int) -> list[float]:
@@ -103,7 +138,7 @@ def test(environment: str, act: Any, episodes: int) -> list[float]:
     import numpy as np
     import torch
 
-    world, returns = gymnasium.make(environment), []
+    world, returns = gymnasium.build_prompt(environment), []
     for number in range(episodes):
         seen, _ = world.reset(seed=TEST_SEED + number)
         total, is_over = 0.0, False
@@ -126,19 +161,32 @@ def at(curve: list[tuple[float, float]], steps: float) -> float:
 def table(found: list[dict[str, Any]], steps: int) -> str:
     """The results in Markdown."""
     lines = ["| | posttrain | stable-baselines3 |", "|---|---|---|"]
-    sides = {name: [run for run in found if run["name"] == name] for name in ("posttrain", "stable-baselines3")}
+    sides = {
+        name: [run for run in found if run["name"] == name]
+        for name in ("posttrain", "stable-baselines3")
+    }
     for share in (0.25, 0.5, 0.75, 1.0):
         means = []
         for runs in sides.values():
             values = [at(run["curve"], share * steps) for run in runs]
             means.append(f"{statistics.fmean(values):.0f} ({min(values):.0f} to {max(values):.0f})")
-        lines.append(f"| return of the newest 100 episodes after {share * steps:,.0f} steps | {' | '.join(means)} |")
-    tested = [" ".join(f"{statistics.fmean(run['returns']):.1f}" for run in runs) for runs in sides.values()]
+        lines.append(
+            f"| return of the newest 100 episodes after {share * steps:,.0f} steps | {' | '.join(means)} |"
+        )
+    tested = [
+        " ".join(f"{statistics.fmean(run['returns']):.1f}" for run in runs)
+        for runs in sides.values()
+    ]
     count = len(found[0]["returns"])
-    lines.append(f"| mean of {count} greedy held-out episodes, seed by seed | {' | '.join(tested)} |")
+    lines.append(
+        f"| mean of {count} greedy held-out episodes, seed by seed | {' | '.join(tested)} |"
+    )
     for key, label in (("seconds", "second"), ("processor_seconds", "second of processor time")):
         speeds = {name: [run["steps"] / run[key] for run in runs] for name, runs in sides.items()}
-        told = [f"{statistics.median(all_):,.0f} ({min(all_):,.0f} to {max(all_):,.0f})" for all_ in speeds.values()]
+        told = [
+            f"{statistics.median(all_):,.0f} ({min(all_):,.0f} to {max(all_):,.0f})"
+            for all_ in speeds.values()
+        ]
         lines.append(f"| steps per {label}, median (range) | {' | '.join(told)} |")
         pairs = [mine / other for mine, other in zip(*speeds.values(), strict=True)]
         ratio = f"{statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
@@ -154,8 +202,14 @@ def draw(found: list[dict[str, Any]], path: Path, environment: str) -> None:
     for run in found:
         colour = "#1f6f8b" if run["name"] == "posttrain" else "#d1495b"
         label = run["name"] if run["seed"] == 0 else None
-        axes.plot(*zip(*run["curve"], strict=True), color=colour, alpha=0.7, linewidth=1.2, label=label)
-    axes.set(xlabel="environment steps", ylabel="mean return of the newest 100 episodes", title=environment)
+        axes.plot(
+            *zip(*run["curve"], strict=True), color=colour, alpha=0.7, linewidth=1.2, label=label
+        )
+    axes.set(
+        xlabel="environment steps",
+        ylabel="mean return of the newest 100 episodes",
+        title=environment,
+    )
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -168,7 +222,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--episodes", type=int, default=100, help="held-out episodes; 1 where speed alone is asked for")
+    parser.add_argument(
+        "--episodes",
+        type=int,
+        default=100,
+        help="held-out episodes; 1 where speed alone is asked for",
+    )
     parser.add_argument("--only", choices=["posttrain", "stable-baselines3"], help="one side alone")
     arguments = parser.parse_args()
     import torch

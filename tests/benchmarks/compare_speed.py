@@ -42,13 +42,20 @@ def main():
     for folder in ("cases", "logs"):
         (output / folder).mkdir(parents=True, exist_ok=True)
     for size in options.sizes:
-        run_python(["-c", f"from speed import inputs; inputs.build({str(output / 'inputs')!r}, {size!r})"])
-    stages = [name for stage in options.stages for name in (DECODED if stage == "generate" else (stage,))]
+        run_python(
+            ["-c", f"from speed import inputs; inputs.build({str(output / 'inputs')!r}, {size!r})"]
+        )
+    stages = [
+        name for stage in options.stages for name in (DECODED if stage == "generate" else (stage,))
+    ]
     pythons, notes = find_pythons(options, output, stages)
     lines, failures = [], 0
     for size in options.sizes:
         for threads in options.threads:
-            floor = kept(output / f"cases/floor-{size}-{threads}t.json", partial(floor_of, output, size, threads))
+            floor = kept(
+                output / f"cases/floor-{size}-{threads}t.json",
+                partial(floor_of, output, size, threads),
+            )
             for stage in stages:
                 if pythons.get(stage) is None:
                     continue
@@ -56,7 +63,8 @@ def main():
                 print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
                 try:
                     case = kept(
-                        output / f"cases/{name}.json", partial(run_case, stage, size, threads, options, pythons[stage])
+                        output / f"cases/{name}.json",
+                        partial(run_case, stage, size, threads, options, pythons[stage]),
                     )
                 except WorkerFailed as error:
                     notes.append(f"{name}: {error}")
@@ -64,7 +72,8 @@ def main():
                     continue
                 lines.append(table.line_of(case, floor["tokens_per_s"].get(stage)))
     checks = {
-        size: kept(output / f"cases/checks-{size}.json", partial(checks_of, output, size)) for size in options.sizes
+        size: kept(output / f"cases/checks-{size}.json", partial(checks_of, output, size))
+        for size in options.sizes
     }
     failures += sum(check["value"] > check["limit"] for found in checks.values() for check in found)
     failures += sum(line.same_tokens is False for line in lines)
@@ -74,12 +83,22 @@ def main():
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--peer-python", type=Path, help=f"Python that has {TRL}; left out: made in OUTPUT/peer")
-    parser.add_argument("--ppo-python", type=Path, help=f"Python that has {TRL_WITH_PPO}; left out: made in OUTPUT/ppo")
+    parser.add_argument(
+        "--peer-python", type=Path, help=f"Python that has {TRL}; left out: made in OUTPUT/peer"
+    )
+    parser.add_argument(
+        "--ppo-python",
+        type=Path,
+        help=f"Python that has {TRL_WITH_PPO}; left out: made in OUTPUT/ppo",
+    )
     parser.add_argument("--sizes", type=words(tuple(inputs.SIZES)), default=list(inputs.SIZES))
-    parser.add_argument("--threads", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2])
+    parser.add_argument(
+        "--threads", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2]
+    )
     parser.add_argument("--stages", type=words(STAGES), default=list(STAGES))
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each side, after 2 to warm up")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="measured steps of each side, after 2 to warm up"
+    )
     options = parser.parse_args()
     for python in (options.peer_python, options.ppo_python):
         if python is not None and not python.is_file():
@@ -101,17 +120,24 @@ def words(known):
 
 def find_pythons(options, output, stages):
     """stage -> the peer's Python, None where there is none; and notes on what is missing."""
-    pythons, notes = {stage: sys.executable for stage in stages if stage.startswith(("generate", "episodes"))}, []
+    pythons, notes = (
+        {stage: sys.executable for stage in stages if stage.startswith(("generate", "episodes"))},
+        [],
+    )
     trained = [stage for stage in stages if stage not in pythons]
     given = {TRL: options.peer_python, TRL_WITH_PPO: options.ppo_python}
-    for trl, folder, names in ((TRL, "peer", [s for s in trained if s != "ppo"]),
-                               (TRL_WITH_PPO, "ppo", [s for s in trained if s == "ppo"])):  # fmt: skip
+    for trl, folder, names in (
+        (TRL, "peer", [s for s in trained if s != "ppo"]),
+        (TRL_WITH_PPO, "ppo", [s for s in trained if s == "ppo"]),
+    ):
         if names:
             try:
                 python = given[trl] or make_environment(output / folder, trl)
             except subprocess.CalledProcessError as error:
                 python = None
-                notes.append(f"{', '.join(names)}: {trl} could not be installed (exit code {error.returncode})")
+                notes.append(
+                    f"{', '.join(names)}: {trl} could not be installed (exit code {error.returncode})"
+                )
             pythons |= dict.fromkeys(names, python)
     return pythons, notes
 
@@ -138,8 +164,12 @@ def environment(threads=1, peer=False):
 def run_python(arguments, threads=1):
     """Output of a separate Python process of this project, which keeps this one small."""
     done = subprocess.run(
-        [sys.executable, *arguments], env=environment(threads), check=True, stdout=subprocess.PIPE, text=True
-    )  # fmt: skip
+        [sys.executable, *arguments],
+        env=environment(threads),
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     return done.stdout
 
 
@@ -155,7 +185,9 @@ def kept(file, make):
 
 def floor_of(output, size, threads):
     folder = str(output / "inputs" / size)
-    found = json.loads(run_python(["-m", "speed.floor", folder, "--threads", str(threads)], threads))
+    found = json.loads(
+        run_python(["-m", "speed.floor", folder, "--threads", str(threads)], threads)
+    )
     return {**found, "commit": commit()}
 
 
@@ -172,12 +204,20 @@ def run_case(stage, size, threads, options, peer_python):
     began, sides = time.perf_counter(), {}
     try:
         for name, side, python in (("ours", "ours", sys.executable), ("peer", peer, peer_python)):
-            command = [str(python), "-m", "speed.worker", side, stage, str(output / "inputs" / size)]
+            command = [
+                str(python),
+                "-m",
+                "speed.worker",
+                side,
+                stage,
+                str(output / "inputs" / size),
+            ]
             command += ["--threads", str(threads), "--steps", str(steps)]
             sides[name] = Worker(
-                command, env=environment(threads, peer=side == "trl"),
+                command,
+                env=environment(threads, peer=side == "trl"),
                 log=output / "logs" / f"{stage}-{size}-{threads}t-{name}.txt",
-            )  # fmt: skip
+            )
         others = Others(sides.values())
         dropped, answers = take_turns(sides, options.steps, WARMUP)
         busy = others.cores()
@@ -185,25 +225,37 @@ def run_case(stage, size, threads, options, peer_python):
         for worker in sides.values():
             worker.stop()
     return {
-        "stage": stage, "size": size, "threads": threads, "steps": options.steps, "others_cpu": busy,
-        "seconds": round(time.perf_counter() - began, 1), "commit": commit(),
+        "stage": stage,
+        "size": size,
+        "threads": threads,
+        "steps": options.steps,
+        "others_cpu": busy,
+        "seconds": round(time.perf_counter() - began, 1),
+        "commit": commit(),
         "sides": {
-            name: {"about": sides[name].about, "dropped": dropped[name], "steps": answers[name]} for name in sides
+            name: {"about": sides[name].about, "dropped": dropped[name], "steps": answers[name]}
+            for name in sides
         },
-    }  # fmt: skip
+    }
 
 
 def commit():
     """Measured commit; '+' = with uncommitted changes."""
     done = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=False
-    )  # fmt: skip
+        ["git", "describe", "--always", "--dirty=+"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.stdout.strip() or None
 
 
 def report(output, lines, checks, notes, failures):
     """Writes the table and the picture; the exit code."""
-    (output / "speed.md").write_text(table.markdown(processor(), lines, checks, about(output), notes) + "\n")
+    (output / "speed.md").write_text(
+        table.markdown(processor(), lines, checks, about(output), notes) + "\n"
+    )
     if lines:
         table.picture(lines, output / "speed.png")
     print((output / "speed.md").read_text())
@@ -214,8 +266,12 @@ def about(output):
     """Machine and versions, for the head of the report."""
     cases = [json.loads(file.read_text()) for file in sorted((output / "cases").glob("*.json"))]
     measured = [case for case in cases if "sides" in case]
-    versions = {f"{name} {version}" for case in measured for side in case["sides"].values()
-                for name, version in side["about"]["versions"].items()}  # fmt: skip
+    versions = {
+        f"{name} {version}"
+        for case in measured
+        for side in case["sides"].values()
+        for name, version in side["about"]["versions"].items()
+    }
     commits = sorted({case["commit"] for case in measured if case["commit"]})
     steps = sorted({case["steps"] for case in measured})
     return [
@@ -234,14 +290,24 @@ def processor(cpuinfo=Path("/proc/cpuinfo")):
     """Processor: name, family and model, and the instructions that decide the speed, as far as the system tells."""
     try:
         entries = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
-        known = {name.strip(): value.strip() for name, _, value in reversed(entries)}  # of the first processor
+        known = {
+            name.strip(): value.strip() for name, _, value in reversed(entries)
+        }  # of the first processor
         features = known["flags"].split()
         name = known["model name"]
     except (OSError, KeyError):
         return platform.processor() or platform.machine()
-    vectors = "AVX-512" if "avx512f" in features else "AVX2" if "avx2" in features else "neither AVX-512 nor AVX2"
+    vectors = (
+        "AVX-512"
+        if "avx512f" in features
+        else "AVX2"
+        if "avx2" in features
+        else "neither AVX-512 nor AVX2"
+    )
     tiles = "AMX" if "amx_int8" in features else "no AMX"
-    return f"{name}, family {known.get('cpu family')}, model {known.get('model')} ({vectors}, {tiles})"
+    return (
+        f"{name}, family {known.get('cpu family')}, model {known.get('model')} ({vectors}, {tiles})"
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from service_over_http import served
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from rl_core.storage.single_files import write_json_atomic
+from rl_core.storage.atomic_files import write_json_atomic
 
 KNOWN = 0.35  # share of right answers of the model that math_rl begins with
 WIDTH, LAYERS, LARGEST = 96, 2, 100
@@ -53,17 +53,23 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """Single digits, and pieces of the turns."""
     core = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), byte_level]
+    )
     core.decoder = decoders.ByteLevel()
     texts = [prompt(a, a) + answer(a, a) for a in range(LARGEST)] * 100
     core.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=320, special_tokens=["<|endoftext|>"], initial_alphabet=byte_level.alphabet(),
+            vocab_size=320,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=byte_level.alphabet(),
             show_progress=False,
         ),
-    )  # fmt: skip
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
@@ -71,18 +77,28 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=256, num_hidden_layers=LAYERS,
-            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=False,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+            vocab_size=len(tokenizer),
+            hidden_size=WIDTH,
+            intermediate_size=256,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
         )
-    )  # fmt: skip
+    )
 
 
 def learn_sums(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> float:
     """Train until a share KNOWN of sampled answers is right; returns the share."""
     pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
     random.Random(0).shuffle(pairs)
-    rows = [(tokenizer(prompt(a, b))["input_ids"], tokenizer(answer(a, b))["input_ids"]) for a, b in pairs]
+    rows = [
+        (tokenizer(prompt(a, b))["input_ids"], tokenizer(answer(a, b))["input_ids"])
+        for a, b in pairs
+    ]
     longest = max(len(asked) + len(said) for asked, said in rows)
     ids_NT = torch.zeros(len(rows), longest, dtype=torch.long)
     labels_NT = torch.full_like(ids_NT, -100)
@@ -94,7 +110,9 @@ def learn_sums(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> f
         with torch.no_grad():
             logprobs = model(ids_NT[:1000]).logits[:, :-1].log_softmax(-1)
         wanted = labels_NT[:1000, 1:]
-        found = logprobs.gather(-1, wanted.clamp(min=0)[..., None])[..., 0].masked_fill(wanted == -100, 0)
+        found = logprobs.gather(-1, wanted.clamp(min=0)[..., None])[..., 0].masked_fill(
+            wanted == -100, 0
+        )
         return float(found.sum(1).exp().mean())
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
@@ -109,7 +127,9 @@ def learn_sums(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> f
             print(f"model that half knows sums: {step} updates, {known:.1%} of answers", flush=True)
             if known >= KNOWN:
                 return known
-    raise RuntimeError(f"after {step} updates the model gives {known:.1%} of the answers, wanted {KNOWN:.0%}")
+    raise RuntimeError(
+        f"after {step} updates the model gives {known:.1%} of the answers, wanted {KNOWN:.0%}"
+    )
 
 
 @dataclass(frozen=True)
@@ -126,26 +146,43 @@ def _chat_options(folder: Path, arguments: argparse.Namespace) -> list[str]:
     drawn = random.Random(1)
     sums = [(drawn.randrange(LARGEST), drawn.randrange(LARGEST)) for _ in range(400)]
     turns = [
-        ({"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": f"{a + b}"})
+        (
+            {"role": "user", "content": f"What is {a} + {b}?"},
+            {"role": "assistant", "content": f"{a + b}"},
+        )
         for a, b in sums
     ]
-    (folder / "sums.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    (folder / "sums.jsonl").write_text(
+        "".join(json.dumps({"messages": turn}) + "\n" for turn in turns)
+    )
     return [
-        f"dataset={folder / 'sums.jsonl'}", "learning_rate=0.006", "batch_size=32", f"num_epochs={arguments.epochs}",
+        f"dataset={folder / 'sums.jsonl'}",
+        "learning_rate=0.006",
+        "batch_size=32",
+        f"num_epochs={arguments.epochs}",
         "max_length=256",
-    ]  # fmt: skip
+    ]
 
 
 def _math_options(folder: Path, arguments: argparse.Namespace) -> list[str]:
     return [
-        "env=arithmetic", "learning_rate=0.002", "group_size=16", "groups_per_batch=32", "max_tokens=5",
+        "env=arithmetic",
+        "learning_rate=0.002",
+        "group_size=16",
+        "groups_per_batch=32",
+        "max_tokens=5",
         f"max_steps={arguments.batches}",
-    ]  # fmt: skip
+    ]
 
 
 RECIPES = {
     "chat_sl": Recipe("chat_sl.train", _chat_options, "train_mean_nll", "chat_sl: nats per token"),
-    "math_rl": Recipe("math_rl.train", _math_options, "env/all/correct", "math_rl, arithmetic: share of right answers"),
+    "math_rl": Recipe(
+        "math_rl.train",
+        _math_options,
+        "env/all/correct",
+        "math_rl, arithmetic: share of right answers",
+    ),
 }
 
 
@@ -158,27 +195,47 @@ def run_recipe(name: str, folder: Path, arguments: argparse.Namespace) -> dict[s
     model.save_pretrained(base)
     tokenizer.save_pretrained(base)
     options = [
-        f"model_name={base}", "renderer_name=role_colon", "lora_rank=32", "save_every=0", "eval_every=0",
-        f"log_path={folder / 'log'}", "behavior_if_log_dir_exists=delete", *recipe.options(folder, arguments),
-    ]  # fmt: skip
+        f"model_name={base}",
+        "renderer_name=role_colon",
+        "lora_rank=32",
+        "save_every=0",
+        "eval_every=0",
+        f"log_path={folder / 'log'}",
+        "behavior_if_log_dir_exists=delete",
+        *recipe.options(folder, arguments),
+    ]
     command = [arguments.cookbook, "-m", f"tinker_cookbook.recipes.{recipe.module}", *options]
     place = folder / f"service-{time.time_ns()}"
     place.mkdir(parents=True)
     with served(place, base, 1, "exact", name=str(base)) as (address, key, _):
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TINKER_BASE_URL": address, "TINKER_API_KEY": key}
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "TINKER_BASE_URL": address,
+            "TINKER_API_KEY": key,
+        }
         environment.pop("PYTHONPATH", None)
         with open(folder / "recipe.log", "wb") as log:
             done = subprocess.run(command, env=environment, stdout=log, stderr=log)
     if done.returncode:
         raise RuntimeError(f"{name} ended with {done.returncode}; see {folder / 'recipe.log'}")
-    logged = [json.loads(line) for line in (folder / "log" / "metrics.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line) for line in (folder / "log" / "metrics.jsonl").read_text().splitlines()
+    ]
     values = [row[recipe.metric] for row in logged if recipe.metric in row]
     part = max(1, min(WINDOW, len(values) // 4))
     first, last = mean(values[:part]), mean(values[-part:])
     print(
-        f"{name}: {recipe.metric} {first:.3f} (first {part}) -> {last:.3f} (last {part} of {len(values)})", flush=True
+        f"{name}: {recipe.metric} {first:.3f} (first {part}) -> {last:.3f} (last {part} of {len(values)})",
+        flush=True,
     )
-    return {"recipe": name, "options": options[2:], "known": known, "metric": recipe.metric, "values": values}
+    return {
+        "recipe": name,
+        "options": options[2:],
+        "known": known,
+        "metric": recipe.metric,
+        "values": values,
+    }
 
 
 def _means(values: Sequence[float]) -> Iterator[float]:
@@ -196,7 +253,12 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(1, len(rows), figsize=(5 * len(rows), 3.2), squeeze=False)
     for row, axis in zip(rows, axes[0], strict=True):
         axis.plot(row["values"], color="#9db4d3", linewidth=1, label="each update")
-        axis.plot(list(_means(row["values"])), color="#1f4e8c", linewidth=2, label=f"mean of the last {WINDOW}")
+        axis.plot(
+            list(_means(row["values"])),
+            color="#1f4e8c",
+            linewidth=2,
+            label=f"mean of the last {WINDOW}",
+        )
         axis.set_title(RECIPES[row["recipe"]].title, fontsize=10)
         axis.set_xlabel("update")
         axis.set_ylim(bottom=0)
@@ -208,14 +270,22 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+    )
 
 
 def main() -> None:
     """Recipes that are asked for, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", required=True, help="folder of models, services, logs and figures")
-    parser.add_argument("--cookbook", required=True, metavar="PYTHON", help="of an environment with tinker-cookbook")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", required=True, help="folder of models, services, logs and figures"
+    )
+    parser.add_argument(
+        "--cookbook", required=True, metavar="PYTHON", help="of an environment with tinker-cookbook"
+    )
     parser.add_argument("--parts", default=",".join(RECIPES), help="comma-separated (default: all)")
     parser.add_argument("--epochs", type=int, default=6, help="of chat_sl (default: 6, 72 updates)")
     parser.add_argument("--batches", type=int, default=80, help="of math_rl (default: 80)")
@@ -230,7 +300,9 @@ def main() -> None:
             (folder / name).mkdir(parents=True, exist_ok=True)
             write_json_atomic(kept, run_recipe(name, folder / name, arguments))
         rows.append(json.loads(kept.read_text()))
-    write_json_atomic(folder / "cookbook.json", {"processor": _processor(), "cores": os.cpu_count(), "rows": rows})
+    write_json_atomic(
+        folder / "cookbook.json", {"processor": _processor(), "cores": os.cpu_count(), "rows": rows}
+    )
     draw(rows, folder / "cookbook.png")
 
 

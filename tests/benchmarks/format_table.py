@@ -43,18 +43,35 @@ COMPARED = 200  # rows of real text that TRL is run on, format by format
 
 Row = dict[str, Any]
 
-_JOINED = "TRL joins the texts without the chat template; as lists of messages (next row) they are equal"
+_JOINED = (
+    "TRL joins the texts without the chat template; as lists of messages (next row) they are equal"
+)
 _LOST = "TRL reads `chosen` and `rejected` alone: the question is lost"
 # Differences that are meant, by file: their kind, and the reason for people
 REASONS = {
     "prompt_completion": ("other tokens", _JOINED),
     "pairs": ("other tokens", _JOINED),
     "kto": ("other tokens", _JOINED),
-    "text": ("other loss tokens", "equal but for the first token, which TRL labels and nothing predicts"),
-    "pairs_turns": ("other loss tokens", "the same tokens; TRL counts the user's turn within a side as well"),
-    "sharegpt": ("other tokens", "TRL keeps the roles `human` and `gpt`, and puts loss on every token"),
-    "sharegpt_tools": ("other tokens", "TRL keeps the roles `human` and `function_call`, and puts loss on every token"),
-    "hh_rlhf": ("other tokens", "TRL keeps `Human:` and `Assistant:` as text, without the chat template"),
+    "text": (
+        "other loss tokens",
+        "equal but for the first token, which TRL labels and nothing predicts",
+    ),
+    "pairs_turns": (
+        "other loss tokens",
+        "the same tokens; TRL counts the user's turn within a side as well",
+    ),
+    "sharegpt": (
+        "other tokens",
+        "TRL keeps the roles `human` and `gpt`, and puts loss on every token",
+    ),
+    "sharegpt_tools": (
+        "other tokens",
+        "TRL keeps the roles `human` and `function_call`, and puts loss on every token",
+    ),
+    "hh_rlhf": (
+        "other tokens",
+        "TRL keeps `Human:` and `Assistant:` as text, without the chat template",
+    ),
     "alpaca_pairs": ("other tokens", _LOST),
     "orca_dpo": ("other tokens", _LOST),
     "orca_dpo_distilabel": ("other tokens", _LOST),
@@ -72,8 +89,13 @@ def talk(question: str, answer: str) -> list[Row]:
 QUESTIONS: dict[str, Callable[[str, str], Row]] = {
     "messages": lambda q, a: {"messages": talk(q, a)},
     "prompt_completion": lambda q, a: {"prompt": q, "completion": a},
-    "conversational": lambda q, a: {"prompt": [said("user", q)], "completion": [said("assistant", a)]},
-    "sharegpt": lambda q, a: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]},
+    "conversational": lambda q, a: {
+        "prompt": [said("user", q)],
+        "completion": [said("assistant", a)],
+    },
+    "sharegpt": lambda q, a: {
+        "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]
+    },
     "alpaca": lambda q, a: {"instruction": "Solve the problem.", "input": q, "output": a},
     "dolly": lambda q, a: {"instruction": q, "context": "", "response": a},
     "text": lambda q, a: {"text": f"{q}\n{a}"},
@@ -86,7 +108,11 @@ PAIRS: dict[str, Callable[[str, str, str], Row]] = {
         "rejected": [said("assistant", r)],
     },
     "implicit_prompt": lambda p, c, r: {"chosen": talk(p, c), "rejected": talk(p, r)},
-    "ultrafeedback_binarized": lambda p, c, r: {"prompt": p, "chosen": talk(p, c), "rejected": talk(p, r)},
+    "ultrafeedback_binarized": lambda p, c, r: {
+        "prompt": p,
+        "chosen": talk(p, c),
+        "rejected": talk(p, r),
+    },
     "sharegpt_pairs": lambda p, c, r: {
         "conversations": [{"from": "human", "value": p}],
         "chosen": {"from": "gpt", "value": c},
@@ -106,7 +132,7 @@ PAIRS: dict[str, Callable[[str, str, str], Row]] = {
         "label": False,
     },
     "kto_messages": lambda p, c, r: {"messages": talk(p, r), "label": False},
-}  # fmt: skip
+}
 
 
 def record(trl: str, questions: Path, pairs: Path, only: Collection[str]) -> None:
@@ -114,7 +140,13 @@ def record(trl: str, questions: Path, pairs: Path, only: Collection[str]) -> Non
     files = [file for file in FILES if not only or file.name in only]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        found = _run_trl(trl, folder / "small", small_renderer(), {f.name: (f, raw_rows(f.path)) for f in files}, False)
+        found = _run_trl(
+            trl,
+            folder / "small",
+            small_renderer(),
+            {f.name: (f, raw_rows(f.path)) for f in files},
+            False,
+        )
         real = _real_files(folder, files, questions, pairs)
         texts = [line for path in (questions, pairs) for line in path.read_text().split("\n")]
         renderer = make_renderer(texts, 2000)
@@ -123,18 +155,31 @@ def record(trl: str, questions: Path, pairs: Path, only: Collection[str]) -> Non
         counts = {f.name: _counts(f, path, renderer, theirs["files"][f.name]) for f, path in real}
     kept = recorded() if only else {"files": {}, "real": {}}
     versions = {"trl": found["trl"], "transformers": found["transformers"]}
-    result = {**versions, "files": {**kept["files"], **found["files"]}, "real": {**kept["real"], **counts}}
+    result = {
+        **versions,
+        "files": {**kept["files"], **found["files"]},
+        "real": {**kept["real"], **counts},
+    }
     RECORDED.write_text(json.dumps(result, ensure_ascii=False).replace("}, ", "},\n") + "\n")
 
 
 def _run_trl(
-    trl: str, folder: Path, renderer: ChatRenderer, jobs: dict[str, tuple[FormatFile, list[Row]]], together: bool
+    trl: str,
+    folder: Path,
+    renderer: ChatRenderer,
+    jobs: dict[str, tuple[FormatFile, list[Row]]],
+    together: bool,
 ) -> Row:
     renderer.tokenizer.save_pretrained(folder)
-    files = {name: {"trainer": f.trainer, "rows": rows, "together": together} for name, (f, rows) in jobs.items()}
+    files = {
+        name: {"trainer": f.trainer, "rows": rows, "together": together}
+        for name, (f, rows) in jobs.items()
+    }
     (folder / "job.json").write_text(json.dumps({"tokenizer": str(folder), "files": files}))
     script = ROOT / "tests/benchmarks/trl_masks.py"
-    done = subprocess.run([trl, str(script), str(folder / "job.json")], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [trl, str(script), str(folder / "job.json")], check=True, stdout=subprocess.PIPE, text=True
+    )
     result: Row = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -182,15 +227,26 @@ def difference(ours: list[tuple[list[int], list[bool]]], theirs: Row) -> str:
     sides = theirs["sides"]
     if [ids for ids, _ in ours] != [side["ids"] for side in sides]:
         return "other tokens"
-    return "" if [places(mask) for _, mask in ours] == [side["loss"] for side in sides] else "other loss tokens"
+    return (
+        ""
+        if [places(mask) for _, mask in ours] == [side["loss"] for side in sides]
+        else "other loss tokens"
+    )
 
 
-def rows() -> Iterator[tuple[FormatFile, list[list[tuple[list[int], list[bool]]]], list[str], ChatRenderer]]:
+def rows() -> Iterator[
+    tuple[FormatFile, list[list[tuple[list[int], list[bool]]]], list[str], ChatRenderer]
+]:
     """Each file with the sequences of its rows, and their differences from TRL's."""
     renderer, theirs = small_renderer(), recorded()["files"]
     for file in FILES:
         sides = [sides_of(row, renderer) for row in read(file.path, file.kind).rows]
-        yield file, sides, [difference(a, b) for a, b in zip(sides, theirs[file.name], strict=True)], renderer
+        yield (
+            file,
+            sides,
+            [difference(a, b) for a, b in zip(sides, theirs[file.name], strict=True)],
+            renderer,
+        )
 
 
 def table() -> str:
@@ -212,7 +268,9 @@ def table() -> str:
 def _shown(renderer: ChatRenderer, ids: list[int], mask: list[bool]) -> str:
     parts = []
     for learns, run in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1]):
-        text = str(renderer.tokenizer.decode([token for token, _ in run], skip_special_tokens=False))
+        text = str(
+            renderer.tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
+        )
         text = text if len(text) <= _LONGEST else f"{text[:20]} … {text[-40:]}"
         parts.append(f"«{text}»" if learns else text)
     return "".join(parts).replace("<|", "[").replace("|>", "]").replace("\n", "⏎")
@@ -232,7 +290,9 @@ def _real(counts: Row | None) -> str:
     left_out = counts["rows"] - counts["loaded"]
     text = f"{counts['loaded']:,} rows{f' ({left_out} refused)' * bool(left_out)}, {counts['tokens']:,} tokens, "
     text += f"{counts['with_loss']:,} with loss"
-    return text + (f"; {counts['equal']} of {counts['compared']} equal to TRL's" if counts["equal"] else "")
+    return text + (
+        f"; {counts['equal']} of {counts['compared']} equal to TRL's" if counts["equal"] else ""
+    )
 
 
 def page() -> str:
@@ -243,12 +303,16 @@ def page() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("record", "write"))
     parser.add_argument("--trl", help="a Python that has TRL")
     parser.add_argument("--questions", type=Path)
     parser.add_argument("--pairs", type=Path)
-    parser.add_argument("--only", nargs="*", default=[], help="files that are recorded anew; without it all")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="files that are recorded anew; without it all"
+    )
     options = parser.parse_args()
     if options.what == "record":
         record(options.trl, options.questions, options.pairs, options.only)

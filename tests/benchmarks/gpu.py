@@ -34,27 +34,57 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
-from rl_core.inference.engine import make_backend
+from rl_core.inference.engine import create_rollout_backend
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import PolicySettings, SamplingSettings, SFTSettings
-from rl_core.timing import collected
+from rl_core.timing import collect_seconds
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.trainers.sft import SFTTrainer
-from rl_core.training.throughput import peak_flops, throughput_metrics
+from rl_core.training.performance_metrics import compute_throughput_metrics, find_peak_flops
 
 SHAPES = {
-    "half_billion": dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-                         intermediate_size=4864, vocab_size=65536),
-    "tiny": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                 intermediate_size=128, vocab_size=512),
-}  # fmt: skip
+    "half_billion": dict(
+        hidden_size=896,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        vocab_size=65536,
+    ),
+    "tiny": dict(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        vocab_size=512,
+    ),
+}
 # rows and tokens of each piece of work
 WORK = {
-    "half_billion": dict(rows=64, shortest=64, longest=1024, micro_batch=32768, prompts=16, group=8, prompt=128,
-                         completion=256, decode_rows=(64, 256)),
-    "tiny": dict(rows=8, shortest=8, longest=64, micro_batch=1024, prompts=2, group=4, prompt=8, completion=16,
-                 decode_rows=(4,)),
-}  # fmt: skip
+    "half_billion": dict(
+        rows=64,
+        shortest=64,
+        longest=1024,
+        micro_batch=32768,
+        prompts=16,
+        group=8,
+        prompt=128,
+        completion=256,
+        decode_rows=(64, 256),
+    ),
+    "tiny": dict(
+        rows=8,
+        shortest=8,
+        longest=64,
+        micro_batch=1024,
+        prompts=2,
+        group=4,
+        prompt=8,
+        completion=16,
+        decode_rows=(4,),
+    ),
+}
 SEED, PAD, FIRST, WARMUP = 0, 0, 8, 2  # ids below FIRST are kept for special tokens
 TRAINING = dict(learning_rate=1e-5, schedule="constant", warmup_steps=0, weight_decay=0.0)
 
@@ -139,12 +169,22 @@ def parse():
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--size", choices=SHAPES, default="half_billion")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--steps", type=int, default=5, help=f"measured steps, after {WARMUP} to warm up")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=["decode", "sft", "grpo", "trl_sft"])
-    parser.add_argument("--vllm", metavar="PYTHON", help="of vLLM's environment (deployments/vllm), or own: this one's")
+    parser.add_argument(
+        "--steps", type=int, default=5, help=f"measured steps, after {WARMUP} to warm up"
+    )
+    parser.add_argument(
+        "--parts", type=lambda text: text.split(","), default=["decode", "sft", "grpo", "trl_sft"]
+    )
+    parser.add_argument(
+        "--vllm",
+        metavar="PYTHON",
+        help="of vLLM's environment (deployments/vllm), or own: this one's",
+    )
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no GPU here; --device cpu --size tiny shows that the command works")
+        parser.error(
+            "torch sees no GPU here; --device cpu --size tiny shows that the command works"
+        )
     for part in options.parts:
         if part not in ("decode", "sft", "grpo", "trl_sft"):
             parser.error(f"'{part}' is none of decode, sft, grpo, trl_sft")
@@ -158,9 +198,13 @@ class Bench:
         self.device, self.steps = torch.device(options.device), options.steps
         self.shape, self.work = SHAPES[options.size], WORK[options.size]
         self.config = LlamaConfig(
-            **self.shape, max_position_embeddings=4096, tie_word_embeddings=False, pad_token_id=PAD,
-            bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
+            **self.shape,
+            max_position_embeddings=4096,
+            tie_word_embeddings=False,
+            pad_token_id=PAD,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
         self.limits = self._measure_limits()
 
     def about(self):
@@ -168,9 +212,12 @@ class Bench:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         parameters = sum(parameter.numel() for parameter in self.model().parameters())
         return {
-            "device": name, "torch": torch.__version__, "transformers": transformers.__version__,
-            "parameters": parameters, "dtype": "bfloat16",
-        }  # fmt: skip
+            "device": name,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "parameters": parameters,
+            "dtype": "bfloat16",
+        }
 
     def decode(self):
         """The engine beside `generate`: rows x completion tokens, none ends before."""
@@ -181,58 +228,95 @@ class Bench:
         model = self.model().eval()
         model.generation_config.eos_token_id = None
         prompts = [random_ids(index, prompt, self.config.vocab_size) for index in range(rows)]
-        engine = make_backend(model, eos_ids=(), pad_id=PAD, max_length=prompt + new)
+        engine = create_rollout_backend(model, eos_ids=(), pad_id=PAD, max_length=prompt + new)
 
         def ours():
             sequences = [Scripted(ids, seed, limit=new) for seed, ids in enumerate(prompts)]
-            engine.run(sequences, SamplingSettings(max_completion_tokens=new, slots=rows))
+            engine.run_sequences(sequences, SamplingSettings(max_completion_tokens=new, slots=rows))
             assert all(sequence.sampled == new for sequence in sequences)
 
         def theirs():
             ids = torch.tensor(prompts, device=self.device)
             with torch.no_grad():
-                out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
-                                     max_new_tokens=new, pad_token_id=PAD)  # fmt: skip
+                out = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    do_sample=True,
+                    top_k=0,
+                    max_new_tokens=new,
+                    pad_token_id=PAD,
+                )
             assert out.shape[1] == prompt + new
 
         seconds, spread, memory = self.timed(ours)
         peer, peer_spread, peer_memory = self.timed(theirs, steps=min(self.steps, 3))
-        cached = 2 * 2 * self.shape["num_hidden_layers"] * self.shape["num_key_value_heads"] * (
-            self.shape["hidden_size"] // self.shape["num_attention_heads"])  # bytes a token, bfloat16  # fmt: skip
-        weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name) * 2
+        cached = (
+            2
+            * 2
+            * self.shape["num_hidden_layers"]
+            * self.shape["num_key_value_heads"]
+            * (self.shape["hidden_size"] // self.shape["num_attention_heads"])
+        )  # bytes a token, bfloat16
+        weights = (
+            sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name) * 2
+        )
         bound = new * weights + rows * cached * sum(prompt + index for index in range(new))
         return {
-            "rows": rows, "tokens_per_s": rows * new / seconds, "spread": spread, "memory_gb": memory,
+            "rows": rows,
+            "tokens_per_s": rows * new / seconds,
+            "spread": spread,
+            "memory_gb": memory,
             "of_the_bound": bound / seconds / self.limits["read_bytes_per_s"],
-            "peer_tokens_per_s": rows * new / peer, "peer_spread": peer_spread, "peer_memory_gb": peer_memory,
-        }  # fmt: skip
+            "peer_tokens_per_s": rows * new / peer,
+            "peer_spread": peer_spread,
+            "peer_memory_gb": peer_memory,
+        }
 
     def sft(self):
         """Optimizer steps on rows of different lengths, all tokens but the first with loss."""
         rows = self._rows()
         settings = SFTSettings(
             batch_size=self.work["rows"], micro_batch_tokens=self.work["micro_batch"], **TRAINING
-        )  # fmt: skip
-        trainer = SFTTrainer(self.model(), PAD, [(ids, [False] + [True] * (len(ids) - 1)) for ids in rows], [],
-                             settings, SEED)  # fmt: skip
+        )
+        trainer = SFTTrainer(
+            self.model(),
+            PAD,
+            [(ids, [False] + [True] * (len(ids) - 1)) for ids in rows],
+            [],
+            settings,
+            SEED,
+        )
         return self._trained(trainer, lambda metrics: metrics["train/tokens"])
 
     def grpo(self):
         """Whole rounds: play, score, update."""
         settings = PolicySettings(
-            algorithm="grpo", iterations=self.steps + WARMUP, prompts_per_iteration=self.work["prompts"],
-            group_size=self.work["group"], rewards={"gpu:any_number": 1.0}, micro_batch_tokens=self.work["micro_batch"],
+            algorithm="grpo",
+            iterations=self.steps + WARMUP,
+            prompts_per_iteration=self.work["prompts"],
+            group_size=self.work["group"],
+            rewards={"gpu:any_number": 1.0},
+            micro_batch_tokens=self.work["micro_batch"],
             sampling=SamplingSettings(
-                max_completion_tokens=self.work["completion"], slots=self.work["prompts"] * self.work["group"]
+                max_completion_tokens=self.work["completion"],
+                slots=self.work["prompts"] * self.work["group"],
             ),
             **TRAINING,
-        )  # fmt: skip
+        )
         model, length = self.model(), self.work["prompt"] + self.work["completion"]
         trainer = PolicyGradientTrainer(
-            model, None, Numbers(), Questions(self.config.vocab_size, self.work["prompt"]), settings, SEED,
-            RewardOrchestrator(settings.rewards), make_backend(model, eos_ids=(), pad_id=PAD, max_length=length),
-        )  # fmt: skip
-        return self._trained(trainer, lambda metrics: length * self.work["prompts"] * self.work["group"])
+            model,
+            None,
+            Numbers(),
+            Questions(self.config.vocab_size, self.work["prompt"]),
+            settings,
+            SEED,
+            RewardOrchestrator(settings.rewards),
+            create_rollout_backend(model, eos_ids=(), pad_id=PAD, max_length=length),
+        )
+        return self._trained(
+            trainer, lambda metrics: length * self.work["prompts"] * self.work["group"]
+        )
 
     def trl_sft(self):
         """TRL's trainer on the same rows in bfloat16, or why not."""
@@ -242,65 +326,95 @@ class Bench:
         except ImportError as error:
             return {"left_out": f"this Python has no {error.name}"}
         rows, seconds = self._rows(), []
-        data = datasets.Dataset.from_list([{"input_ids": ids} for ids in rows] * (self.steps + WARMUP))
+        data = datasets.Dataset.from_list(
+            [{"input_ids": ids} for ids in rows] * (self.steps + WARMUP)
+        )
         bench = self
 
         class Clock(transformers.TrainerCallback):
             def on_step_begin(self, *_, **__):
-                self.began = bench.now()
+                self.started_at = bench.now()
 
             def on_step_end(self, *_, **__):
-                seconds.append(bench.now() - self.began)
+                seconds.append(bench.now() - self.started_at)
 
         self._reset_memory()
         # micro-batches of about as many padded tokens as ours have at most
         size = max(1, self.work["micro_batch"] // self.work["longest"])
         with tempfile.TemporaryDirectory() as output:
             args = trl.SFTConfig(
-                output_dir=output, per_device_train_batch_size=size,
-                gradient_accumulation_steps=-(-self.work["rows"] // size), max_steps=self.steps + WARMUP,
-                learning_rate=TRAINING["learning_rate"], lr_scheduler_type="constant", bf16=self.device.type == "cuda",
-                use_cpu=self.device.type == "cpu", gradient_checkpointing=False, logging_strategy="no",
-                save_strategy="no", report_to="none", max_length=self.work["longest"],
+                output_dir=output,
+                per_device_train_batch_size=size,
+                gradient_accumulation_steps=-(-self.work["rows"] // size),
+                max_steps=self.steps + WARMUP,
+                learning_rate=TRAINING["learning_rate"],
+                lr_scheduler_type="constant",
+                bf16=self.device.type == "cuda",
+                use_cpu=self.device.type == "cpu",
+                gradient_checkpointing=False,
+                logging_strategy="no",
+                save_strategy="no",
+                report_to="none",
+                max_length=self.work["longest"],
                 disable_tqdm=True,
-            )  # fmt: skip
+            )
             # as TRL recommends: float32 weights, bfloat16 by autocast
             model = self.model().float() if self.device.type == "cuda" else self.model()
             trainer = trl.SFTTrainer(
-                model=model, args=args, train_dataset=data, callbacks=[Clock()],
+                model=model,
+                args=args,
+                train_dataset=data,
+                callbacks=[Clock()],
                 processing_class=inputs.make_tokenizer(self.config.vocab_size),
-            )  # fmt: skip
+            )
             trainer.train()
         taken = seconds[WARMUP:]
         return {
-            "tokens_per_s": sum(map(len, rows)) / statistics.median(taken), "spread": [min(taken), max(taken)],
-            "memory_gb": self._memory(), "trl": trl.__version__,
-        }  # fmt: skip
+            "tokens_per_s": sum(map(len, rows)) / statistics.median(taken),
+            "spread": [min(taken), max(taken)],
+            "memory_gb": self._memory(),
+            "trl": trl.__version__,
+        }
 
     def _rows(self):
         work = self.work
-        lengths = np.random.default_rng(SEED).integers(work["shortest"], work["longest"] + 1, work["rows"]).tolist()
-        return [random_ids(index, length, self.config.vocab_size) for index, length in enumerate(lengths)]
+        lengths = (
+            np.random.default_rng(SEED)
+            .integers(work["shortest"], work["longest"] + 1, work["rows"])
+            .tolist()
+        )
+        return [
+            random_ids(index, length, self.config.vocab_size)
+            for index, length in enumerate(lengths)
+        ]
 
     def _trained(self, trainer, tokens_of):
         taken, spans_of, metrics = [], [], {}
         self._reset_memory()
         for _ in range(self.steps + WARMUP):
             began = self.now()
-            with collected() as spans:
+            with collect_seconds() as spans:
                 metrics = trainer.step()
             taken.append(self.now() - began)
-            spans_of.append({**spans, **throughput_metrics(spans, trainer.model, is_bfloat16=True),
-                             "perf/rollout_seconds": metrics.get("perf/rollout_seconds", 0.0)})  # fmt: skip
+            spans_of.append(
+                {
+                    **spans,
+                    **compute_throughput_metrics(spans, trainer.model, is_bfloat16=True),
+                    "perf/rollout_seconds": metrics.get("perf/rollout_seconds", 0.0),
+                }
+            )
         taken, spans_of = taken[WARMUP:], spans_of[WARMUP:]
         flops = statistics.median(1e12 * spans["perf/update_tflops"] for spans in spans_of)
         seconds = statistics.median(taken)
         return {
-            "tokens_per_s": tokens_of(metrics) / seconds, "seconds": seconds, "spread": [min(taken), max(taken)],
+            "tokens_per_s": tokens_of(metrics) / seconds,
+            "seconds": seconds,
+            "spread": [min(taken), max(taken)],
             "mfu": flops / self.limits["peak_flops"],
             "in_rollouts": sum(spans["perf/rollout_seconds"] for spans in spans_of) / sum(taken),
-            "memory_gb": self._memory(), "loss": metrics["train/loss"],
-        }  # fmt: skip
+            "memory_gb": self._memory(),
+            "loss": metrics["train/loss"],
+        }
 
     def model(self):
         """Random weights, the same every time."""
@@ -340,7 +454,7 @@ class Bench:
         block = torch.ones(numbers, device=self.device, dtype=torch.bfloat16)
         rate = 2 * size**3 / self._best(lambda: a @ b)
         read = 2 * numbers / self._best(lambda: block.view(torch.int16).max())
-        named = peak_flops(torch.cuda.get_device_name(self.device)) if on_gpu else None
+        named = find_peak_flops(torch.cuda.get_device_name(self.device)) if on_gpu else None
         return {"matrix_flops": rate, "read_bytes_per_s": read, "peak_flops": named or rate}
 
     def _best(self, work):

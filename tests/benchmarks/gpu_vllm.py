@@ -32,8 +32,14 @@ from rl_core.models.causal_lm import save
 from rl_core.models.lora import add_adapter
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollout_workers.server_backend import ServerBackend
-from rl_core.settings import LoraSettings, PolicySettings, RolloutServerSettings, RolloutSettings, SamplingSettings
-from rl_core.timing import collected
+from rl_core.settings import (
+    LoraSettings,
+    PolicySettings,
+    RolloutServerSettings,
+    RolloutSettings,
+    SamplingSettings,
+)
+from rl_core.timing import collect_seconds
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,19 +69,45 @@ class Server:
 
     def __init__(self, python, folder, case, output):
         self.port = free_port()
-        self.url, self._log = f"http://127.0.0.1:{self.port}", output / f"server_{case.name.replace(' ', '_')}.log"
+        self.url, self._log = (
+            f"http://127.0.0.1:{self.port}",
+            output / f"server_{case.name.replace(' ', '_')}.log",
+        )
         if python == "own":
             self._command = [
-                sys.executable, "-m", "flows.cli.main", "serve", str(folder), "--port", str(self.port), "--output",
-                str(output / "own"), "--name", "policy", "--set", "serving.rollouts=true", "--set",
+                sys.executable,
+                "-m",
+                "posttrain.cli.main",
+                "serve",
+                str(folder),
+                "--port",
+                str(self.port),
+                "--output",
+                str(output / "own"),
+                "--name",
+                "policy",
+                "--set",
+                "serving.rollouts=true",
+                "--set",
                 f"model.dtype={case.dtype}",
-            ]  # fmt: skip
+            ]
         else:
             self._command = [
-                sys.executable, str(ROOT / "deployments/vllm/start.py"), "--python", python, "--model", str(folder),
-                "--port", str(self.port), "--dtype", case.dtype, "--gpu-memory", "0.4",
-                *(["--sleeps"] if case.sleeps else []), *(["--lora-rank", "16"] if case.lora else []),
-            ]  # fmt: skip
+                sys.executable,
+                str(ROOT / "deployments/vllm/start.py"),
+                "--python",
+                python,
+                "--model",
+                str(folder),
+                "--port",
+                str(self.port),
+                "--dtype",
+                case.dtype,
+                "--gpu-memory",
+                "0.4",
+                *(["--sleeps"] if case.sleeps else []),
+                *(["--lora-rank", "16"] if case.lora else []),
+            ]
         self._own_key = output / "own" / "serving" / "token" if python == "own" else None
         self.start()
 
@@ -84,9 +116,13 @@ class Server:
         began = time.monotonic()
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True,
+                self._command,
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                start_new_session=True,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )  # fmt: skip
+            )
         while not answers(f"{self.url}/health"):
             if self.process.poll() is not None or time.monotonic() - began > START_S:
                 raise SystemExit(f"the server did not start; its log: {self._log}")
@@ -131,56 +167,81 @@ def one_case(bench, python, output, games, case, *, with_faults):
         server.kill()
     taken = rows[1:]
     return {
-        "case": case.name, "server": described.words, "versions": dict(described.versions), "iterations": len(taken),
+        "case": case.name,
+        "server": described.engine_label,
+        "versions": dict(described.versions),
+        "iterations": len(taken),
         "seconds": statistics.median(row["seconds"] for row in taken),
         "sync_seconds": statistics.median(row["sync_seconds"] for row in taken),
         "tokens_per_s": statistics.median(row["tokens_per_s"] for row in taken),
         "weight_mb": taken[-1]["weight_bytes"] / 1e6,
         "probe_difference": max(row["probe_difference"] for row in rows),
-        "rollout_difference": max(row["rollout_difference"] for row in rows), **faults,
-    }  # fmt: skip
+        "rollout_difference": max(row["rollout_difference"] for row in rows),
+        **faults,
+    }
 
 
 def trainer_of(bench, games, case, model, server):
     """A trainer as `gpu.py`'s GRPO, whose backend is the server."""
     work = bench.work
     settings = PolicySettings(
-        algorithm="grpo", iterations=1000, prompts_per_iteration=work["prompts"], group_size=work["group"],
-        rewards={"gpu:any_number": 1.0}, micro_batch_tokens=work["micro_batch"], importance="token",
+        algorithm="grpo",
+        iterations=1000,
+        prompts_per_iteration=work["prompts"],
+        group_size=work["group"],
+        rewards={"gpu:any_number": 1.0},
+        micro_batch_tokens=work["micro_batch"],
+        importance="token",
         sampling=SamplingSettings(max_completion_tokens=work["completion"], temperature=0.9),
         rollouts=RolloutSettings(
-            workers="server", address=f"127.0.0.1:{server.port}",
+            workers="server",
+            address=f"127.0.0.1:{server.port}",
             server=RolloutServerSettings(key_variable=KEY, sleeps=case.sleeps, patience_s=START_S),
         ),
-        learning_rate=1e-3 if case.lora else 1e-5, schedule="constant", warmup_steps=0, weight_decay=0.0,
-    )  # fmt: skip
+        learning_rate=1e-3 if case.lora else 1e-5,
+        schedule="constant",
+        warmup_steps=0,
+        weight_decay=0.0,
+    )
     length = work["prompt"] + work["completion"]
     backend = ServerBackend(
-        model, inputs.make_tokenizer(bench.config.vocab_size), settings.rollouts, eos_ids=(), max_length=length
-    )  # fmt: skip
+        model,
+        inputs.make_tokenizer(bench.config.vocab_size),
+        settings.rollouts,
+        eos_ids=(),
+        max_length=length,
+    )
     trainer = PolicyGradientTrainer(
-        model, None, games.Numbers(), games.Questions(bench.config.vocab_size, work["prompt"]), settings, games.SEED,
-        RewardOrchestrator(settings.rewards), backend,
-    )  # fmt: skip
+        model,
+        None,
+        games.Numbers(),
+        games.Questions(bench.config.vocab_size, work["prompt"]),
+        settings,
+        games.SEED,
+        RewardOrchestrator(settings.rewards),
+        backend,
+    )
     trainer.server = backend
     return trainer
 
 
 def iteration(trainer):
     began = time.perf_counter()
-    with collected() as spans:
+    with collect_seconds() as spans:
         metrics = trainer.step()
     return {
-        "seconds": time.perf_counter() - began, "sync_seconds": spans.get("weight_sync", 0.0),
-        "tokens_per_s": metrics["perf/rollout_tokens_per_second"], "weight_bytes": metrics["perf/weight_bytes"],
+        "seconds": time.perf_counter() - began,
+        "sync_seconds": spans.get("weight_sync", 0.0),
+        "tokens_per_s": metrics["perf/rollout_tokens_per_second"],
+        "weight_bytes": metrics["perf/weight_bytes"],
         "probe_difference": metrics["policy/server_difference"],
         "rollout_difference": metrics["policy/sampler_difference_max"],
-    }  # fmt: skip
+    }
 
 
 def try_faults(trainer, server):
     """SIGKILL in the middle, a start after it, and a server that samples at another temperature than it is told."""
-    complete, counted, again = trainer.server.server.complete, [], []
+    complete, counted, again = trainer.server.server.sample_completion, [], []
 
     def killing(*arguments):
         counted.append(None)
@@ -190,20 +251,26 @@ def try_faults(trainer, server):
             thread.start()
         return complete(*arguments)
 
-    trainer.server.server.complete = killing
-    trainer.server.weights._verified.clear()  # so that the probe is asked first
+    trainer.server.server.sample_completion = killing
+    trainer.server.weights._verified_temperatures.clear()  # so that the probe is asked first
     metrics = trainer.step()
 
     def hot(name, ids, most, sampling, seed, eos_ids):
-        return complete(name, ids, most, dataclasses.replace(sampling, temperature=2.0), seed, eos_ids)
+        return complete(
+            name, ids, most, dataclasses.replace(sampling, temperature=2.0), seed, eos_ids
+        )
 
-    trainer.server.server.complete = hot
+    trainer.server.server.sample_completion = hot
     try:
         trainer.step()
         refused = "NOT refused"
     except SamplerMismatch as error:
         refused = str(error)
-    return {"recoveries": metrics["perf/server_recoveries"], "restart_seconds": again[0], "refused": refused}
+    return {
+        "recoveries": metrics["perf/server_recoveries"],
+        "restart_seconds": again[0],
+        "refused": refused,
+    }
 
 
 def table(found):
@@ -223,9 +290,10 @@ def table(found):
     for row in found["cases"]:
         if "refused" in row:
             lines += [
-                "", f"Killed in the middle: {row['recoveries']:.0f} recovery, {row['restart_seconds']:.1f} s until the "
+                "",
+                f"Killed in the middle: {row['recoveries']:.0f} recovery, {row['restart_seconds']:.1f} s until the "
                 f"server answered again. Another temperature: {row['refused']}",
-            ]  # fmt: skip
+            ]
     return "\n".join(lines) + "\n"
 
 

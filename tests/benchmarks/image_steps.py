@@ -42,17 +42,28 @@ class Stage:
     command: list[str] = field(default_factory=list)
     health: list[str] = field(default_factory=list)
 
-    def run(self, command: list[str], binds: list[str], more: dict[str, str], user: str = "0:0") -> int:
+    def run(
+        self, command: list[str], binds: list[str], more: dict[str, str], user: str = "0:0"
+    ) -> int:
         """Exit code of a command in this root, with /proc, /dev and the given folders mounted for it alone."""
         mounts = [f"mount -t proc proc {self.root}/proc", f"mount --rbind /dev {self.root}/dev"]
         for bind in binds:
             (self.root / bind.lstrip("/")).mkdir(parents=True, exist_ok=True)
             mounts.append(f"mount --bind -o ro {bind} {self.root}{bind}")
-        given = {"HOME": "/root" if user == "0:0" else "/home/posttrain", **self.environment, **self.arguments, **more}
-        inside = shlex.join(["sh", "-c", f"cd {shlex.quote(self.folder)} && exec {shlex.join(command)}"])
+        given = {
+            "HOME": "/root" if user == "0:0" else "/home/posttrain",
+            **self.environment,
+            **self.arguments,
+            **more,
+        }
+        inside = shlex.join(
+            ["sh", "-c", f"cd {shlex.quote(self.folder)} && exec {shlex.join(command)}"]
+        )
         entered = f"exec chroot --userspec={user} {self.root} env -i {shlex.join(f'{k}={v}' for k, v in given.items())}"
         script = " && ".join([*mounts, f"{entered} {inside}"])
-        return subprocess.run(["unshare", "--mount", "--pid", "--fork", "sh", "-c", script]).returncode
+        return subprocess.run(
+            ["unshare", "--mount", "--pid", "--fork", "sh", "-c", script]
+        ).returncode
 
     def expanded(self, text: str) -> str:
         """Text with $NAME of ENV and ARG."""
@@ -81,10 +92,16 @@ def copy(source: Path, target: Path) -> None:
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target / source.name)
         return
-    ignored = [line[3:] for line in (PROJECT / ".dockerignore").read_text().splitlines() if line.startswith("**/")]
+    ignored = [
+        line[3:]
+        for line in (PROJECT / ".dockerignore").read_text().splitlines()
+        if line.startswith("**/")
+    ]
 
     def left_out(folder: str, names: list[str]) -> list[str]:
-        return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in ignored)]
+        return [
+            name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in ignored)
+        ]
 
     shutil.copytree(source, target, symlinks=True, ignore=left_out, dirs_exist_ok=True)
 
@@ -94,15 +111,21 @@ def allowed(name: str) -> bool:
     return f"!{name.removeprefix('./')}" in (PROJECT / ".dockerignore").read_text().splitlines()
 
 
-def step(stages: dict[str, Stage], stage: Stage, name: str, rest: str, options: argparse.Namespace) -> int:
+def step(
+    stages: dict[str, Stage], stage: Stage, name: str, rest: str, options: argparse.Namespace
+) -> int:
     """Carry one instruction out; returns its exit code."""
     if name == "RUN":
-        return stage.run(["sh", "-c", rest], options.bind, dict(one.split("=", 1) for one in options.env))
+        return stage.run(
+            ["sh", "-c", rest], options.bind, dict(one.split("=", 1) for one in options.env)
+        )
     if name == "COPY":
         *sources, target = rest.split()
         if sources[0].startswith("--from="):
             other = stages[sources[0].removeprefix("--from=")]
-            return subprocess.run(["cp", "-a", f"{other.root}{sources[1]}/.", stage.place(target)]).returncode
+            return subprocess.run(
+                ["cp", "-a", f"{other.root}{sources[1]}/.", stage.place(target)]
+            ).returncode
         for source in sources:
             if not allowed(source):
                 print(f"  {source}: .dockerignore leaves it out")
@@ -136,18 +159,37 @@ def step(stages: dict[str, Stage], stage: Stage, name: str, rest: str, options: 
 
 def size(folder: Path) -> int:
     """Bytes of a folder."""
-    return int(subprocess.run(["du", "-sxb", folder], capture_output=True, text=True).stdout.split()[0])
+    return int(
+        subprocess.run(["du", "-sxb", folder], capture_output=True, text=True).stdout.split()[0]
+    )
 
 
 def main() -> int:
     """Run all steps; returns the exit code of the first that failed, or 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--root", type=Path, required=True, help="a Debian root with Python, as debootstrap makes it")
+    parser.add_argument(
+        "--root",
+        type=Path,
+        required=True,
+        help="a Debian root with Python, as debootstrap makes it",
+    )
     parser.add_argument("--work", type=Path, required=True, help="a new folder for the stages")
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--bind", action="append", default=[], help="folder that RUN sees as well, as one of packages")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="of RUN, as for proxies")
-    parser.add_argument("--run", action="append", default=[], help="command of the image, as `doctor`, once it is made")
+    parser.add_argument(
+        "--bind",
+        action="append",
+        default=[],
+        help="folder that RUN sees as well, as one of packages",
+    )
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="of RUN, as for proxies"
+    )
+    parser.add_argument(
+        "--run",
+        action="append",
+        default=[],
+        help="command of the image, as `doctor`, once it is made",
+    )
     options = parser.parse_args()
     given = dict(one.split("=", 1) for one in options.build_arg)
     stages: dict[str, Stage] = {}

@@ -34,9 +34,14 @@ sys.path.insert(0, str(ROOT))
 BATCH = 128  # episodes of one iteration
 CURVE_EPISODES, CURVE_POINTS = 200, 7
 COMMON = dict(
-    prompts_per_iteration=16, group_size=8, learning_rate=5e-4, warmup_steps=5,
-)  # fmt: skip
-TWICE = dict(epochs=2, minibatches=2, learning_rate=3e-4)  # several steps on the same rollouts: the clip has work to do
+    prompts_per_iteration=16,
+    group_size=8,
+    learning_rate=5e-4,
+    warmup_steps=5,
+)
+TWICE = dict(
+    epochs=2, minibatches=2, learning_rate=3e-4
+)  # several steps on the same rollouts: the clip has work to do
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": dict(algorithm="grpo"),
@@ -52,22 +57,34 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ipo": dict(loss="ipo"),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    "ppo, limits bootstrapped": dict(algorithm="ppo", critic=dict(learning_rate=1e-3, bootstrap_limits=True)),
+    "ppo, limits bootstrapped": dict(
+        algorithm="ppo", critic=dict(learning_rate=1e-3, bootstrap_limits=True)
+    ),
     "ppo, shared head": dict(algorithm="ppo", critic=dict(kind="shared")),
     "ppo, two epochs": dict(algorithm="ppo", critic=dict(learning_rate=1e-3), **TWICE),
-    "grpo + replay": dict(algorithm="grpo", importance="token", replay=dict(iterations=4, share=0.5)),
+    "grpo + replay": dict(
+        algorithm="grpo", importance="token", replay=dict(iterations=4, share=0.5)
+    ),
     "grpo, muon": dict(algorithm="grpo", optimizer="muon"),
 }
 LAGS = (1, 4, 16)
 WEIGHTS = ("none", "token")
 GROUPS = (2, 4, 16, 32)  # 8 is `grpo`
-STEPS = ({"easy": 6, "medium": 3, "hard": 1}, {"easy": 2, "medium": 5, "hard": 3}, {"easy": 2, "medium": 3, "hard": 5})
-SCHEDULES: dict[str, list[dict[str, Any]]] = {  # how the levels are mixed; all of them equally often is `grpo`
+STEPS = (
+    {"easy": 6, "medium": 3, "hard": 1},
+    {"easy": 2, "medium": 5, "hard": 3},
+    {"easy": 2, "medium": 3, "hard": 5},
+)
+SCHEDULES: dict[
+    str, list[dict[str, Any]]
+] = {  # how the levels are mixed; all of them equally often is `grpo`
     "curriculum by success": [
-        dict(levels=levels, exit_at=threshold) for levels, threshold in zip(STEPS, (0.75, 0.85, None), strict=True)
+        dict(levels=levels, exit_at=threshold)
+        for levels, threshold in zip(STEPS, (0.75, 0.85, None), strict=True)
     ],
     "fixed schedule": [
-        dict(levels=levels, share=share) for levels, share in zip(STEPS, (1 / 3, 1 / 3, None), strict=True)
+        dict(levels=levels, share=share)
+        for levels, share in zip(STEPS, (1 / 3, 1 / 3, None), strict=True)
     ],
     "hard alone": [dict(levels={"hard": 1})],
 }
@@ -86,7 +103,9 @@ class Job:
 
     @property
     def file(self) -> str:
-        return f"{self.name}-{self.seed}.json".replace(" ", "_").replace(",", "").replace("+", "with")
+        return (
+            f"{self.name}-{self.seed}.json".replace(" ", "_").replace(",", "").replace("+", "with")
+        )
 
 
 def all_jobs(seeds: int, parts: list[str]) -> list[Job]:
@@ -106,7 +125,10 @@ def all_jobs(seeds: int, parts: list[str]) -> list[Job]:
                 options = dict(group_size=size, prompts_per_iteration=BATCH // size)
                 jobs.append(Job(f"group {size}", seed, "groups", options))
         if "curriculum" in parts:
-            jobs += [Job(name, seed, "curriculum", dict(schedule=steps)) for name, steps in SCHEDULES.items()]
+            jobs += [
+                Job(name, seed, "curriculum", dict(schedule=steps))
+                for name, steps in SCHEDULES.items()
+            ]
         if "stopping" in parts:
             jobs.append(Job("stopped early", seed, "stopping", patience=3))
     return jobs
@@ -130,11 +152,14 @@ def stages_of(schedule: list[dict[str, Any]], iterations: int) -> tuple[Any, ...
 def make_sft(config: str, output: Path, threads: int, changes: list[str]) -> Path:
     """The SFT model of the config's pipeline."""
     from flows.post_training import run_pipeline
-    from tasks.config import load
+    from tasks.config import load_settings
 
     overrides = [f"output={output / 'sft'}", f"threads={threads}", *changes]
-    overrides += [f"stages.{name}=null" for name in ("reward_model", "policy", "evaluate", "analyze", "promote")]
-    return Path(run_pipeline(load(config, overrides), quiet=True).results["sft"].model)
+    overrides += [
+        f"stages.{name}=null"
+        for name in ("reward_model", "policy", "evaluate", "analyze", "promote")
+    ]
+    return Path(run_pipeline(load_settings(config, overrides), quiet=True).results["sft"].model)
 
 
 class Bench:
@@ -143,20 +168,27 @@ class Bench:
     def __init__(self, config: str, model: str) -> None:
         import torch
 
-        from rl_core.environments import make
-        from rl_core.rollouts.heldout_requests import heldout_requests, validation_requests
+        from rl_core.environments import make_environment
+        from rl_core.rollouts.heldout_episodes import (
+            draw_heldout_requests,
+            draw_validation_requests,
+        )
         from rl_core.settings import EvaluationSettings, SamplingSettings
-        from tasks.config import load
+        from tasks.config import load_settings
         from tasks.stages.loading import load_policy
 
         torch.set_num_threads(1)
-        self.pipeline = load(config, ["threads=1"])
-        self.environment = make(self.pipeline.environment.name, dict(self.pipeline.environment.options))
+        self.pipeline = load_settings(config, ["threads=1"])
+        self.environment = make_environment(
+            self.pipeline.environment.name, dict(self.pipeline.environment.options)
+        )
         self.policy = load_policy(model, self.pipeline)
         self.sampling = SamplingSettings(max_completion_tokens=64, max_turns=6, slots=256)
-        self.reported = heldout_requests(self.environment, EvaluationSettings(episodes=500), 0)
+        self.reported = draw_heldout_requests(self.environment, EvaluationSettings(episodes=500), 0)
         levels = self.environment.levels
-        self.validation = validation_requests(self.environment, CURVE_EPISODES, levels, 0, self.reported)
+        self.validation = draw_validation_requests(
+            self.environment, CURVE_EPISODES, levels, 0, self.reported
+        )
 
     def success(self, requests: Any, seed: int, backend: Any = None) -> list[bool]:
         """Of each episode, played once."""
@@ -165,7 +197,13 @@ class Bench:
         backend = backend or self.policy.backend()
         backend.refresh()
         result = evaluate(
-            self.environment, backend, self.policy.renderer, requests, samples=1, sampling=self.sampling, seed=seed
+            self.environment,
+            backend,
+            self.policy.renderer,
+            requests,
+            samples=1,
+            sampling=self.sampling,
+            seed=seed,
         )
         return [episode.successes > 0 for episode in result.episodes]
 
@@ -185,12 +223,14 @@ class LaggedBackend:
 
     def refresh(self) -> None:
         """Called once before the rollouts of each iteration."""
-        self._past.append({name: tensor.clone() for name, tensor in self._live.state_dict().items()})
+        self._past.append(
+            {name: tensor.clone() for name, tensor in self._live.state_dict().items()}
+        )
         self._copy.load_state_dict(self._past[0])
-        self._backend.refresh()
+        self._backend.refresh_weights()
 
     def run(self, sequences: Any, sampling: Any) -> None:
-        self._backend.run(sequences, sampling)
+        self._backend.run_sequences(sequences, sampling)
 
 
 def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
@@ -210,9 +250,15 @@ def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
     settings = PolicySettings(**options, iterations=iterations, sampling=bench.sampling)
     backend = LaggedBackend(bench, job.lag) if job.lag else bench.policy.backend()
     trainer = PolicyGradientTrainer(
-        bench.policy.model, None, bench.policy.renderer, bench.environment, settings, job.seed,
-        RewardOrchestrator({"task": 1.0}), backend,
-    )  # fmt: skip
+        bench.policy.model,
+        None,
+        bench.policy.renderer,
+        bench.environment,
+        settings,
+        job.seed,
+        RewardOrchestrator({"task": 1.0}),
+        backend,
+    )
     curve = [(0, statistics.fmean(bench.success(bench.validation, job.seed)))]
     seconds, weights, best, worse = 0.0, None, curve[0][1], 0
     every = max(1, iterations // CURVE_POINTS)
@@ -221,24 +267,38 @@ def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
         metrics = trainer.step()
         seconds += time.perf_counter() - started
         if trainer.iteration % every == 0 or trainer.rollouts_played >= episodes:
-            curve.append((trainer.rollouts_played, statistics.fmean(bench.success(bench.validation, job.seed))))
+            curve.append(
+                (
+                    trainer.rollouts_played,
+                    statistics.fmean(bench.success(bench.validation, job.seed)),
+                )
+            )
             print(f"{job.name} seed {job.seed}: {curve[-1]}", flush=True)
             if job.patience is not None:
                 if curve[-1][1] > best:
-                    best, worse, weights = curve[-1][1], 0, copy.deepcopy(bench.policy.model.state_dict())
+                    best, worse, weights = (
+                        curve[-1][1],
+                        0,
+                        copy.deepcopy(bench.policy.model.state_dict()),
+                    )
                 else:
                     worse += 1
                 if worse >= job.patience:
                     break
     if weights is not None:
         bench.policy.model.load_state_dict(weights)
-    keep = ("policy/effective_sample_share", "policy/sampler_kl", "policy/entropy", "value/explained_variance")
+    keep = (
+        "policy/effective_sample_share",
+        "policy/sampler_kl",
+        "policy/entropy",
+        "value/explained_variance",
+    )
     return {
         "curve": curve,
         "seconds": seconds,
         "episodes": trainer.rollouts_played,
         "last": {name: metrics[name] for name in keep if name in metrics},
-        "moves": trainer.curriculum.history_json(),
+        "moves": trainer.curriculum.export_history(),
     }
 
 
@@ -246,29 +306,46 @@ def train_pairs(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
     """DPO and IPO: the same number of episodes of the SFT model, made into pairs."""
     import numpy as np
 
-    from rl_core.data.pairs import pairs_from_groups
-    from rl_core.rollouts.collect import EpisodeRequest, collect
+    from rl_core.data.pairs import build_pairs_from_groups
+    from rl_core.rollouts.collect import collect_rollouts
+    from rl_core.rollouts.episode_sequence import EpisodeRequest
     from rl_core.settings import PreferenceSettings
     from rl_core.trainers.preference import PreferenceTrainer
 
     rng = np.random.default_rng(job.seed)
     started = time.perf_counter()
     levels = bench.environment.levels
-    requests = [EpisodeRequest(levels[i % len(levels)], int(rng.integers(2**30))) for i in range(episodes // 8)]
+    requests = [
+        EpisodeRequest(levels[i % len(levels)], int(rng.integers(2**30)))
+        for i in range(episodes // 8)
+    ]
     groups = []
     for start in range(0, len(requests), 64):
-        groups += collect(
-            bench.environment, bench.policy.backend(), bench.policy.renderer, requests[start : start + 64],
-            group_size=8, sampling=bench.sampling, seed=job.seed * 1000 + start,
-        )  # fmt: skip
-    pairs = pairs_from_groups(groups, 4, job.seed)
+        groups += collect_rollouts(
+            bench.environment,
+            bench.policy.backend(),
+            bench.policy.renderer,
+            requests[start : start + 64],
+            group_size=8,
+            sampling=bench.sampling,
+            seed=job.seed * 1000 + start,
+        )
+    pairs = build_pairs_from_groups(groups, 4, job.seed)
     curve = [(0, statistics.fmean(bench.success(bench.validation, job.seed)))]
     beta = 0.1 if job.settings["loss"] == "dpo" else 0.5
     settings = PreferenceSettings(
-        loss=job.settings["loss"], beta=beta, sft_coef=1.0, epochs=2, batch_size=64, learning_rate=1e-3,
-        warmup_steps=10, schedule="linear",
-    )  # fmt: skip
-    trainer = PreferenceTrainer(bench.policy.model, bench.policy.renderer.pad_id, pairs, [], settings, job.seed)
+        loss=job.settings["loss"],
+        beta=beta,
+        sft_coef=1.0,
+        epochs=2,
+        batch_size=64,
+        learning_rate=1e-3,
+        warmup_steps=10,
+        schedule="linear",
+    )
+    trainer = PreferenceTrainer(
+        bench.policy.model, bench.policy.renderer.pad_id, pairs, [], settings, job.seed
+    )
     for index in range(trainer.total_steps):
         trainer.step()
         if (index + 1) % max(1, trainer.total_steps // 3) == 0:
@@ -276,7 +353,12 @@ def train_pairs(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
             success = statistics.fmean(bench.success(bench.validation, job.seed))
             curve.append((round(share * episodes), success))
             print(f"{job.name} seed {job.seed}: {curve[-1]}", flush=True)
-    return {"curve": curve, "seconds": time.perf_counter() - started, "episodes": episodes, "pairs": len(pairs)}
+    return {
+        "curve": curve,
+        "seconds": time.perf_counter() - started,
+        "episodes": episodes,
+        "pairs": len(pairs),
+    }
 
 
 def run_job(config: str, model: str, job: Job, episodes: int, path: str) -> str:
@@ -285,7 +367,9 @@ def run_job(config: str, model: str, job: Job, episodes: int, path: str) -> str:
     logging.disable(logging.WARNING)
     bench = Bench(config, model)
     if job.name == "sft":
-        result: dict[str, Any] = {"curve": [(0, statistics.fmean(bench.success(bench.validation, job.seed)))]}
+        result: dict[str, Any] = {
+            "curve": [(0, statistics.fmean(bench.success(bench.validation, job.seed)))]
+        }
     elif "loss" in job.settings:
         result = train_pairs(bench, job, episodes)
     else:
@@ -296,7 +380,9 @@ def run_job(config: str, model: str, job: Job, episodes: int, path: str) -> str:
     return job.name
 
 
-def gradient_variance(config: str, model: str, batches: int, warmup: int) -> dict[str, dict[str, float]]:
+def gradient_variance(
+    config: str, model: str, batches: int, warmup: int
+) -> dict[str, dict[str, float]]:
     """Variance of the policy gradient over independent batches of rollouts, by how credit is given.
 
     The same rollouts for every kind; the critic has learnt from `warmup` iterations of other rollouts, the policy
@@ -307,7 +393,7 @@ def gradient_variance(config: str, model: str, batches: int, warmup: int) -> dic
 
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.settings import CriticSettings, PolicySettings
-    from rl_core.trainers.policy_gradient.replay_buffer import sample_groups
+    from rl_core.trainers.policy_gradient.samples import build_sample_groups
     from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
     from rl_core.trainers.policy_gradient.update import PolicyUpdate
 
@@ -321,17 +407,30 @@ def gradient_variance(config: str, model: str, batches: int, warmup: int) -> dic
     }
 
     def settings_of(options: dict[str, Any]) -> Any:
-        critic = CriticSettings(learning_rate=1e-3, warmup_iterations=warmup) if options["algorithm"] == "ppo" else None
+        critic = (
+            CriticSettings(learning_rate=1e-3, warmup_iterations=warmup)
+            if options["algorithm"] == "ppo"
+            else None
+        )
         return PolicySettings(
-            **{**COMMON, "prompts_per_iteration": 4, **options}, iterations=warmup + batches,
-            sampling=bench.sampling, critic=critic, whiten_advantages=False,
-        )  # fmt: skip
+            **{**COMMON, "prompts_per_iteration": 4, **options},
+            iterations=warmup + batches,
+            sampling=bench.sampling,
+            critic=critic,
+            whiten_advantages=False,
+        )
 
     def trainer_of(options: dict[str, Any]) -> Any:
         return PolicyGradientTrainer(
-            bench.policy.model, None, bench.policy.renderer, bench.environment, settings_of(options), 0,
-            RewardOrchestrator({"task": 1.0}), bench.policy.backend(),
-        )  # fmt: skip
+            bench.policy.model,
+            None,
+            bench.policy.renderer,
+            bench.environment,
+            settings_of(options),
+            0,
+            RewardOrchestrator({"task": 1.0}),
+            bench.policy.backend(),
+        )
 
     player = trainer_of(dict(algorithm="ppo", prompts_per_iteration=16, epochs=2))
     for _ in range(warmup):
@@ -344,15 +443,27 @@ def gradient_variance(config: str, model: str, batches: int, warmup: int) -> dic
         player.iteration = 10_000 + index
         _, groups, _ = player._play_and_score(rng)
         for name, options in kinds.items():
-            found = one_gradient(player.actor_critic, settings_of(options), sample_groups(groups), name, PolicyUpdate)
+            found = one_gradient(
+                player.actor_critic,
+                settings_of(options),
+                build_sample_groups(groups),
+                name,
+                PolicyUpdate,
+            )
             gradients[name].append(found)
     report = {}
     for name, rows in gradients.items():
         stacked = torch.stack(rows).double()
         mean = stacked.mean(0)
         variance = float((stacked - mean).square().sum() / (batches - 1))
-        signal = float(mean.square().sum()) - variance / batches  # unbiased square of the mean gradient's length
-        report[name] = {"variance": variance, "signal": signal, "noise_to_signal": variance / max(signal, 1e-12)}
+        signal = (
+            float(mean.square().sum()) - variance / batches
+        )  # unbiased square of the mean gradient's length
+        report[name] = {
+            "variance": variance,
+            "signal": signal,
+            "noise_to_signal": variance / max(signal, 1e-12),
+        }
     base = gradients["no baseline"]
     for name, rows in gradients.items():
         a, b = torch.stack(base).mean(0), torch.stack(rows).mean(0)
@@ -361,7 +472,9 @@ def gradient_variance(config: str, model: str, batches: int, warmup: int) -> dic
     return report
 
 
-def one_gradient(actor_critic: Any, settings: Any, groups: Any, name: str, update_class: Any) -> Any:
+def one_gradient(
+    actor_critic: Any, settings: Any, groups: Any, name: str, update_class: Any
+) -> Any:
     import dataclasses
 
     import numpy as np
@@ -407,16 +520,18 @@ def rate_of(results: list[dict[str, Any]]) -> Any:
     """Success over all seeds, episodes as clusters."""
     import numpy as np
 
-    from rl_core.analysis.statistics import clustered_rate
+    from rl_core.analysis.statistics import compute_clustered_rate
 
     success_SE = np.array([result["success"] for result in results], dtype=np.int64)
-    return clustered_rate(success_SE.sum(0), np.full(success_SE.shape[1], len(results)))
+    return compute_clustered_rate(success_SE.sum(0), np.full(success_SE.shape[1], len(results)))
 
 
 def load_results(output: Path, seeds: int) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     jobs = [Job("sft", seed, "algorithms") for seed in range(seeds)]
-    jobs += all_jobs(seeds, ["algorithms", "variants", "staleness", "groups", "curriculum", "stopping"])
+    jobs += all_jobs(
+        seeds, ["algorithms", "variants", "staleness", "groups", "curriculum", "stopping"]
+    )
     for job in jobs:
         path = output / "jobs" / job.file
         if path.is_file():
@@ -441,7 +556,9 @@ def report(output: Path, seeds: int, episodes: int) -> None:
         clear = "yes" if rate.low > sft.high else "no"
         seconds = statistics.fmean(result["seconds"] for result in results[name])
         epochs = recipes[name].get("epochs", 2 if "loss" in recipes[name] else 1)
-        lines.append(f"| {name} | {show(rate)} | {each(results[name])} | {clear} | {seconds:.0f} | {epochs} |")
+        lines.append(
+            f"| {name} | {show(rate)} | {each(results[name])} | {clear} | {seconds:.0f} | {epochs} |"
+        )
     stale = [f"lag {lag} {kind}" for lag in LAGS for kind in WEIGHTS]
     lines += ["", *table(results, stale, "rollouts stale by so many updates, importance weights")]
     groups = [f"group {size}" if size != 8 else "grpo" for size in sorted((*GROUPS, 8))]
@@ -452,18 +569,24 @@ def report(output: Path, seeds: int, episodes: int) -> None:
         stopped = results["stopped early"]
         used = statistics.fmean(result["episodes"] for result in stopped)
         lines += [
-            "", f"Early stopping (patience 3 evaluations) within a budget of {2 * episodes} episodes: stopped after "
+            "",
+            f"Early stopping (patience 3 evaluations) within a budget of {2 * episodes} episodes: stopped after "
             f"{used:.0f} on average, {1 - used / (2 * episodes):.0%} saved; success {show(rate_of(stopped))} "
             f"({each(stopped)}).",
-        ]  # fmt: skip
+        ]
     variance = output / "variance.json"
     if variance.is_file():
         rows = json.loads(variance.read_text())
         base = rows["no baseline"]["variance"]
-        lines += ["", "| credit | variance of the gradient | against no baseline | cosine of mean gradients |"]
+        lines += [
+            "",
+            "| credit | variance of the gradient | against no baseline | cosine of mean gradients |",
+        ]
         lines.append("|---|---|---|---|")
         for name, row in rows.items():
-            lines.append(f"| {name} | {row['variance']:.4g} | {row['variance'] / base:.2f} | {row['cosine']:.2f} |")
+            lines.append(
+                f"| {name} | {row['variance']:.4g} | {row['variance'] / base:.2f} | {row['cosine']:.2f} |"
+            )
     text = "\n".join(lines) + "\n"
     (output / "learning.md").write_text(text)
     print(text)
@@ -480,7 +603,9 @@ def each(results: list[dict[str, Any]]) -> str:
 
 def schedule_table(results: dict[str, Any]) -> list[str]:
     """Success by level, and when the last step of each schedule began."""
-    levels = sorted({level for rows in results.values() for row in rows for level in row.get("levels", ())})
+    levels = sorted(
+        {level for rows in results.values() for row in rows for level in row.get("levels", ())}
+    )
     lines = [
         f"| levels in training | success [95%] | each seed | {' | '.join(levels)} | last step from episode |",
         "|" + "---|" * (4 + len(levels)),
@@ -491,23 +616,41 @@ def schedule_table(results: dict[str, Any]) -> list[str]:
             continue
         shares = []
         for level in levels:
-            found = [ok for row in rows for ok, at in zip(row["success"], row["levels"], strict=True) if at == level]
+            found = [
+                ok
+                for row in rows
+                for ok, at in zip(row["success"], row["levels"], strict=True)
+                if at == level
+            ]
             shares.append(f"{statistics.fmean(found):.1%}")
-        last = ", ".join(str(BATCH * row["moves"][-1]["iteration"]) if row.get("moves") else "-" for row in rows)
+        last = ", ".join(
+            str(BATCH * row["moves"][-1]["iteration"]) if row.get("moves") else "-" for row in rows
+        )
         title = {"sft": "SFT (the start)", "grpo": "all equally often"}.get(name, name)
-        lines.append(f"| {title} | {show(rate_of(rows))} | {each(rows)} | {' | '.join(shares)} | {last} |")
+        lines.append(
+            f"| {title} | {show(rate_of(rows))} | {each(rows)} | {' | '.join(shares)} | {last} |"
+        )
     return lines
 
 
 def table(results: dict[str, Any], names: list[str], title: str) -> list[str]:
-    lines = [f"| {title} | success [95%] | each seed | sampler KL | effective samples |", "|---|---|---|---|---|"]
+    lines = [
+        f"| {title} | success [95%] | each seed | sampler KL | effective samples |",
+        "|---|---|---|---|---|",
+    ]
     for name in names:
         if name in results:
             last = [result["last"] for result in results[name]]
             kl = statistics.fmean(row.get("policy/sampler_kl", 0.0) for row in last)
-            share = [row["policy/effective_sample_share"] for row in last if "policy/effective_sample_share" in row]
+            share = [
+                row["policy/effective_sample_share"]
+                for row in last
+                if "policy/effective_sample_share" in row
+            ]
             ess = f"{statistics.fmean(share):.0%}" if share else ""
-            lines.append(f"| {name} | {show(rate_of(results[name]))} | {each(results[name])} | {kl:.2g} | {ess} |")
+            lines.append(
+                f"| {name} | {show(rate_of(results[name]))} | {each(results[name])} | {kl:.2g} | {ess} |"
+            )
     return lines
 
 
@@ -521,7 +664,9 @@ def draw(results: dict[str, Any], names: list[str], path: Path) -> None:
 
     columns = 4
     rows = -(-len(names) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(12, 2.6 * rows), sharex=True, sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(12, 2.6 * rows), sharex=True, sharey=True, squeeze=False
+    )
     base = rate_of(results["sft"])
     for axis, name in zip(axes.flat, names, strict=False):
         curves = [result["curve"] for result in results[name]]
@@ -540,7 +685,9 @@ def draw(results: dict[str, Any], names: list[str], path: Path) -> None:
         row[0].set_ylabel("success")
     for axis in list(axes.flat)[len(names) :]:
         axis.set_visible(False)
-    figure.suptitle("Success on 200 validation episodes: mean and range over seeds; grey: the SFT model's interval")
+    figure.suptitle(
+        "Success on 200 validation episodes: mean and range over seeds; grey: the SFT model's interval"
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -549,31 +696,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--config", default=str(ROOT / "configs/demo.yaml"))
-    parser.add_argument("--model", help="SFT model folder; left out: the config's pipeline makes it")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes the SFT's pipeline")
+    parser.add_argument(
+        "--model", help="SFT model folder; left out: the config's pipeline makes it"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="changes the SFT's pipeline"
+    )
     parser.add_argument("--episodes", type=int, default=8960)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", help="names, separated by semicolons")
-    parser.add_argument("--parts", default="algorithms,variants,staleness,groups,curriculum,stopping,variance")
+    parser.add_argument(
+        "--parts", default="algorithms,variants,staleness,groups,curriculum,stopping,variance"
+    )
     options = parser.parse_args()
     output: Path = options.output.resolve()
     (output / "jobs").mkdir(parents=True, exist_ok=True)
     model = options.model or str(make_sft(options.config, output, options.workers, options.set))
     parts = options.parts.split(",")
-    jobs = [Job("sft", seed, "algorithms") for seed in range(options.seeds)] + all_jobs(options.seeds, parts)
+    jobs = [Job("sft", seed, "algorithms") for seed in range(options.seeds)] + all_jobs(
+        options.seeds, parts
+    )
     if options.only:
         jobs = [job for job in jobs if job.name in options.only.split(";")]
     jobs = [job for job in jobs if not (output / "jobs" / job.file).is_file()]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
         futures = {
-            pool.submit(run_job, options.config, model, job, options.episodes, str(output / "jobs" / job.file)): job
+            pool.submit(
+                run_job,
+                options.config,
+                model,
+                job,
+                options.episodes,
+                str(output / "jobs" / job.file),
+            ): job
             for job in jobs
         }
         for number, future in enumerate(as_completed(futures), 1):
             try:
-                print(f"[{number}/{len(jobs)}] {future.result()} seed {futures[future].seed}", flush=True)
+                print(
+                    f"[{number}/{len(jobs)}] {future.result()} seed {futures[future].seed}",
+                    flush=True,
+                )
             except Exception as error:
                 failed = f"{futures[future].name} FAILED: {type(error).__name__}: {error}"
                 print(f"[{number}/{len(jobs)}] {failed}", flush=True)

@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from helpers.chromium import Chromium  # noqa: E402
 from helpers.monitor_runs import CONFIG, journal  # noqa: E402
 
-from rl_core.storage.checked_lines import sealed  # noqa: E402
+from rl_core.storage.line_logs import encode_checked_line  # noqa: E402
 
 PORT = 4390
 SPACING = 100  # seconds from one run to the next
@@ -43,11 +43,33 @@ START = int(time.time()) - 200 * SPACING
 DISTINCT = 4  # files of metrics
 STAGES = ("prepare_data", "sft", "reward_model", "evaluate", "analyze", "promote")
 NAMES = (
-    *(f"reward/{name}" for name in ("mean", "std", "task", "learned", "weighted/task", "weighted/learned", "alarm")),
-    *(f"train/{name}" for name in ("success_rate", "loss", "grad_norm", "turns", "action_tokens", "learning_rate")),
-    *(f"policy/{name}" for name in ("update_kl", "entropy", "clip_fraction", "sampler_kl", "ratio_mean", "ratio_max")),
-    *(f"tool/{name}" for name in ("calls", "misuse_rate", "share/zoom", "share/scan", "share/count")),
-    *(f"perf/{name}" for name in ("tokens_per_second", "step_seconds", "rollout_seconds", "update_seconds")),
+    *(
+        f"reward/{name}"
+        for name in ("mean", "std", "task", "learned", "weighted/task", "weighted/learned", "alarm")
+    ),
+    *(
+        f"train/{name}"
+        for name in ("success_rate", "loss", "grad_norm", "turns", "action_tokens", "learning_rate")
+    ),
+    *(
+        f"policy/{name}"
+        for name in (
+            "update_kl",
+            "entropy",
+            "clip_fraction",
+            "sampler_kl",
+            "ratio_mean",
+            "ratio_max",
+        )
+    ),
+    *(
+        f"tool/{name}"
+        for name in ("calls", "misuse_rate", "share/zoom", "share/scan", "share/count")
+    ),
+    *(
+        f"perf/{name}"
+        for name in ("tokens_per_second", "step_seconds", "rollout_seconds", "update_seconds")
+    ),
     *(f"curriculum/{name}" for name in ("stage", "stage_iterations", "window_filled")),
     *(f"train/success_rate_by_level/level_{number}" for number in range(10)),
     *(f"reward/correlation/part_{number}" for number in range(10)),
@@ -64,9 +86,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="live-page-") as folder:
         live = make_store(Path(folder), options.runs, options.iterations)
         found: dict[str, Any] = {
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores", "load": os.getloadavg()[0],
-            "runs": options.runs, "iterations": options.iterations, "metrics": len(NAMES),
-        }  # fmt: skip
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "load": os.getloadavg()[0],
+            "runs": options.runs,
+            "iterations": options.iterations,
+            "metrics": len(NAMES),
+        }
         with served(Path(folder)) as address, going_on(live, options.iterations):
             found["fresh_server_s"] = painted(address)
             found["warm_server_s"] = painted(address)
@@ -84,7 +109,10 @@ def main() -> None:
 def row(step: int, draw: random.Random) -> dict[str, float]:
     """Metrics of one iteration: curves that rise or fall with noise."""
     share = 1 - math.exp(-step / 2000)
-    found = {name: share * (0.4 + 0.01 * number) + 0.05 * draw.random() for number, name in enumerate(NAMES)}
+    found = {
+        name: share * (0.4 + 0.01 * number) + 0.05 * draw.random()
+        for number, name in enumerate(NAMES)
+    }
     return found | {"reward/alarm": 0.0}
 
 
@@ -97,10 +125,14 @@ def make_store(output: Path, runs: int, iterations: int) -> Path:
         with path.open("wb") as file:
             for step in range(1, iterations + 1):
                 when = (START + step) * 1000
-                file.write(sealed({"step": step, "time": when, "metrics": row(step, draw)}))
+                file.write(
+                    encode_checked_line({"step": step, "time": when, "metrics": row(step, draw)})
+                )
         files.append(path)
     for number in range(runs):
-        live = _make_run(output, number, files[number % len(files)], iterations, is_last=number == runs - 1)
+        live = _make_run(
+            output, number, files[number % len(files)], iterations, is_last=number == runs - 1
+        )
     return live
 
 
@@ -110,17 +142,34 @@ def _make_run(output: Path, number: int, metrics: Path, iterations: int, *, is_l
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(begun))
     parent = home / "runs" / started.replace(" ", "-").replace(":", "-")
     texts = [{"op": "text", "name": "config.json", "text": json.dumps(CONFIG)}]
-    texts.append({"op": "tags", "tags": {"result": "sft 59.0%; policy 97.8%; version 2 of demo promoted"}})
+    texts.append(
+        {"op": "tags", "tags": {"result": "sft 59.0%; policy 97.8%; version 2 of demo promoted"}}
+    )
     ended = None if is_last else begun + 90
-    load = [(index, 5 * index, {"system/process_cpu_percentage": 100.0 + index}) for index in range(200)]
+    load = [
+        (index, 5 * index, {"system/process_cpu_percentage": 100.0 + index}) for index in range(200)
+    ]
     journal(parent, f"demo · {started}", started=begun, ended=ended, events=texts, metrics=load)
     for place, stage in enumerate(STAGES):
         rows = [(step, step / 10, {"train/loss": 2.0 / step}) for step in range(1, 100)]
         folder = home / "stages" / stage / f"{number:04x}.tracking"
-        journal(folder, stage, started=begun + place, ended=begun + place + 1, parent=parent, metrics=rows)
+        journal(
+            folder,
+            stage,
+            started=begun + place,
+            ended=begun + place + 1,
+            parent=parent,
+            metrics=rows,
+        )
     folder = home / "stages/policy" / f"{number:04x}.tracking"
-    journal(folder, "policy", started=begun + 10, ended=ended, parent=parent,
-            events=[{"op": "params", "params": {"iterations": str(2 * iterations)}}])  # fmt: skip
+    journal(
+        folder,
+        "policy",
+        started=begun + 10,
+        ended=ended,
+        parent=parent,
+        events=[{"op": "params", "params": {"iterations": str(2 * iterations)}}],
+    )
     target = folder / "metrics.jsonl"
     target.unlink()
     if is_last:
@@ -128,7 +177,12 @@ def _make_run(output: Path, number: int, metrics: Path, iterations: int, *, is_l
     else:
         os.link(metrics, target)
     if is_last:
-        record = {"started": started, "status": "running", "pid": os.getpid(), "host": platform.node()}
+        record = {
+            "started": started,
+            "status": "running",
+            "pid": os.getpid(),
+            "host": platform.node(),
+        }
         (home / "run.json").write_text(json.dumps(record))
     return target
 
@@ -143,7 +197,11 @@ def going_on(path: Path, iterations: int) -> Iterator[None]:
         while not ended.wait(1.0):
             step += 1
             with path.open("ab") as file:
-                file.write(sealed({"step": step, "time": (START + step) * 1000, "metrics": row(step, draw)}))
+                file.write(
+                    encode_checked_line(
+                        {"step": step, "time": (START + step) * 1000, "metrics": row(step, draw)}
+                    )
+                )
 
     thread = threading.Thread(target=append, daemon=True)
     thread.start()
@@ -161,8 +219,19 @@ def going_on(path: Path, iterations: int) -> Iterator[None]:
 def served(output: Path) -> Iterator[str]:
     """Address of `posttrain monitor` over the folder."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "flows.cli.main", "monitor", "--output", str(output), "--port", str(PORT)]
-    process = subprocess.Popen(command, cwd=output, env=environment, stdout=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "posttrain.cli.main",
+        "monitor",
+        "--output",
+        str(output),
+        "--port",
+        str(PORT),
+    ]
+    process = subprocess.Popen(
+        command, cwd=output, env=environment, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     try:
         yield process.stdout.readline().split()[1]
@@ -190,10 +259,18 @@ def painted(address: str) -> dict[str, float]:
     with Chromium("about:blank", (1400, 1000), first=MARK) as page:
         page.call("Page.navigate", url=address)
         charts = page.wait("window.chartsSeen", 120)
-        controls = page.wait("document.querySelector('#pt-controls input') && performance.now() / 1000", 120)
-        first = page.run("performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000")
+        controls = page.wait(
+            "document.querySelector('#pt-controls input') && performance.now() / 1000", 120
+        )
+        first = page.run(
+            "performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000"
+        )
         assert page.errors == [], page.errors
-        return {"first_paint": round(first, 2), "charts": round(charts, 2), "controls": round(controls, 2)}
+        return {
+            "first_paint": round(first, 2),
+            "charts": round(charts, 2),
+            "controls": round(controls, 2),
+        }
 
 
 def updates(address: str, count: int = 8) -> dict[str, Any]:
@@ -203,7 +280,9 @@ def updates(address: str, count: int = 8) -> dict[str, Any]:
         page.run(HOOK)
         page.wait(f"window.updates.length >= {count}", 120)
         found = page.run("window.updates")
-        size = page.run("fetch('view?tab=overview').then(answer => answer.text()).then(text => text.length)")
+        size = page.run(
+            "fetch('view?tab=overview').then(answer => answer.text()).then(text => text.length)"
+        )
         parts = {name: sorted(round(one[name]) for one in found) for name in found[0]}
         return {**parts, "kilobytes_in_full": round(size / 1000)}
 
@@ -231,12 +310,17 @@ def actions(address: str, pictures: Path | None) -> dict[str, float]:
 
 def compare(address: str) -> dict[str, float]:
     """Seconds from opening an address that compares four runs to their charts."""
-    texts = [time.strftime("%Y-%m-%d-%H-%M-%S", time.gmtime(START + SPACING * number)) for number in (0, 1, 2)]
+    texts = [
+        time.strftime("%Y-%m-%d-%H-%M-%S", time.gmtime(START + SPACING * number))
+        for number in (0, 1, 2)
+    ]
     chosen = ",".join(f"demo/{text}" for text in texts)
     with Chromium(f"{address}/?compare={chosen}&tab=overview", (1400, 1000)) as page:
         seconds = page.wait(
             "[...document.querySelectorAll('.pt-chart')].some(c => c.querySelectorAll('.pt-key').length > 3) && "
-            "performance.now() / 1000", 120)  # fmt: skip
+            "performance.now() / 1000",
+            120,
+        )
         return {"open_comparing_four_s": round(seconds, 2)}
 
 

@@ -29,15 +29,22 @@ from typing import Any
 from online_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIFT = {"consensus": {"feedback": 0.0}, "feedback 10%": {"feedback": 0.1}, "no learning": {"learns": False},
-         "feedback 10% recorded answers": {"feedback": 0.1, "rollouts": {"samples": 0}},
-         "feedback 10% every consensus": {"feedback": 0.1, "labels": {"min_precision": 0.0}},
-         "feedback 100%": {"feedback": 1.0}}  # fmt: skip
+SHIFT = {
+    "consensus": {"feedback": 0.0},
+    "feedback 10%": {"feedback": 0.1},
+    "no learning": {"learns": False},
+    "feedback 10% recorded answers": {"feedback": 0.1, "rollouts": {"samples": 0}},
+    "feedback 10% every consensus": {"feedback": 0.1, "labels": {"min_precision": 0.0}},
+    "feedback 100%": {"feedback": 1.0},
+}
 FREE = {"kl_limit": 1e6, "kl_coef": 1e-4, "kl_coef_max": 1.01e-4}
 GUARDRAILS = {
-    "all": {}, "without behaviour": {"update": FREE}, "without magnitude": {"update": {"max_grad_norm": 1e6}},
-    "without time": {"update": {"ema_decay": 1e-6}}, "without gate": {"gate": False},
-}  # fmt: skip
+    "all": {},
+    "without behaviour": {"update": FREE},
+    "without magnitude": {"update": {"max_grad_norm": 1e6}},
+    "without time": {"update": {"ema_decay": 1e-6}},
+    "without gate": {"gate": False},
+}
 # liars: share of the callers whose feedback, on all their requests, is false. crowd: share of the requests that come
 # from one caller, who lies as well.
 ATTACKS = {"none": {}, "false feedback": {"liars": 0.2}, "one caller": {"crowd": 0.5}}
@@ -60,8 +67,17 @@ def make_model(folder: Path, levels: str) -> Path:
     """The demo's policy after SFT on these levels, in equal shares."""
     done = folder / "model-path"
     if not done.is_file():
-        command = [sys.executable, "-m", "flows.cli.main", "run", "demo", "--set", f"output={folder}", "--set",
-                   f"stages.prepare_data.levels=[{levels}]"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "posttrain.cli.main",
+            "run",
+            "demo",
+            "--set",
+            f"output={folder}",
+            "--set",
+            f"stages.prepare_data.levels=[{levels}]",
+        ]
         for stage in ("reward_model", "policy", "evaluate", "analyze", "promote"):
             command += ["--set", f"stages.{stage}=null"]
         subprocess.run(command, check=True, cwd=ROOT)
@@ -73,12 +89,14 @@ def make_model(folder: Path, levels: str) -> Path:
 class Service:
     """A service without HTTP: what answers, what learns, what decides."""
 
-    def __init__(self, folder: Path, model: Path, arm: dict[str, Any], seed: int, size: Size) -> None:
+    def __init__(
+        self, folder: Path, model: Path, arm: dict[str, Any], seed: int, size: Size
+    ) -> None:
         from rl_core.api.policy import load_policy
-        from rl_core.environments import make
-        from rl_core.online.answer_log import AnswerLog
-        from rl_core.online.assembly import BUFFER, SNAPSHOTS, assemble_worker
+        from rl_core.environments import make_environment
+        from rl_core.online.build_worker import BUFFER_FOLDER, SNAPSHOTS_FOLDER, build_update_worker
         from rl_core.online.canary_gate import CanaryGate
+        from rl_core.online.experience_writer import ExperienceWriter
         from rl_core.online.weight_snapshots import WeightSnapshots
         from rl_core.settings import ModelSettings
 
@@ -86,19 +104,21 @@ class Service:
         self.settings = online_settings(folder, model, arm, seed, size.rate)
         kind = ModelSettings(path=str(model), device="cpu")
         self.policy, self.judge = load_policy(kind), load_policy(kind)
-        self.environment = make("pixel_grid", {"unsupported_reward": 0.5})
-        self.snapshots = WeightSnapshots(folder / SNAPSHOTS, cached=4)
-        self.worker = assemble_worker(self.settings, folder)
-        self.answers = AnswerLog(folder / BUFFER, self.settings, self.environment)
+        self.environment = make_environment("pixel_grid", {"unsupported_reward": 0.5})
+        self.snapshots = WeightSnapshots(folder / SNAPSHOTS_FOLDER, cached=4)
+        self.worker = build_update_worker(self.settings, folder)
+        self.answers = ExperienceWriter(folder / BUFFER_FOLDER, self.settings, self.environment)
         self.gate = CanaryGate(folder, self.settings, self.judge, self.environment, self.snapshots)
         self.live, self.taken, self.updates = 0, 0, list[dict[str, Any]]()
-        self.measured: dict[int, dict[str, float]] = {}  # success by level of snapshots that were measured
+        self.measured: dict[
+            int, dict[str, float]
+        ] = {}  # success by level of snapshots that were measured
 
     def serve(self, number: int, level: str) -> None:
         """One batch of requests, with feedback as the arm says."""
-        from rl_core.inference.served_answers import FeedbackLabel
-        from rl_core.online.canary_episodes import is_canary
-        from rl_core.rollouts.collect import collect
+        from rl_core.inference.serving_requests import FeedbackLabel
+        from rl_core.online.canary_gate import is_canary
+        from rl_core.rollouts.collect import collect_rollouts
         from rl_core.rollouts.episode_sequence import EpisodeRequest
 
         rng = random.Random(f"{self.seed}/{number}")
@@ -108,30 +128,38 @@ class Service:
             if not is_canary(self.environment, level, seed):
                 asked.append(EpisodeRequest(level, seed))
         self.take_live()
-        groups = collect(
-            self.environment, self.policy.backend(), self.policy.renderer, asked, group_size=SAMPLES,
-            sampling=sampling(1.0), seed=self.seed * 10_007 + number, policy_version=self.live,
-        )  # fmt: skip
+        groups = collect_rollouts(
+            self.environment,
+            self.policy.backend(),
+            self.policy.renderer,
+            asked,
+            group_size=SAMPLES,
+            sampling=sampling(1.0),
+            seed=self.seed * 10_007 + number,
+            policy_version=self.live,
+        )
         for index, group in enumerate(groups):
             request, number_of = f"r{number}-{index}", rng.randrange(CALLERS)
             is_crowd = rng.random() < self.arm.get("crowd", 0.0)
             is_liar = is_crowd or number_of < CALLERS * self.arm.get("liars", 0.0)
             caller = "crowd" if is_crowd else f"c{number_of}"
-            self.answers.record([_answer(request, i, rollout, caller) for i, rollout in enumerate(group.rollouts)])
+            self.answers.record_answers(
+                [_answer(request, i, rollout, caller) for i, rollout in enumerate(group.rollouts)]
+            )
             if rng.random() < self.arm.get("feedback", 0.1) or is_liar:
                 target = group.rollouts[0].trajectory.target
                 answers = [rollout.trajectory.answer or "" for rollout in group.rollouts]
                 others = [answer for answer in answers if answer.strip() and answer != target]
                 told = (others[0] if others else "nothing") if is_liar else target
-                self.answers.accept(request, 0, FeedbackLabel(answer=str(told)))
+                self.answers.accept_label(request, 0, FeedbackLabel(answer=str(told)))
 
     def take_live(self) -> None:
         """Answer with the live snapshot from now on."""
         from rl_core.models.trainable_weights import load_trainable_weights
 
-        live = self.snapshots.live() or 0
+        live = self.snapshots.read_live_version() or 0
         if live != self.live:
-            load_trainable_weights(self.policy.model, self.snapshots.weights(live))
+            load_trainable_weights(self.policy.model, self.snapshots.load_weights(live))
             self.live = live
 
     def learn(self) -> None:
@@ -142,9 +170,9 @@ class Service:
             self.note()
         self.show()
         if not self.arm.get("gate", True):
-            newest = self.snapshots.versions()[-1]
-            if newest != self.snapshots.live():
-                self.answers.order([{"order": "live", "version": newest}])
+            newest = self.snapshots.list_versions()[-1]
+            if newest != self.snapshots.read_live_version():
+                self.answers.append_orders([{"order": "live", "version": newest}])
                 self.worker.step()
             return
         for _ in range(self.size.looks):
@@ -154,37 +182,53 @@ class Service:
     def note(self) -> None:
         """The numbers of the last update, once."""
         report = self.worker.last_report
-        if report is not None and report.number > (self.updates[-1]["number"] if self.updates else 0):
-            ages = [report.number - self.worker.buffer.find(r).experience.policy_version for r in report.requests
-                    if self.worker.buffer.find(r) is not None]  # fmt: skip
-            self.updates.append({
-                "number": report.number, "refused": report.refused, "learning_rate": report.learning_rate,
-                "norm": report.gradients.get("norm"), "error": report.error, "age": statistics.fmean(ages or [0]),
-                **report.kl_control,
-            })  # fmt: skip
+        if report is not None and report.number > (
+            self.updates[-1]["number"] if self.updates else 0
+        ):
+            ages = [
+                report.number - self.worker.buffer.find_experience(r).experience.policy_version
+                for r in report.requests
+                if self.worker.buffer.find_experience(r) is not None
+            ]
+            self.updates.append(
+                {
+                    "number": report.number,
+                    "refused": report.refused,
+                    "learning_rate": report.learning_rate,
+                    "norm": report.gradients.get("norm"),
+                    "error": report.error,
+                    "age": statistics.fmean(ages or [0]),
+                    **report.kl_control,
+                }
+            )
 
     def hand_orders(self) -> None:
         new = [entry for entry in self.gate.orders if entry["number"] > self.taken]
         if new:
             self.taken = new[-1]["number"]
-            self.answers.order([entry["order"] for entry in new])
+            self.answers.append_orders([entry["order"] for entry in new])
             while self.worker.step():
                 self.note()
             self.show()
 
     def show(self) -> None:
-        from rl_core.online.service_files import METRICS
-        from rl_core.storage.single_files import write_text_unsynced
+        from rl_core.online.service_files import METRICS_FILE
+        from rl_core.storage.atomic_files import write_text_unsynced
 
-        write_text_unsynced(self.folder / METRICS, json.dumps({"paused": self.worker.paused, **self.worker.metrics()}))
+        write_text_unsynced(
+            self.folder / METRICS_FILE,
+            json.dumps({"paused": self.worker.paused, **self.worker.collect_metrics()}),
+        )
 
     def success(self, version: int) -> dict[str, float]:
         """Success of a snapshot on held-out episodes of each level, greedy."""
         from rl_core.models.trainable_weights import load_trainable_weights
 
         if version not in self.measured:
-            load_trainable_weights(self.judge.model, self.snapshots.weights(version))
-            self.measured[version] = success_by_level(self.judge, self.environment, self.size.episodes)
+            load_trainable_weights(self.judge.model, self.snapshots.load_weights(version))
+            self.measured[version] = success_by_level(
+                self.judge, self.environment, self.size.episodes
+            )
         return self.measured[version]
 
 
@@ -195,12 +239,21 @@ def success_by_level(policy: Any, environment: Any, episodes: int) -> dict[str, 
 
 def _success(policy: Any, environment: Any, level: str, episodes: int) -> float:
     from rl_core.evaluation import evaluate
-    from rl_core.rollouts.heldout_requests import heldout_requests
+    from rl_core.rollouts.heldout_episodes import draw_heldout_requests
     from rl_core.settings import EvaluationSettings
 
-    requests = heldout_requests(environment, EvaluationSettings(episodes=episodes, levels=(level,)), 4711)
-    return evaluate(environment, policy.backend(), policy.renderer, requests, samples=1, sampling=sampling(0.0),
-                    seed=0).success_rate  # fmt: skip
+    requests = draw_heldout_requests(
+        environment, EvaluationSettings(episodes=episodes, levels=(level,)), 4711
+    )
+    return evaluate(
+        environment,
+        policy.backend(),
+        policy.renderer,
+        requests,
+        samples=1,
+        sampling=sampling(0.0),
+        seed=0,
+    ).success_rate
 
 
 def sampling(temperature: float) -> Any:
@@ -223,32 +276,58 @@ def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int, r
         VotingSettings,
     )
 
-    update = {"learning_rate": rate, "max_learning_rate": 2 * rate, "min_learning_rate": rate / 100, "batch_size": 16,
-              "first_update": 16, "update_every": 8, "snapshot_every": 8, "ema_decay": 0.9}  # fmt: skip
+    update = {
+        "learning_rate": rate,
+        "max_learning_rate": 2 * rate,
+        "min_learning_rate": rate / 100,
+        "batch_size": 16,
+        "first_update": 16,
+        "update_every": 8,
+        "snapshot_every": 8,
+        "ema_decay": 0.9,
+    }
     update |= arm.get("update", {})
     return OnlineSettings(
-        folder=str(folder), model=ModelSettings(path=str(model), device="cpu"), seed=seed,
+        folder=str(folder),
+        model=ModelSettings(path=str(model), device="cpu"),
+        seed=seed,
         environment=EnvironmentSettings(name="pixel_grid", options={"unsupported_reward": 0.5}),
-        buffer=OnlineBufferSettings(capacity=256),  # so that the cap of one caller binds within a run
+        buffer=OnlineBufferSettings(
+            capacity=256
+        ),  # so that the cap of one caller binds within a run
         voting=VotingSettings(max_samples=SAMPLES, min_samples=SAMPLES),
         labels=OnlineLabelSettings(**{"min_confidence": 0.6, **arm.get("labels", {})}),
         rollouts=OnlineRolloutSettings(sampling=sampling(1.0), **arm.get("rollouts", {})),
-        update=OnlineUpdateSettings(**update), service=OnlineServiceSettings(record_top=0),
+        update=OnlineUpdateSettings(**update),
+        service=OnlineServiceSettings(record_top=0),
         gate=OnlineGateSettings(
-            margin=arm.get("margin", 0.05), alpha=0.1, episodes_per_look=60, max_episodes=2000, sampling=sampling(0.0)
+            margin=arm.get("margin", 0.05),
+            alpha=0.1,
+            episodes_per_look=60,
+            max_episodes=2000,
+            sampling=sampling(0.0),
         ),
-    )  # fmt: skip
+    )
 
 
 def _answer(request: str, choice: int, rollout: Any, caller: str) -> Any:
-    from rl_core.inference.served_answers import ServedAnswer
+    from rl_core.inference.serving_requests import ServedAnswer
 
     trajectory = rollout.trajectory
     return ServedAnswer(
-        answer_id=request, choice=choice, policy_version=trajectory.policy_version, prompt_ids=rollout.prompt_ids,
-        completion_ids=rollout.completion_ids, sampler_logprobs=rollout.sampler_logprobs, temperature=1.0, text="",
-        finish_reason="stop", caller=caller, rollout=rollout, max_votes=SAMPLES,
-    )  # fmt: skip
+        answer_id=request,
+        choice=choice,
+        policy_version=trajectory.policy_version,
+        prompt_ids=rollout.prompt_ids,
+        completion_ids=rollout.completion_ids,
+        sampler_logprobs=rollout.sampler_logprobs,
+        temperature=1.0,
+        text="",
+        finish_reason="stop",
+        caller=caller,
+        rollout=rollout,
+        max_votes=SAMPLES,
+    )
 
 
 def run_arm(place: Path, model: Path, arm: dict[str, Any], seed: int, size: Size) -> None:
@@ -267,20 +346,35 @@ def run_arm(place: Path, model: Path, arm: dict[str, Any], seed: int, size: Size
         for number in range(batches + 1):
             if number in measured:
                 service.take_live()
-                point = {"requests": number * BATCH, "live": service.live, **service.success(service.live)}
+                point = {
+                    "requests": number * BATCH,
+                    "live": service.live,
+                    **service.success(service.live),
+                }
                 curve.append(point)
                 print(place.stem, point, f"{time.process_time() - processor:.0f} s", flush=True)
             if number < batches:
                 service.serve(number, "hard")
                 service.learn()
-        newest = service.snapshots.versions()[-1]
+        newest = service.snapshots.list_versions()[-1]
         found = {
-            "newest": {"version": newest, **service.success(newest)}, "requests": size.requests,
-            "episodes": size.episodes, "processor_seconds": time.process_time() - processor, "arm": arm, "seed": seed,
-            "curve": curve, "updates": service.updates, "metrics": service.worker.metrics(), "rate": size.rate,
-            "decisions": service.gate.decisions, "load": os.getloadavg(), "seconds": time.time() - began,
-            "answers": dict(service.answers.counts), "model": str(model), "paused": service.worker.paused,
-        }  # fmt: skip
+            "newest": {"version": newest, **service.success(newest)},
+            "requests": size.requests,
+            "episodes": size.episodes,
+            "processor_seconds": time.process_time() - processor,
+            "arm": arm,
+            "seed": seed,
+            "curve": curve,
+            "updates": service.updates,
+            "metrics": service.worker.collect_metrics(),
+            "rate": size.rate,
+            "decisions": service.gate.decisions,
+            "load": os.getloadavg(),
+            "seconds": time.time() - began,
+            "answers": dict(service.answers.counts),
+            "model": str(model),
+            "paused": service.worker.paused,
+        }
     place.write_text(json.dumps(found, indent=1))
     shutil.rmtree(folder)
 
@@ -292,34 +386,52 @@ def offline(place: Path, model: Path, seed: int, size: Size) -> None:
     import torch
 
     from rl_core import grpo, load_policy
-    from rl_core.environments import make
+    from rl_core.environments import make_environment
     from rl_core.settings import CurriculumStage, ModelSettings, PolicySettings
 
     torch.set_num_threads(1)
     processor = time.process_time()
     policy = load_policy(ModelSettings(path=str(model), device="cpu"))
-    environment = make("pixel_grid", {"unsupported_reward": 0.5})
+    environment = make_environment("pixel_grid", {"unsupported_reward": 0.5})
     before = success_by_level(policy, environment, size.episodes)
     settings = PolicySettings(
-        algorithm="grpo", iterations=size.requests // BATCH, prompts_per_iteration=BATCH, group_size=SAMPLES,
-        learning_rate=3e-4, sampling=sampling(1.0), curriculum=(CurriculumStage(name="hard", levels={"hard": 1.0}),),
-    )  # fmt: skip
+        algorithm="grpo",
+        iterations=size.requests // BATCH,
+        prompts_per_iteration=BATCH,
+        group_size=SAMPLES,
+        learning_rate=3e-4,
+        sampling=sampling(1.0),
+        curriculum=(CurriculumStage(name="hard", levels={"hard": 1.0}),),
+    )
     grpo(policy, environment=environment, settings=settings, seed=seed).run()
     after = success_by_level(policy, environment, size.episodes)
-    found = {"curve": [{"requests": 0, **before}, {"requests": size.requests, **after}], "newest": after, "seed": seed,
-             "requests": size.requests, "episodes": size.episodes, "model": str(model),
-             "processor_seconds": time.process_time() - processor, "seconds": 0.0}  # fmt: skip
+    found = {
+        "curve": [{"requests": 0, **before}, {"requests": size.requests, **after}],
+        "newest": after,
+        "seed": seed,
+        "requests": size.requests,
+        "episodes": size.episodes,
+        "model": str(model),
+        "processor_seconds": time.process_time() - processor,
+        "seconds": 0.0,
+    }
     print(place.stem, before, after, f"{found['processor_seconds']:.0f} s", flush=True)
     place.write_text(json.dumps(found, indent=1))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--part", choices=("shift", "guardrails", "table"), required=True)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--levels", default="easy, medium", help="of the demonstrations that SFT imitates")
-    parser.add_argument("--arm", action="append", help="of shift or guardrails: this one alone; several times")
+    parser.add_argument(
+        "--levels", default="easy, medium", help="of the demonstrations that SFT imitates"
+    )
+    parser.add_argument(
+        "--arm", action="append", help="of shift or guardrails: this one alone; several times"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seed", type=int, help="this one alone")
     parser.add_argument("--requests", type=int, default=2000)
@@ -336,12 +448,17 @@ def main() -> None:
     model = (given.model or make_model(output / "training", given.levels)).resolve()
     arms = {f"shift {name}": arm for name, arm in SHIFT.items()}
     if given.part == "guardrails":
-        arms = {f"{rail}, attack {attack}": {"margin": 0.02, **GUARDRAILS[rail], **ATTACKS[attack]}
-                for attack in ATTACKS for rail in GUARDRAILS}  # fmt: skip
+        arms = {
+            f"{rail}, attack {attack}": {"margin": 0.02, **GUARDRAILS[rail], **ATTACKS[attack]}
+            for attack in ATTACKS
+            for rail in GUARDRAILS
+        }
     for seed in range(given.seeds) if given.seed is None else [given.seed]:
         for name, arm in arms.items():
             if not given.arm or name in given.arm:
-                run_arm(output / f"{name.replace(' ', '_')}.seed{seed}.json", model, arm, seed, size)
+                run_arm(
+                    output / f"{name.replace(' ', '_')}.seed{seed}.json", model, arm, seed, size
+                )
         if given.part == "shift" and (not given.arm or "offline" in given.arm):
             offline(output / f"offline_GRPO.seed{seed}.json", model, seed, size)
 

@@ -21,12 +21,20 @@ from helpers.killed_service import KilledService
 
 def main() -> None:
     """Kill, print, and write faults.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--longest", type=float, default=3.0, help="seconds between two kills, at most")
-    parser.add_argument("--pause", type=float, default=0.02, help="seconds between two questions of a client")
-    parser.add_argument("--checked", type=int, default=500, help="answers whose tokens are computed again")
+    parser.add_argument(
+        "--longest", type=float, default=3.0, help="seconds between two kills, at most"
+    )
+    parser.add_argument(
+        "--pause", type=float, default=0.02, help="seconds between two questions of a client"
+    )
+    parser.add_argument(
+        "--checked", type=int, default=500, help="answers whose tokens are computed again"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     folder = given.output.resolve() / "service"

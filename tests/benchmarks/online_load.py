@@ -36,7 +36,15 @@ online:
 
 def served(config: Path, output: Path, port: int, given: Any, *, learns: bool) -> dict[str, Any]:
     """One server under rising load, then under too much of it."""
-    command = [sys.executable, "-m", "flows.cli.main", "serve", str(config), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "posttrain.cli.main",
+        "serve",
+        str(config),
+        "--port",
+        str(port),
+    ]
     command += ["--learn"] if learns else []
     url, is_official = f"http://127.0.0.1:{port}", find_spec("openai") is not None
     found: dict[str, Any] = {}
@@ -63,21 +71,35 @@ def shares(found: dict[str, Any]) -> dict[str, Any]:
         alone, beside = found["alone"][str(clients)], found["learning"][str(clients)]
         rows[str(clients)] = {
             "share_of_offline": alone["tokens_per_second"] / offline,
-            "p99_beside_learning": beside["p99"] / alone["p99"] if alone["p99"] and beside["p99"] else None,
+            "p99_beside_learning": beside["p99"] / alone["p99"]
+            if alone["p99"] and beside["p99"]
+            else None,
         }
-    statuses = {int(code) for part in ("alone", "learning") for code in found[part]["overload"]["statuses"]}
-    return {**rows, "overload_statuses": sorted(statuses), "only_429": 429 in statuses and statuses <= {200, 429}}
+    statuses = {
+        int(code) for part in ("alone", "learning") for code in found[part]["overload"]["statuses"]
+    }
+    return {
+        **rows,
+        "overload_statuses": sorted(statuses),
+        "only_429": 429 in statuses and statuses <= {200, 429},
+    }
 
 
 def main() -> None:
     """Measure, print, and write load.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--model", type=Path, help="a model folder; default: random weights of the preset small")
+    parser.add_argument(
+        "--model", type=Path, help="a model folder; default: random weights of the preset small"
+    )
     parser.add_argument("--preset", default="small")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--settle", type=float, default=40.0, help="seconds before the load on a server that learns")
+    parser.add_argument(
+        "--settle", type=float, default=40.0, help="seconds before the load on a server that learns"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--port", type=int, default=18755, help="and the two next ones")
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 8, 64])
@@ -87,18 +109,27 @@ def main() -> None:
     given = parser.parse_args()
     output = given.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    model = (given.model or serving.make_model(output / f"model-{given.preset}", given.preset)).resolve()
+    model = (
+        given.model or serving.make_model(output / f"model-{given.preset}", given.preset)
+    ).resolve()
     config = output / "learn.yaml"
     config.write_text(CONFIG.format(output=output / "out", model=model, threads=given.threads))
-    found: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-                             "threads": given.threads, "tokens": given.tokens, "load": os.getloadavg(),
-                             "client": "openai" if find_spec("openai") else "httpx"}  # fmt: skip
+    found: dict[str, Any] = {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": given.threads,
+        "tokens": given.tokens,
+        "load": os.getloadavg(),
+        "client": "openai" if find_spec("openai") else "httpx",
+    }
     found["offline"] = serving.offline(model, given.clients, given.tokens, given.threads)
     found["alone"] = served(config, output, given.port, given, learns=False)
     found["learning"] = served(config, output, given.port + 1, given, learns=True)
     if given.peer:
         given.official = find_spec("openai") is not None
-        found["peer"] = serving.peer(model, output, given.port + 2, given.threads, given.clients, given)
+        found["peer"] = serving.peer(
+            model, output, given.port + 2, given.threads, given.clients, given
+        )
     found |= {"load_after": os.getloadavg(), "shares": shares(found)}
     (output / "load.json").write_text(json.dumps(found, indent=1))
     print(json.dumps(found["shares"], indent=1))

@@ -21,8 +21,8 @@ from pathlib import Path
 from helpers.killed_service import CLIENTS, KilledService
 from helpers.waiting import wait_for
 
-from flows.online.learning_folder import read_events
-from rl_core.online.service_files import METRICS, read_object
+from rl_core.online.learning_folder import read_events
+from rl_core.online.service_files import METRICS_FILE, read_json_object
 
 
 def processor_ticks(pid: int) -> int:
@@ -59,18 +59,27 @@ def restart(service: KilledService, number: int) -> dict[str, float]:
     os.kill(worker, number)
 
     def noticed() -> float | None:
-        new = [event for event in read_events(service.service)[known:] if event["kind"] == "restart"]
+        new = [
+            event for event in read_events(service.service)[known:] if event["kind"] == "restart"
+        ]
         return float(new[0]["time"]) if new else None
 
     seen = wait_for(noticed, "the end of the worker in the events", 60, every=0.02)
-    numbers = service.service / METRICS
-    wait_for(lambda: numbers.stat().st_mtime > seen and read_object(numbers), "the next worker", 120, every=0.02)
+    numbers = service.service / METRICS_FILE
+    wait_for(
+        lambda: numbers.stat().st_mtime > seen and read_json_object(numbers),
+        "the next worker",
+        120,
+        every=0.02,
+    )
     return {"noticed": seen - began, "back": numbers.stat().st_mtime - began}
 
 
 def main() -> None:
     """Measure, print, and write restarts.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
@@ -80,12 +89,14 @@ def main() -> None:
     folder.mkdir(parents=True)
     service = KilledService(folder, seed=given.seed)
     service.start()
-    threads = [threading.Thread(target=service._client, args=(n,), daemon=True) for n in range(CLIENTS)]
+    threads = [
+        threading.Thread(target=service._client, args=(n,), daemon=True) for n in range(CLIENTS)
+    ]
     found: dict[str, list[dict[str, float]]] = {"SIGKILL": [], "SIGSTOP": []}
     try:
         for thread in threads:
             thread.start()
-        wait_for(lambda: read_object(service.service / METRICS), "the worker", 300)
+        wait_for(lambda: read_json_object(service.service / METRICS_FILE), "the worker", 300)
         for _ in range(given.times):
             for name, runs in found.items():
                 runs.append(restart(service, getattr(signal, name)))
@@ -93,10 +104,14 @@ def main() -> None:
     finally:
         service.is_over.set()
         service.stop()
-    (given.output / "restarts.json").write_text(json.dumps({**found, "load": os.getloadavg()}, indent=1))
+    (given.output / "restarts.json").write_text(
+        json.dumps({**found, "load": os.getloadavg()}, indent=1)
+    )
     for name, runs in found.items():
         noticed, back = (statistics.median(run[key] for run in runs) for key in ("noticed", "back"))
-        print(name, f"noticed after {noticed:.1f} s, back after {back:.1f} s (median of {len(runs)})")
+        print(
+            name, f"noticed after {noticed:.1f} s, back after {back:.1f} s (median of {len(runs)})"
+        )
 
 
 if __name__ == "__main__":

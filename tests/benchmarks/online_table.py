@@ -7,11 +7,31 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student, two-sided, 1 to 9 degrees
+T_95 = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+)  # Student, two-sided, 1 to 9 degrees
 OLD, ALL = ("easy", "medium"), ("easy", "medium", "hard")
-HEADS = ("run", "seeds", "hard: change", "easy, medium: change", "lowest live level, against the start",
-         "newest snapshot, all levels: change", "snapshots that went live", "updates taken", "mean KL, updates 51 on",
-         "pseudo-labels right", "processor s")  # fmt: skip
+HEADS = (
+    "run",
+    "seeds",
+    "hard: change",
+    "easy, medium: change",
+    "lowest live level, against the start",
+    "newest snapshot, all levels: change",
+    "snapshots that went live",
+    "updates taken",
+    "mean KL, updates 51 on",
+    "pseudo-labels right",
+    "processor s",
+)
 
 
 def table(output: Path) -> str:
@@ -19,7 +39,11 @@ def table(output: Path) -> str:
     arms: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(output.glob("*.seed*.json")):
         arms.setdefault(path.name.partition(".seed")[0], []).append(json.loads(path.read_text()))
-    rows = [HEADS, ["---"] * len(HEADS), *(_row(name.replace("_", " "), runs) for name, runs in arms.items())]
+    rows = [
+        HEADS,
+        ["---"] * len(HEADS),
+        *(_row(name.replace("_", " "), runs) for name, runs in arms.items()),
+    ]
     picture(output, arms)
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -29,17 +53,29 @@ def _row(name: str, runs: list[dict[str, Any]]) -> list[str]:
     late = [[u["mean_kl"] for u in run["updates"][50:] if "mean_kl" in u] for run in online]
     right = [run["metrics"].get("online/pseudo_label_precision") for run in online]
     taken = [run["metrics"].get("online/update_success_rate", 1.0) for run in online]
-    live = [sum(d["verdict"] == "promoted" for d in run["decisions"]) for run in online if run["arm"].get("gate", True)]
+    live = [
+        sum(d["verdict"] == "promoted" for d in run["decisions"])
+        for run in online
+        if run["arm"].get("gate", True)
+    ]
     return [
-        name, str(len(runs)), _points([_change(run, ("hard",)) for run in runs]),
-        _points([_change(run, OLD) for run in runs]), _points([_lowest(run) for run in runs]),
-        _points([statistics.mean(run["newest"][level] - run["curve"][0][level] for level in ALL) for run in runs]),
+        name,
+        str(len(runs)),
+        _points([_change(run, ("hard",)) for run in runs]),
+        _points([_change(run, OLD) for run in runs]),
+        _points([_lowest(run) for run in runs]),
+        _points(
+            [
+                statistics.mean(run["newest"][level] - run["curve"][0][level] for level in ALL)
+                for run in runs
+            ]
+        ),
         ", ".join(map(str, live)) or ("all" if online else "-"),
         f"{statistics.mean(taken):.1%}" if taken else "-",
         ", ".join(f"{statistics.mean(k):.3f}" for k in late if k) or "-",
         ", ".join(f"{share:.0%}" for share in right if share is not None) or "-",
         f"{statistics.mean(run['processor_seconds'] for run in runs):.0f}",
-    ]  # fmt: skip
+    ]
 
 
 def _change(run: dict[str, Any], levels: tuple[str, ...]) -> float:
@@ -50,7 +86,10 @@ def _change(run: dict[str, Any], levels: tuple[str, ...]) -> float:
 
 def _lowest(run: dict[str, Any]) -> float:
     """Largest fall of the live snapshot's success over all levels together, at any time."""
-    return min(statistics.mean(point[level] - run["curve"][0][level] for level in ALL) for point in run["curve"])
+    return min(
+        statistics.mean(point[level] - run["curve"][0][level] for level in ALL)
+        for point in run["curve"]
+    )
 
 
 def _points(values: list[float]) -> str:
@@ -73,7 +112,13 @@ def picture(output: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
     for number, (name, runs) in enumerate(drawn.items()):
         for run in runs:
             x, y = [p["requests"] for p in run["curve"]], [100 * p["hard"] for p in run["curve"]]
-            axes.plot(x, y, marker="o", color=f"C{number}", label=name.replace("_", " ") if run is runs[0] else None)
+            axes.plot(
+                x,
+                y,
+                marker="o",
+                color=f"C{number}",
+                label=name.replace("_", " ") if run is runs[0] else None,
+            )
     axes.set_xlabel("requests of hard level")
     axes.set_ylabel("success on held-out hard episodes, %")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

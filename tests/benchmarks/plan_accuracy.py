@@ -40,16 +40,26 @@ SHAPES = {
 }
 TRAINED = dict(learning_rate=1e-5, warmup_steps=0)
 ROLLED = dict(
-    TRAINED, prompts_per_iteration=8, group_size=4, iterations=4, rewards={"speed.episodes:reward": 1.0},
+    TRAINED,
+    prompts_per_iteration=8,
+    group_size=4,
+    iterations=4,
+    rewards={"speed.episodes:reward": 1.0},
     sampling={"max_completion_tokens": 64, "slots": 32},
-)  # fmt: skip
+)
 
 
 def case(stage, millions, *, length=128, lora=False, vocabulary=512, **settings):
     """One configuration: a stage's settings, its model, and the tokens of a row (of a rollout: `ROLLED`)."""
     shared = ROLLED if stage == "policy" else {**TRAINED, "batch_size": 16, "epochs": 1}
-    return {"stage": stage, "millions": millions, "length": length, "lora": lora, "vocabulary": vocabulary,
-            "settings": {**shared, **settings}}  # fmt: skip
+    return {
+        "stage": stage,
+        "millions": millions,
+        "length": length,
+        "lora": lora,
+        "vocabulary": vocabulary,
+        "settings": {**shared, **settings},
+    }
 
 
 CASES = {
@@ -128,7 +138,7 @@ def main():
 def calibration(machine):
     """Arguments of a process that calibrates."""
     code = (
-        "import sys, time; from pathlib import Path; from flows.cli.calibration_command import calibrate_machine; "
+        "import sys, time; from pathlib import Path; from posttrain.cli.doctor import calibrate_machine; "
         f"print(calibrate_machine(Path(sys.argv[1]), as_json=False, clock=time.{CLOCK}))"
     )
     return ["-c", code, str(machine)]
@@ -141,43 +151,60 @@ def planned(case, output, machine_file):
     """Peak bytes and seconds of a step, as the command would tell them for a process without the pipeline."""
     import dataclasses
 
-    from flows.planning.plan_target import Lengths, target_machine
-    from flows.planning.stage_plans import plan_stage
-    from flows.runtime.settings_files import read_settings_file
+    from posttrain.planning.pipeline_plan import plan_stage
+    from posttrain.planning.target import PlanLengths, build_machine_target
+    from posttrain.settings_files import read_settings_file
     from rl_core.resources.stage_memory import StageMemory
-    from rl_core.settings.machine import MachineSettings
-    from tasks.config import from_dict
+    from rl_core.settings.planning import MachineSettings
+    from tasks.config import build_settings
 
     machine, _ = read_settings_file(MachineSettings, machine_file, shipped_name=str(machine_file))
-    target = target_machine(dataclasses.replace(machine, pipeline_bytes=0))
+    target = build_machine_target(dataclasses.replace(machine, pipeline_bytes=0))
     model = {"path": str(folder_of(case, output)), **({"lora": {}} if case["lora"] else {})}
-    data = {"heldout_fraction": 1e-6, "preferences": "pairs.jsonl"}  # all rows are trained on, none made of rollouts
-    values = {"name": "planned", "model": model, "stages": {"prepare_data": data, case["stage"]: case["settings"]}}
-    settings = from_dict(values, check_files=False, import_code=False)
+    data = {
+        "heldout_fraction": 1e-6,
+        "preferences": "pairs.jsonl",
+    }  # all rows are trained on, none made of rollouts
+    values = {
+        "name": "planned",
+        "model": model,
+        "stages": {"prepare_data": data, case["stage"]: case["settings"]},
+    }
+    settings = build_settings(values, check_files=False, import_code=False)
     is_policy = case["stage"] == "policy"
     steps = case["settings"]["iterations"] if is_policy else STEPS
     rows = None if is_policy else steps * case["settings"]["batch_size"]
-    plan = plan_stage(case["stage"], settings, target, Lengths(case["length"], PROMPT, None, rows))
-    phases = [phase for phase in plan.memory.phases if "checkpoint" not in phase.name]  # no loop saves here
+    plan = plan_stage(
+        case["stage"], settings, target, PlanLengths(case["length"], PROMPT, None, rows)
+    )
+    phases = [
+        phase for phase in plan.memory.phases if "checkpoint" not in phase.name
+    ]  # no loop saves here
     memory = StageMemory(tuple(phases))
     peak = memory.peak
     return {
-        "parameters": plan.parameters, "plan_bytes": peak.total, "phase": peak.name, "binding": memory.binding,
-        "parts": dict(peak.parts), "plan_seconds": plan.time.likely / steps,
+        "parameters": plan.parameters,
+        "plan_bytes": peak.total,
+        "phase": peak.name,
+        "binding": memory.largest_part,
+        "parts": dict(peak.parts),
+        "plan_seconds": plan.time.likely / steps,
         "plan_interval": [plan.time.low / steps, plan.time.high / steps],
-    }  # fmt: skip
+    }
 
 
 def table(rows, options):
     """Planned beside measured, with the share of cases within 10% and 30%."""
     lines = [
-        "# Plans beside measurements", "",
+        "# Plans beside measurements",
+        "",
         f"`posttrain plan` on {processor()}, one thread, seconds of processor time; commit {commit()}. Written by "
-        "`tests/benchmarks/plan_accuracy.py`, whose first lines say what is measured.", "",
+        "`tests/benchmarks/plan_accuracy.py`, whose first lines say what is measured.",
+        "",
         "| case | parameters | memory: planned | measured (VmHWM) | ratio | peak in | step: planned [interval] "
         "| measured | ratio |",
         "|---|---:|---:|---:|---:|---|---:|---:|---:|",
-    ]  # fmt: skip
+    ]
     for row in rows:
         low, high = row["plan_interval"]
         lines.append(
@@ -188,7 +215,11 @@ def table(rows, options):
         )
     near = sum(abs(row["plan_bytes"] / row["peak_bytes"] - 1) <= 0.1 for row in rows)
     timely = sum(abs(row["plan_seconds"] / row["seconds"] - 1) <= 0.3 for row in rows)
-    lines += ["", f"Memory within 10%: {near} of {len(rows)}. Time within 30%: {timely} of {len(rows)}.", ""]
+    lines += [
+        "",
+        f"Memory within 10%: {near} of {len(rows)}. Time within 30%: {timely} of {len(rows)}.",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -209,14 +240,29 @@ def built(case, output):
         "plan_accuracy.build(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])); from speed import inputs; "
         "inputs.build(sys.argv[4], 'small')"
     )
-    run_python(["-c", code, str(folder), str(case["millions"]), str(case["vocabulary"]), str(output / "inputs")])
+    run_python(
+        [
+            "-c",
+            code,
+            str(folder),
+            str(case["millions"]),
+            str(case["vocabulary"]),
+            str(output / "inputs"),
+        ]
+    )
 
 
 def build(folder, millions, vocabulary):
     import torch
     from transformers import LlamaForCausalLM
 
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+    )
     shape = dict(zip(names, SHAPES[millions], strict=True), vocab_size=vocabulary)
     torch.manual_seed(inputs.SEED)
     LlamaForCausalLM(inputs.make_config(shape)).float().save_pretrained(folder)
@@ -234,7 +280,7 @@ def measure(case, output):
     os.dup2(2, 1)  # libraries print where they like
     import torch
 
-    from rl_core.machine_memory import peak_resident_bytes
+    from rl_core.machine_memory import measure_peak_resident_bytes
 
     torch.set_num_threads(1)
     makers = {"sft": sft, "reward_model": reward_model, "preference": preference, "policy": policy}
@@ -245,7 +291,7 @@ def measure(case, output):
         trainer.step()
         if number:
             seconds.append(clock() - began)
-    found = {"peak_bytes": peak_resident_bytes(), "seconds": statistics.median(seconds)}
+    found = {"peak_bytes": measure_peak_resident_bytes(), "seconds": statistics.median(seconds)}
     if case["stage"] == "preference":
         began = clock()
         references(trainer.model, case)
@@ -260,13 +306,15 @@ def loaded(case, output):
 
     folder = folder_of(case, output)
     settings = ModelSettings(path=str(folder), lora=LoraSettings() if case["lora"] else None)
-    return causal_lm.load(folder, settings)[0], settings
+    return causal_lm.load_model(folder, settings)[0], settings
 
 
 def random_rows(case, count):
     import numpy as np
 
-    return np.random.default_rng(0).integers(3, case["vocabulary"], (count, case["length"])).tolist()
+    return (
+        np.random.default_rng(0).integers(3, case["vocabulary"], (count, case["length"])).tolist()
+    )
 
 
 def sft(case, output):
@@ -283,7 +331,10 @@ def sft(case, output):
 def sides(case, count):
     """Pairs of rows with a common beginning of PROMPT tokens."""
     rows = random_rows(case, 2 * count)
-    return [(one, one[:PROMPT] + other[PROMPT:]) for one, other in zip(rows[::2], rows[1::2], strict=True)]
+    return [
+        (one, one[:PROMPT] + other[PROMPT:])
+        for one, other in zip(rows[::2], rows[1::2], strict=True)
+    ]
 
 
 def reward_model(case, output):
@@ -292,18 +343,23 @@ def reward_model(case, output):
     from rl_core.trainers.reward_model import RewardModelTrainer
 
     folder = folder_of(case, output)
-    model, _ = heads.reward_model_from(folder, ModelSettings(path=str(folder)))
+    model, _ = heads.create_reward_model(folder, ModelSettings(path=str(folder)))
     settings = RewardModelSettings(**case["settings"])
-    return RewardModelTrainer(model, inputs.PAD, sides(case, settings.batch_size * STEPS), [], settings, 0)
+    return RewardModelTrainer(
+        model, inputs.PAD, sides(case, settings.batch_size * STEPS), [], settings, 0
+    )
 
 
 def pairs_of(case):
-    from rl_core.data.pairs import Pair, PairSide
+    from rl_core.data.pairs import PairSide, PreferencePair
 
     def side(row):
         return PairSide(row[:PROMPT], row[PROMPT:], [True] * (len(row) - PROMPT))
 
-    return [Pair(side(one), side(other)) for one, other in sides(case, case["settings"]["batch_size"] * STEPS)]
+    return [
+        PreferencePair(side(one), side(other))
+        for one, other in sides(case, case["settings"]["batch_size"] * STEPS)
+    ]
 
 
 def preference(case, output):
@@ -311,36 +367,49 @@ def preference(case, output):
     from rl_core.trainers.preference import PreferenceTrainer
 
     model, _ = loaded(case, output)
-    return PreferenceTrainer(model, inputs.PAD, pairs_of(case), [], PreferenceSettings(**case["settings"]), 0)
+    return PreferenceTrainer(
+        model, inputs.PAD, pairs_of(case), [], PreferenceSettings(**case["settings"]), 0
+    )
 
 
 def references(model, case):
     """Log-probs of all pairs, as the trainer computes them."""
     from rl_core.settings import PreferenceSettings
-    from rl_core.trainers.pair_references import reference_logprobs
+    from rl_core.trainers.preference import compute_reference_logprobs
 
     settings = PreferenceSettings(**case["settings"])
-    return reference_logprobs(model, pairs_of(case), pad_id=inputs.PAD, max_tokens=settings.micro_batch_tokens)
+    return compute_reference_logprobs(
+        model, pairs_of(case), pad_id=inputs.PAD, max_tokens=settings.micro_batch_tokens
+    )
 
 
 def policy(case, output):
     from speed.episodes import Characters, Sums
 
-    from rl_core.inference.engine import make_backend
+    from rl_core.inference.engine import create_rollout_backend
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.settings import PolicySettings, SamplingSettings
     from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
     model, _ = loaded(case, output)
-    settings = PolicySettings(**{**case["settings"], "sampling": SamplingSettings(**case["settings"]["sampling"])})
+    settings = PolicySettings(
+        **{**case["settings"], "sampling": SamplingSettings(**case["settings"]["sampling"])}
+    )
     reference = None
     if settings.kl_coef > 0:
         reference = model if case["lora"] else loaded(case, output)[0]
     return PolicyGradientTrainer(
-        model, reference, Characters(inputs.make_tokenizer(512)), Sums(output / "inputs" / "small", 0), settings, 0,
+        model,
+        reference,
+        Characters(inputs.make_tokenizer(512)),
+        Sums(output / "inputs" / "small", 0),
+        settings,
+        0,
         RewardOrchestrator(settings.rewards, options=settings.reward_options),
-        make_backend(model, eos_ids=(inputs.EOS,), pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH),
-    )  # fmt: skip
+        create_rollout_backend(
+            model, eos_ids=(inputs.EOS,), pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH
+        ),
+    )
 
 
 if __name__ == "__main__":

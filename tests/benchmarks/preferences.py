@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import rl_core  # noqa: E402
-from flows.preferences.answer_states import posterior_of  # noqa: E402
-from flows.preferences.rating_room import RatingRoom  # noqa: E402
+from posttrain.preferences.rating_session import RatingSession  # noqa: E402
+from posttrain.preferences.sampled_answers import build_reward_posterior  # noqa: E402
 from rl_core.models import heads  # noqa: E402
 from rl_core.preferences.items import RatedItem  # noqa: E402
 from rl_core.settings import ModelSettings, RatingSettings, RewardModelSettings  # noqa: E402
@@ -50,7 +50,11 @@ WORDS = [
     "thunder",
     "velvet",
 ]
-PEOPLE = {"careful": 0.3, "usual": 1.0, "careless": 2.5}  # scale of the noise; qualities differ by about 3
+PEOPLE = {
+    "careful": 0.3,
+    "usual": 1.0,
+    "careless": 2.5,
+}  # scale of the noise; qualities differ by about 3
 TIE = 0.5  # difference below which a person sees none
 
 
@@ -66,7 +70,9 @@ def items_of(count: int, seed: int) -> list[RatedItem]:
     found: dict[str, RatedItem] = {}
     while len(found) < count:
         answers = tuple(" ".join(rng.choices(WORDS, k=6)) for _ in range(2))
-        item = RatedItem(f"Write six words, number {rng.randrange(50)}.", answers, ("model", "model"))
+        item = RatedItem(
+            f"Write six words, number {rng.randrange(50)}.", answers, ("model", "model")
+        )
         if answers[0] != answers[1]:
             found.setdefault(item.id, item)
     return list(found.values())
@@ -78,24 +84,28 @@ def difference(item: RatedItem, weights: dict[str, float]) -> float:
     return first - second
 
 
-def rate(room: RatingRoom, labels: int, weights: dict[str, float], people: Sequence[str], seed: int) -> None:
+def rate(
+    room: RatingSession, labels: int, weights: dict[str, float], people: Sequence[str], seed: int
+) -> None:
     """Have the people rate in turn, until the room has so many ratings."""
     rng = random.Random(f"rate {seed} {labels}")
     known = {item.id: item for item in room.items}
     while len(room.journal) < labels:
         for name in people:
-            shown = room.question(name)
+            shown = room.describe_question(name)
             if shown["question"] is None or len(room.journal) >= labels:
                 continue
             item = known[shown["question"]["item"]]
             gap = difference(item, weights)
             noise = PEOPLE[name] * np.log(1 / (u := rng.uniform(1e-9, 1 - 1e-9)) - 1)
             felt = gap + float(noise)
-            question = room.order.next(name)
+            question = room.order.choose_next_question(name)
             assert question is not None and 0 < u < 1
             side = "left" if (felt > 0) == (question.left == 0) else "right"
             choice = "tie" if abs(felt) < TIE else side
-            room.rate(name, {"item": item.id, "count": shown["rated"], "choice": choice}, time.time())
+            room.record_rating(
+                name, {"item": item.id, "count": shown["rated"], "choice": choice}, time.time()
+            )
 
 
 def trained_accuracy(
@@ -111,12 +121,17 @@ def trained_accuracy(
     training.run()
     renderer = training.policy.renderer
     ids = [
-        [*renderer.prompt_ids([{"role": "user", "content": str(item.prompt)}]), *renderer.action_ids(str(answer))]
+        [
+            *renderer.prompt_ids([{"role": "user", "content": str(item.prompt)}]),
+            *renderer.action_ids(str(answer)),
+        ]
         for item in test
         for answer in item.answers
     ]
-    scores = np.array(heads.score(training.model, ids, pad_id=renderer.pad_id))
-    right = (scores[0::2] > scores[1::2]) == np.array([difference(item, weights) > 0 for item in test])
+    scores = np.array(heads.score_rows(training.model, ids, pad_id=renderer.pad_id))
+    right = (scores[0::2] > scores[1::2]) == np.array(
+        [difference(item, weights) > 0 for item in test]
+    )
     return float(right.mean())
 
 
@@ -138,13 +153,13 @@ def from_labels(seed: int, counts: Sequence[int]) -> dict[str, Any]:
             for count in counts if len(people) > 1 else counts[-1:]:
                 folder = Path(name) / f"{key} {count}"
                 settings = RatingSettings(choose="random", overlap=0.2, repeat=0.05)
-                room = RatingRoom(folder, items_of(3000, seed), settings, seed=seed)
+                room = RatingSession(folder, items_of(3000, seed), settings, seed=seed)
                 rate(room, count, weights, people, seed)
-                room.write()
+                room.write_data_file()
                 accuracy = trained_accuracy(room.rows_file, policy, weights, test)
                 found.setdefault(key, {})[count] = accuracy
                 if len(people) > 1:
-                    alpha = room.agreement()
+                    alpha = room.compute_agreement()
                     found.setdefault("alpha", {})[count] = [alpha.alpha, alpha.low, alpha.high]
                     found["alpha by rater"] = {one.rater: one.alpha for one in alpha.raters}
                 print(seed, key, count, f"{accuracy:.3f}", flush=True)
@@ -154,19 +169,29 @@ def from_labels(seed: int, counts: Sequence[int]) -> dict[str, Any]:
 def start_of_raters(folder: Path, items: list[RatedItem], first: int, seed: int) -> Path:
     """The first labels, at random, and the reward model that they give: in `start/` and `reward/` of the folder."""
     policy = base_policy(folder, seed)
-    room = RatingRoom(folder / "start", items, RatingSettings(choose="random", overlap=0.0), seed=seed)
+    room = RatingSession(
+        folder / "start", items, RatingSettings(choose="random", overlap=0.0), seed=seed
+    )
     rate(room, first, quality(seed), ["usual"], seed)
-    room.write()
-    settings = RewardModelSettings(epochs=6.0, batch_size=32, learning_rate=2e-3, checkpoint_every=0)
+    room.write_data_file()
+    settings = RewardModelSettings(
+        epochs=6.0, batch_size=32, learning_rate=2e-3, checkpoint_every=0
+    )
     training = rl_core.reward_model(
-        ModelSettings(path=str(policy), device="cpu"), str(room.rows_file), heldout=0, settings=settings, seed=seed
+        ModelSettings(path=str(policy), device="cpu"),
+        str(room.rows_file),
+        heldout=0,
+        settings=settings,
+        seed=seed,
     )
     training.run()
     training.save(folder / "reward")
     return policy
 
 
-def accuracy_of_choice(start: Path, choose: Literal["uncertainty", "random"], labels: int, seed: int) -> float:
+def accuracy_of_choice(
+    start: Path, choose: Literal["uncertainty", "random"], labels: int, seed: int
+) -> float:
     """Held-out accuracy from so many labels in all, of which those after the first ones were chosen in this way."""
     items = items_of(3000, seed)
     with tempfile.TemporaryDirectory() as name:
@@ -174,12 +199,16 @@ def accuracy_of_choice(start: Path, choose: Literal["uncertainty", "random"], la
         (folder / "ratings.jsonl").write_bytes((start / "start" / "ratings.jsonl").read_bytes())
         posterior = None
         if choose == "uncertainty":
-            posterior = posterior_of(items, ModelSettings(device="cpu"), policy=None, reward_model=start / "reward")
+            posterior = build_reward_posterior(
+                items, ModelSettings(device="cpu"), policy=None, reward_model=start / "reward"
+            )
         asked = RatingSettings(choose=choose, overlap=0.0, repeat=0.0)
-        room = RatingRoom(folder, items, asked, seed=seed, posterior=posterior)
+        room = RatingSession(folder, items, asked, seed=seed, posterior=posterior)
         rate(room, labels, quality(seed), ["usual"], seed)
-        room.write()
-        return trained_accuracy(room.rows_file, start / "policy", quality(seed), items_of(500, seed + 1000))
+        room.write_data_file()
+        return trained_accuracy(
+            room.rows_file, start / "policy", quality(seed), items_of(500, seed + 1000)
+        )
 
 
 def main() -> None:

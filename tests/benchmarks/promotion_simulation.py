@@ -19,10 +19,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_core.evaluation import Evaluation, summarize
+from rl_core.evaluation import Evaluation, summarize_trajectories
 from rl_core.types import Trajectory
 from tasks.config import PromotionSettings
-from tasks.stages.promotion_gate import decide
+from tasks.stages.promotion_gate import decide_promotion
 
 ATTEMPTS = (1, 5, 10, 50)
 GATES = ("interval", "off", "spend", "fresh")
@@ -32,9 +32,16 @@ GAINS = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15)
 
 def evaluation(successes: Sequence[int]) -> Evaluation:
     """An evaluation with these outcomes of episodes 0, 1, 2, ..."""
-    return summarize(
+    return summarize_trajectories(
         Trajectory(
-            environment="e", level="l", kind="k", seed=seed, prompt="", target="", success=bool(won), reward=float(won)
+            environment="e",
+            level="l",
+            kind="k",
+            seed=seed,
+            prompt="",
+            target="",
+            success=bool(won),
+            reward=float(won),
         )
         for seed, won in enumerate(successes)
     )
@@ -46,7 +53,9 @@ def passes(gate: str, episodes: int, wins: int, losses: int, attempt: int) -> bo
     if gate == "interval":
         return low > 0
     # The level falls with the attempt: what does not pass the first would pass none.
-    return promoted and (gate != "spend" or attempt == 1 or _decided(episodes, wins, losses, attempt)[0])
+    return promoted and (
+        gate != "spend" or attempt == 1 or _decided(episodes, wins, losses, attempt)[0]
+    )
 
 
 @functools.cache
@@ -55,7 +64,9 @@ def _decided(episodes: int, wins: int, losses: int, attempt: int) -> tuple[bool,
     same = episodes - wins - losses
     ours = evaluation([1] * wins + [0] * losses + [0] * same)
     theirs = evaluation([0] * wins + [1] * losses + [0] * same)
-    promoted, _, numbers = decide(ours, theirs, PromotionSettings(), 1, seed=0, attempt=attempt)
+    promoted, _, numbers = decide_promotion(
+        ours, theirs, PromotionSettings(), 1, seed=0, attempt=attempt
+    )
     return promoted, numbers["gain_low"]
 
 
@@ -75,9 +86,13 @@ def wrong_promotions(
             for gate in GATES:
                 wins, losses = fresh if gate == "fresh" else counts
                 number = 1 if gate == "fresh" else attempt
-                if first[gate][repetition] > attempt and passes(gate, episodes, wins, losses, number):
+                if first[gate][repetition] > attempt and passes(
+                    gate, episodes, wins, losses, number
+                ):
                     first[gate][repetition] = attempt
-    return {gate: {k: float((found <= k).mean()) for k in attempts} for gate, found in first.items()}
+    return {
+        gate: {k: float((found <= k).mean()) for k in attempts} for gate, found in first.items()
+    }
 
 
 def _played(
@@ -103,19 +118,33 @@ def power(repetitions: int, episodes: int, gain: float, seed: int) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    for name, default in (("repetitions", 2000), ("power-repetitions", 1000), ("episodes", 500), ("seed", 0)):
+    for name, default in (
+        ("repetitions", 2000),
+        ("power-repetitions", 1000),
+        ("episodes", 500),
+        ("seed", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    print(f"wrong promotions within so many attempts, {options.episodes} episodes, {options.repetitions} repetitions")
+    print(
+        f"wrong promotions within so many attempts, {options.episodes} episodes, {options.repetitions} repetitions"
+    )
     print("| gate | " + " | ".join(map(str, ATTEMPTS)) + " |")
-    for gate, shares in wrong_promotions(options.repetitions, options.episodes, options.seed).items():
-        print(f"| {gate} | " + " | ".join(f"{share:.1%}" for share in shares.values()) + " |", flush=True)
+    for gate, shares in wrong_promotions(
+        options.repetitions, options.episodes, options.seed
+    ).items():
+        print(
+            f"| {gate} | " + " | ".join(f"{share:.1%}" for share in shares.values()) + " |",
+            flush=True,
+        )
     print(f"\npower, {options.power_repetitions} repetitions: interval alone; attempt 1; 2; 10")
     for episodes in SIZES:
         for gain in GAINS:
             found = power(options.power_repetitions, episodes, gain, options.seed)
             print(
-                f"| {episodes} | {gain:.0%} | " + " | ".join(f"{share:.0%}" for share in found.values()) + " |",
+                f"| {episodes} | {gain:.0%} | "
+                + " | ".join(f"{share:.0%}" for share in found.values())
+                + " |",
                 flush=True,
             )
 

@@ -28,8 +28,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from helpers import chromium  # noqa: E402
 from helpers.rating import TOKEN, items, served  # noqa: E402
 
-from flows.preferences.rating_room import RatingRoom  # noqa: E402
-from rl_core.preferences.reward_posterior import RewardPosterior  # noqa: E402
+from posttrain.preferences.rating_session import RatingSession  # noqa: E402
+from rl_core.preferences.question_order import RewardPosterior  # noqa: E402
 from rl_core.settings import RatingSettings  # noqa: E402
 
 AXES = 64
@@ -47,7 +47,10 @@ def main() -> None:
         parser.error("--pairs: at least 300, so that pairs are left for the browser")
     pairs = items(options.pairs)
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "load": os.getloadavg()[0]}
+        found: dict[str, Any] = {
+            "machine": platform.processor() or platform.machine(),
+            "load": os.getloadavg()[0],
+        }
         room, found["opened_s"] = opened(Path(folder), pairs, options.choose)
         with served(room) as address:
             found["ms"] = rated(address, options.pairs)
@@ -60,14 +63,14 @@ def main() -> None:
         options.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def opened(folder: Path, pairs: list[Any], choose: str) -> tuple[RatingRoom, float]:
+def opened(folder: Path, pairs: list[Any], choose: str) -> tuple[RatingSession, float]:
     """The room, and the seconds until it can ask."""
     features = np.random.default_rng(0).standard_normal((len(pairs), AXES))
     settings = RatingSettings(choose=choose, overlap=0.1, repeat=0.02)
 
-    def make() -> RatingRoom:
-        room = RatingRoom(folder, pairs, settings, seed=0, posterior=RewardPosterior(features))
-        room.question("dan")
+    def make() -> RatingSession:
+        room = RatingSession(folder, pairs, settings, seed=0, posterior=RewardPosterior(features))
+        room.describe_question("dan")
         return room
 
     room, milliseconds = timed(make)
@@ -76,15 +79,24 @@ def opened(folder: Path, pairs: list[Any], choose: str) -> tuple[RatingRoom, flo
 
 def rated(address: str, pairs: int) -> dict[str, Any]:
     """Milliseconds of a rating with the next question, at three times of the work."""
-    with httpx.Client(base_url=address.split("/#")[0], headers={"Authorization": f"Bearer {TOKEN}"}) as client:
-        open_ = {rater: client.post("/api/question", json={"rater": rater}).json() for rater in RATERS}
+    with httpx.Client(
+        base_url=address.split("/#")[0], headers={"Authorization": f"Bearer {TOKEN}"}
+    ) as client:
+        open_ = {
+            rater: client.post("/api/question", json={"rater": rater}).json() for rater in RATERS
+        }
         spent: list[float] = []
         for number in range(pairs):
             rater = RATERS[number % len(RATERS)]
             question = open_[rater]["question"]
             if question is None:
                 break
-            body = {"rater": rater, "item": question["item"], "count": open_[rater]["rated"], "choice": "left"}
+            body = {
+                "rater": rater,
+                "item": question["item"],
+                "count": open_[rater]["rated"],
+                "choice": "left",
+            }
             answer, milliseconds = timed(
                 lambda body=body: client.post("/api/rate", json=body).raise_for_status().json()
             )
@@ -92,7 +104,11 @@ def rated(address: str, pairs: int) -> dict[str, Any]:
             spent.append(milliseconds)
     tenth = max(1, len(spent) // 10)
     middle = len(spent) // 2
-    parts = {"first tenth": spent[:tenth], "middle tenth": spent[middle : middle + tenth], "last tenth": spent[-tenth:]}
+    parts = {
+        "first tenth": spent[:tenth],
+        "middle tenth": spent[middle : middle + tenth],
+        "last tenth": spent[-tenth:],
+    }
     return {"ratings": len(spent)} | {name: percentiles(part) for name, part in parts.items()}
 
 
@@ -100,7 +116,9 @@ def in_browser(address: str) -> dict[str, float]:
     """Milliseconds from a pressed key to the next pair, of a rater who comes to a room with all these ratings."""
     with chromium.Chromium(address, size=(1280, 900)) as page:
         page.wait("(document.activeElement || {}).id == 'name'")
-        page.run("document.getElementById('name').value = 'eve'; document.getElementById('name').form.requestSubmit()")
+        page.run(
+            "document.getElementById('name').value = 'eve'; document.getElementById('name').form.requestSubmit()"
+        )
         page.wait("!document.getElementById('task').hidden")
         return percentiles([page.run(PRESS.format(number=number + 1)) for number in range(KEYS)])
 
@@ -118,7 +136,11 @@ new Promise(done => {{
 
 def asked(address: str, path: str) -> Any:
     url = f"{address.split('/#')[0]}/api/{path}"
-    return httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60).raise_for_status().json()
+    return (
+        httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+        .raise_for_status()
+        .json()
+    )
 
 
 def timed(call: Any) -> tuple[Any, float]:
@@ -129,7 +151,10 @@ def timed(call: Any) -> tuple[Any, float]:
 
 
 def percentiles(spent: list[float]) -> dict[str, float]:
-    return {name: round(float(np.percentile(spent, share)), 1) for name, share in (("p50", 50), ("p99", 99))}
+    return {
+        name: round(float(np.percentile(spent, share)), 1)
+        for name, share in (("p50", 50), ("p99", 99))
+    }
 
 
 if __name__ == "__main__":

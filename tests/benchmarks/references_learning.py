@@ -21,21 +21,28 @@ import torch
 
 import rl_core
 from rl_core import environments
-from rl_core.api.data import preference_pairs
-from rl_core.api.recipes.preference import preference
+from rl_core.api.data import load_preference_pairs
+from rl_core.api.recipes.preference import build_preference_recipe
 from rl_core.environments.pixel_grid_questions import COLOURS
-from rl_core.references.loading import ReferenceSource, load_model
+from rl_core.references.scorer import ReferenceSource, load_reference_model
 from rl_core.settings import CurriculumStage, ModelSettings, resolve_defaults
-from rl_core.trainers.pair_references import reference_logprobs
+from rl_core.trainers.preference import compute_reference_logprobs
 
 PRECISIONS = ("full", "int8", "int4")
 LEVEL, KL_COEF, BETA = "easy", 0.05, 0.1
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 8: 2.365, 10: 2.262}  # 97.5% quantile by number of seeds
+STUDENT = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    8: 2.365,
+    10: 2.262,
+}  # 97.5% quantile by number of seeds
 
 
 def pairs_of(seed, count):
     """Conversational rows: the demonstrator's look, then the right answer or another one."""
-    environment, rows = environments.make("pixel_grid"), []
+    environment, rows = environments.make_environment("pixel_grid"), []
     seeds, rng = environment.seeds_of("train", LEVEL), random.Random(seed)
     while len(rows) < count:
         shown = environment.demonstration(seeds[rng.randrange(100_000, 1_000_000)], LEVEL)
@@ -52,42 +59,67 @@ def pairs_of(seed, count):
 def dpo(folder, precision, seed):
     policy = rl_core.load_policy(folder)
     settings = rl_core.PreferenceSettings(
-        learning_rate=1e-4, epochs=1, batch_size=16, warmup_steps=5, eval_every=0, patience=None, beta=BETA
+        learning_rate=1e-4,
+        epochs=1,
+        batch_size=16,
+        warmup_steps=5,
+        eval_every=0,
+        patience=None,
+        beta=BETA,
     )
-    settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(pairs_of(seed, 800), 0.25, policy.renderer, policy.context, seed, "dpo", None)
+    settings = resolve_defaults(settings, policy.default_settings, policy.context)
+    pairs = load_preference_pairs(
+        pairs_of(seed, 800), 0.25, policy.renderer, policy.context, seed, "dpo", None
+    )
 
     def sums(model, part):
-        return reference_logprobs(model, part, pad_id=policy.renderer.pad_id, max_tokens=8192)
+        return compute_reference_logprobs(
+            model, part, pad_id=policy.renderer.pad_id, max_tokens=8192
+        )
 
     source = {"path": str(folder), "kind": "policy", "model": ModelSettings(device="cpu")}
-    reference = load_model(ReferenceSource(precision=precision, **source))[0]
-    exact = torch.tensor(sums(load_model(ReferenceSource(precision="full", **source))[0], pairs.heldout))
+    reference = load_reference_model(ReferenceSource(precision=precision, **source))[0]
+    exact = torch.tensor(
+        sums(load_reference_model(ReferenceSource(precision="full", **source))[0], pairs.heldout)
+    )
     known = tuple(sums(reference, part) for part in (pairs.train, pairs.heldout))
-    preference(policy, pairs.train, pairs.heldout, settings, seed, known).run(settings)
-    margins = BETA * ((torch.tensor(sums(policy.model, pairs.heldout)) - exact) @ torch.tensor([1.0, -1.0]))
+    build_preference_recipe(policy, pairs.train, pairs.heldout, settings, seed, known).run(settings)
+    margins = BETA * (
+        (torch.tensor(sums(policy.model, pairs.heldout)) - exact) @ torch.tensor([1.0, -1.0])
+    )
     return {
-        "accuracy": float((margins > 0).float().mean()), "margin": float(margins.mean()),
-        "eval_loss": float(torch.nn.functional.softplus(-margins).mean()), "heldout": len(pairs.heldout),
-    }  # fmt: skip
+        "accuracy": float((margins > 0).float().mean()),
+        "margin": float(margins.mean()),
+        "eval_loss": float(torch.nn.functional.softplus(-margins).mean()),
+        "heldout": len(pairs.heldout),
+    }
 
 
 def grpo(folder, precision, seed):
     settings = rl_core.PolicySettings(
-        kl_coef=KL_COEF, reference_precision=precision, iterations=40, prompts_per_iteration=8, group_size=8,
-        learning_rate=2e-4, warmup_steps=2, eval_every=0, patience=None,
+        kl_coef=KL_COEF,
+        reference_precision=precision,
+        iterations=40,
+        prompts_per_iteration=8,
+        group_size=8,
+        learning_rate=2e-4,
+        warmup_steps=2,
+        eval_every=0,
+        patience=None,
         curriculum=(CurriculumStage(name=LEVEL, levels={LEVEL: 1.0}),),
         sampling=rl_core.SamplingSettings(max_completion_tokens=64, max_turns=4),
-    )  # fmt: skip
-    environment = environments.make("pixel_grid")
+    )
+    environment = environments.make_environment("pixel_grid")
     training = rl_core.grpo(folder, environment=environment, settings=settings, seed=seed)
     training.run()
     table = training.metrics()
     success, kl = list(table["train/success_rate"].dropna()), list(table["policy/ref_kl"].dropna())
     return {
-        "success_first_5": float(np.mean(success[:5])), "success_last_10": float(np.mean(success[-10:])),
-        "ref_kl_first": kl[0], "ref_kl_last_10": float(np.mean(kl[-10:])),
-    }  # fmt: skip
+        "success_first_5": float(np.mean(success[:5])),
+        "success_last_10": float(np.mean(success[-10:])),
+        "ref_kl_first": kl[0],
+        "ref_kl_last_10": float(np.mean(kl[-10:])),
+    }
 
 
 PARTS = {"dpo": dpo, "grpo": grpo}
@@ -102,14 +134,18 @@ def interval(values):
 def show(found, part):
     """The table of one part, in Markdown."""
     seeds = sorted({key[2] for key in found if key[0] == part})
-    names = [name for name in next(found[key] for key in found if key[0] == part) if name != "heldout"]
+    names = [
+        name for name in next(found[key] for key in found if key[0] == part) if name != "heldout"
+    ]
     print(f"\n| {part} | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
     for precision in PRECISIONS:
         cells = []
         for name in names:
             values = [found[part, precision, seed][name] for seed in seeds]
             mean, half = interval(values)
-            gap, width = interval([v - found[part, "full", s][name] for v, s in zip(values, seeds, strict=True)])
+            gap, width = interval(
+                [v - found[part, "full", s][name] for v, s in zip(values, seeds, strict=True)]
+            )
             beside = "" if precision == "full" else f" ({gap:+.4f} ± {width:.4f})"
             cells.append(f"{mean:.4f} ± {half:.4f}{beside}")
         print(f"| {precision} | " + " | ".join(cells) + " |")
@@ -125,13 +161,18 @@ def main():
     given.output.mkdir(parents=True, exist_ok=True)
     results = given.output / "results.jsonl"
     lines = results.read_text().splitlines() if results.is_file() else []
-    found = {(row["part"], row["precision"], row["seed"]): row["numbers"] for row in map(json.loads, lines)}
+    found = {
+        (row["part"], row["precision"], row["seed"]): row["numbers"]
+        for row in map(json.loads, lines)
+    }
     parts = [given.part] if given.part else sorted(PARTS)
     for part in parts:
         for seed in range(given.seeds):
             for precision in PRECISIONS:
                 if (part, precision, seed) not in found:
-                    numbers = found[part, precision, seed] = PARTS[part](given.folder, precision, seed)
+                    numbers = found[part, precision, seed] = PARTS[part](
+                        given.folder, precision, seed
+                    )
                     row = {"part": part, "precision": precision, "seed": seed, "numbers": numbers}
                     print(json.dumps(row), flush=True)
                     with results.open("a") as file:

@@ -40,14 +40,25 @@ def run_jobs(options):
         for turn, mean in enumerate(MEANS):
             jobs |= {f"parts-0.9M-{turn}": parts, f"costs-0.9M-{turn}": costs}
             ms = f"{1000 * mean:.0f}ms"
-            seconds = options.seconds * (LONGER if mean > 0.1 else 1)  # few iterations, and a few long tools decide
+            seconds = options.seconds * (
+                LONGER if mean > 0.1 else 1
+            )  # few iterations, and a few long tools decide
             common = dict(kind="steps", mean=mean, seconds=seconds)
             jobs[f"alone-{ms}"] = {**common, "workers": 0}
             for workers in WORKERS:
                 jobs[f"sync-{workers}-{ms}"] = {**common, "workers": workers}
-                jobs[f"async-{workers}-{ms}"] = {**common, "workers": workers, "staleness": 1, "seconds": 2 * seconds}
+                jobs[f"async-{workers}-{ms}"] = {
+                    **common,
+                    "workers": workers,
+                    "staleness": 1,
+                    "seconds": 2 * seconds,
+                }
                 if mean:  # synchronous, each step rejoins when its own tool has answered
-                    jobs[f"ready-{workers}-{ms}"] = {**common, "workers": workers, "rejoin": "ready"}
+                    jobs[f"ready-{workers}-{ms}"] = {
+                        **common,
+                        "workers": workers,
+                        "rejoin": "ready",
+                    }
     if "overhead" in options.parts:
         for turn in range(options.repeats):
             for workers in (0, 1):
@@ -64,24 +75,42 @@ def run_jobs(options):
         for seed in range(options.seeds):
             for staleness in (0, 1, 4):
                 jobs[f"learning-{staleness}-{seed}"] = dict(
-                    kind="learning", staleness=staleness, workers=2, seed=seed, mean=0.02,
-                    iterations=options.iterations, learning_rate=options.learning_rate,
-                )  # fmt: skip
+                    kind="learning",
+                    staleness=staleness,
+                    workers=2,
+                    seed=seed,
+                    mean=0.02,
+                    iterations=options.iterations,
+                    learning_rate=options.learning_rate,
+                )
     return {name: job for name, job in jobs.items() if fnmatch.fnmatch(name, options.only)}
 
 
 def variables():
     """Environment of a process with one thread."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (HERE, ROOT / "tests", ROOT)))}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE, ROOT / "tests", ROOT))),
+    }
 
 
 def measure(jobs, points):
     """Run jobs one after the other in one process, and keep each result."""
-    command = [sys.executable, "-W", "ignore", "-m", "asynchrony.one_run", *map(json.dumps, jobs.values())]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "asynchrony.one_run",
+        *map(json.dumps, jobs.values()),
+    ]
     if not jobs:
         return
     log = None if "SHOW" in os.environ else subprocess.DEVNULL
-    with subprocess.Popen(command, env=variables(), stdout=subprocess.PIPE, text=True, stderr=log) as process:
+    with subprocess.Popen(
+        command, env=variables(), stdout=subprocess.PIPE, text=True, stderr=log
+    ) as process:
         for name in jobs:
             line = process.stdout.readline()
             if not line:
@@ -89,15 +118,21 @@ def measure(jobs, points):
             (points / f"{name}.json").write_text(line)
             print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
     if process.returncode:
-        raise SystemExit(f"the measuring process ended with exit code {process.returncode}; SHOW=1 shows its messages")
+        raise SystemExit(
+            f"the measuring process ended with exit code {process.returncode}; SHOW=1 shows its messages"
+        )
 
 
 def python(arguments, environment=()):
     """Standard output of a process of this Python with one thread."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments], env={**variables(), **dict(environment)},
-        stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL if "SHOW" not in os.environ else None, check=True,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", *arguments],
+        env={**variables(), **dict(environment)},
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.DEVNULL if "SHOW" not in os.environ else None,
+        check=True,
+    )
     return done.stdout
 
 
@@ -119,9 +154,22 @@ def kill_runs(options, points):
                 continue
             print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
             with tempfile.TemporaryDirectory(prefix="k", dir="/tmp") as folder:
-                arguments = ["-m", "asynchrony.kills", kind, f"{folder}/runs", "--staleness", str(staleness),
-                             "--kills", str(options.kills), "--seed", str(options.seed)]  # fmt: skip
-                kept(points / f"{name}.json", lambda a=arguments, f=folder: last(python(a, {"TMPDIR": f}.items())))
+                arguments = [
+                    "-m",
+                    "asynchrony.kills",
+                    kind,
+                    f"{folder}/runs",
+                    "--staleness",
+                    str(staleness),
+                    "--kills",
+                    str(options.kills),
+                    "--seed",
+                    str(options.seed),
+                ]
+                kept(
+                    points / f"{name}.json",
+                    lambda a=arguments, f=folder: last(python(a, {"TMPDIR": f}.items())),
+                )
 
 
 def last(text):
@@ -133,7 +181,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each run of steps and overhead")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="of each run of steps and overhead"
+    )
     parser.add_argument("--repeats", type=int, default=2, help="of the overhead, alternating")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=60, help="of each learning run")
@@ -144,7 +194,14 @@ def main():
     options = parser.parse_args()
     points = options.output.resolve() / "points"
     points.mkdir(parents=True, exist_ok=True)
-    measure({name: job for name, job in run_jobs(options).items() if not (points / f"{name}.json").is_file()}, points)
+    measure(
+        {
+            name: job
+            for name, job in run_jobs(options).items()
+            if not (points / f"{name}.json").is_file()
+        },
+        points,
+    )
     if "kills" in options.parts:
         kill_runs(options, points)
     from asynchrony import paper, report, validation

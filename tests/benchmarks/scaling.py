@@ -24,9 +24,17 @@ from speed import growth
 AXES = {
     "length": ((64, 128, 256, 512, 1024, 2048), ("update", "rollout"), {"batch": 4}),
     "batch": ((8, 16, 32, 64, 128, 256), ("update", "rollout"), {"length": 128}),
-    "parameters": ((1, 3, 10, 32, 100), ("update", "rollout"), {"batch": 8, "length": 128}),  # millions
+    "parameters": (
+        (1, 3, 10, 32, 100),
+        ("update", "rollout"),
+        {"batch": 8, "length": 128},
+    ),  # millions
     "trajectories": ((16, 64, 256, 1024, 4096), ("collect",), {}),
-    "iterations": ((10, 30, 100, 300, 1000), ("policy",), {"parameters": 0}),  # of the smallest model
+    "iterations": (
+        (10, 30, 100, 300, 1000),
+        ("policy",),
+        {"parameters": 0},
+    ),  # of the smallest model
 }
 COUNTED = {"trajectories": "count", "iterations": "count"}
 
@@ -36,12 +44,18 @@ def main():
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--axes", type=words(tuple(AXES)), default=list(AXES))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3, help="measured calls of an update or a rollout")
-    parser.add_argument("--quick", action="store_true", help="the three smallest values of each axis")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="measured calls of an update or a rollout"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="the three smallest values of each axis"
+    )
     options = parser.parse_args()
     output = options.output.resolve()
     (output / "points").mkdir(parents=True, exist_ok=True)
-    run_python(["-c", f"from speed import inputs; inputs.build({str(output / 'inputs')!r}, 'small')"])
+    run_python(
+        ["-c", f"from speed import inputs; inputs.build({str(output / 'inputs')!r}, 'small')"]
+    )
     points, failures = [], 0
     for axis in options.axes:
         values, works, fixed = AXES[axis]
@@ -51,7 +65,10 @@ def main():
                 print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
                 arguments = {**fixed, COUNTED.get(axis, axis): value}
                 try:
-                    point = kept(output / f"points/{name}.json", partial(measure, output, work, arguments, options))
+                    point = kept(
+                        output / f"points/{name}.json",
+                        partial(measure, output, work, arguments, options),
+                    )
                 except subprocess.CalledProcessError as error:
                     print(f"{name}: failed with exit code {error.returncode}", file=sys.stderr)
                     failures += 1
@@ -73,7 +90,11 @@ def main():
 def measure(output, work, arguments, options):
     """One point, in a process of its own."""
     command = ["-m", "speed.point", work, "--folder", str(output / "inputs" / "small")]
-    for name, value in (*arguments.items(), ("threads", options.threads), ("repeats", options.repeats)):
+    for name, value in (
+        *arguments.items(),
+        ("threads", options.threads),
+        ("repeats", options.repeats),
+    ):
         command += [f"--{name}", str(value)]
     return {**json.loads(run_python(command, options.threads)), "commit": commit()}
 

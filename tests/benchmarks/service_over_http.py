@@ -20,18 +20,22 @@ import numpy as np
 import psutil
 from helpers.service_clients import loss
 
-from flows.operations.ports import is_free
-from flows.service.configuration import service_settings
-from flows.service.store import ServiceStore
+from posttrain.operations.processes import is_port_free
+from posttrain.settings_files import parse_service_settings
+from posttrain.training_service.store import ServiceStore
 from rl_core.service.requests import Datum
-from rl_core.storage.single_files import write_json_atomic
-from tasks.config import resolve
+from rl_core.storage.atomic_files import write_json_atomic
+from tasks.config import dump_settings
 
 __all__ = ["RANKS", "SIZES", "Client", "PeerClient", "clients", "data", "peer_served", "served"]
 
 ROOT = Path(__file__).parents[2]
 RANKS = (4, 8, 16, 32)
-SIZES = {"tiny": (1, 16), "small": (4, 32), "large": (16, 64)}  # sequences of a request, tokens of each
+SIZES = {
+    "tiny": (1, 16),
+    "small": (4, 32),
+    "large": (16, 64),
+}  # sequences of a request, tokens of each
 
 
 def data(seed: int, size: str) -> tuple[Datum, ...]:
@@ -46,19 +50,29 @@ def served(
     folder: Path, base: Path, threads: int, batch_runs: str, name: str = "base"
 ) -> Iterator[tuple[str, str, list[int]]]:
     """Address, key and process numbers of a service of two processes, whose only base model has this name."""
-    port = next(number for number in range(8500, 8600) if is_free(number))
+    port = next(number for number in range(8500, 8600) if is_port_free(number))
     engine = {"bases": {name: str(base)}, "device": "cpu", "batch_runs": batch_runs}
-    settings = service_settings({"folder": str(folder), "server": {"port": port}, "engine": engine})
+    settings = parse_service_settings(
+        {"folder": str(folder), "server": {"port": port}, "engine": engine}
+    )
     store = ServiceStore(settings.store_url)
     _, key = store.create_key("bench")
     store.close()
-    write_json_atomic(folder / "settings.json", resolve(settings))
+    write_json_atomic(folder / "settings.json", dump_settings(settings))
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     processes = []
     for role in ("server", "worker"):
-        command = [sys.executable, "-m", "flows.service.process", role, str(folder / "settings.json")]
+        command = [
+            sys.executable,
+            "-m",
+            "posttrain.training_service.process",
+            role,
+            str(folder / "settings.json"),
+        ]
         with open(folder / f"{role}.log", "wb") as log:
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+            processes.append(
+                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+            )
     address = f"http://127.0.0.1:{port}"
     try:
         _wait_for(address, processes[0], folder / "server.log")
@@ -100,28 +114,49 @@ def peer_served(folder: Path, base: Path, python: str) -> Iterator[tuple[str, li
     Args:
         python: of an environment with `skyrl[tinker,jax]` and aiohttp, which 0.4.0 leaves out (Python 3.12).
     """
-    port = next(number for number in range(8600, 8700) if is_free(number))
+    port = next(number for number in range(8600, 8700) if is_port_free(number))
     (folder / "bin").mkdir(parents=True)
     shim = folder / "bin" / "uv"
     shim.write_text(_UV.format(python=python))
     shim.chmod(0o755)
     backend = {"max_lora_adapters": 2 * max(RANKS), "max_lora_rank": max(RANKS)}
     command = [
-        str(shim), "run", "-m", "skyrl.tinker.api", "--host", "127.0.0.1", "--port", str(port),
-        "--base-model", base.name,
-        "--backend", "jax", "--backend-config", json.dumps(backend), "--checkpoints-base", str(folder / "checkpoints"),
-        "--database-url", f"sqlite:///{folder / 'peer.db'}",
-    ]  # fmt: skip
+        str(shim),
+        "run",
+        "-m",
+        "skyrl.tinker.api",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--base-model",
+        base.name,
+        "--backend",
+        "jax",
+        "--backend-config",
+        json.dumps(backend),
+        "--checkpoints-base",
+        str(folder / "checkpoints"),
+        "--database-url",
+        f"sqlite:///{folder / 'peer.db'}",
+    ]
     without = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     environment = {name: value for name, value in os.environ.items() if name not in without}
-    environment |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    environment |= {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "JAX_PLATFORMS": "cpu",
+        "HF_HUB_OFFLINE": "1",
+    }
     with open(folder / "peer.log", "wb") as log:
         server = subprocess.Popen(command, cwd=base.parent, env=environment, stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"
     try:
         _wait_for(address, server, folder / "peer.log")
         below = psutil.Process(server.pid).children(recursive=True)
-        yield address, [one.pid for one in below if one.name() != "uv" and "sh" not in one.name()][:2]
+        yield (
+            address,
+            [one.pid for one in below if one.name() != "uv" and "sh" not in one.name()][:2],
+        )
     finally:
         server.terminate()
         server.wait(60)
@@ -154,7 +189,11 @@ class Connections:
         head = f"POST /api/v1/{path} HTTP/1.1\r\n{self._head}Content-Type: {content_type}\r\n"
         while True:
             is_used = bool(self._idle)
-            reader, writer = self._idle.pop() if is_used else await asyncio.open_connection(self._host, self._port)
+            reader, writer = (
+                self._idle.pop()
+                if is_used
+                else await asyncio.open_connection(self._host, self._port)
+            )
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             try:
                 found = (await reader.readuntil(b"\r\n\r\n")).lower()
@@ -201,7 +240,12 @@ class Client:
         """A session and a run."""
         self.session = (await self.send("create_session", {})).json()["session_id"]
         lora = {"rank": rank, "seed": rank}
-        body = {"session_id": self.session, "model_seq_id": 0, "base_model": "base", "lora_config": lora}
+        body = {
+            "session_id": self.session,
+            "model_seq_id": 0,
+            "base_model": "base",
+            "lora_config": lora,
+        }
         made = (await self.send("create_model", body)).json()
         self.model_id = made["model_id"]
         await self.result(made)
@@ -220,7 +264,11 @@ class Client:
     async def update(self) -> dict[str, Any]:
         """A promise of an update."""
         self._seq += 1
-        body = {"model_id": self.model_id, "seq_id": self._seq, "adam_params": {"learning_rate": 1e-4}}
+        body = {
+            "model_id": self.model_id,
+            "seq_id": self._seq,
+            "adam_params": {"learning_rate": 1e-4},
+        }
         promise: dict[str, Any] = (await self.send("optim_step", body)).json()
         return promise
 
@@ -247,15 +295,23 @@ class PeerClient(Client):
 
     async def open(self, rank: int) -> None:
         """As `Client.open`."""
-        self.session = (await self.send("create_session", {"tags": [], "sdk_version": "0"})).json()["session_id"]
-        body = {"session_id": self.session, "base_model": "base", "lora_config": {"rank": rank, "seed": rank}}
+        self.session = (await self.send("create_session", {"tags": [], "sdk_version": "0"})).json()[
+            "session_id"
+        ]
+        body = {
+            "session_id": self.session,
+            "base_model": "base",
+            "lora_config": {"rank": rank, "seed": rank},
+        }
         made = (await self.send("create_model", body)).json()
         self.model_id = made["model_id"]
         await self.result(made)
 
 
 @contextlib.asynccontextmanager
-async def clients(address: str, key: str, count: int, kind: type[Client] = Client) -> AsyncIterator[list[Client]]:
+async def clients(
+    address: str, key: str, count: int, kind: type[Client] = Client
+) -> AsyncIterator[list[Client]]:
     """Clients with a run each."""
     found = [kind(address, key) for _ in range(count)]
     for number, client in enumerate(found):

@@ -21,16 +21,22 @@ from helpers.service import make_base
 from helpers.service_clients import create, loss, update
 from helpers.service_load import settings_of
 
-from flows.service.store import ServiceStore
-from flows.service.worker.engine_process import EngineProcess
-from flows.service.worker.service_folder import folder_bytes
+from posttrain.training_service.paths import measure_folder_bytes
+from posttrain.training_service.store import ServiceStore
+from posttrain.training_service.worker.engine_process import EngineProcess
 from rl_core.service.requests import Datum
 from rl_core.settings import ServiceEngineSettings
 
 SHAPE = dict(
-    vocab_size=2048, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-    intermediate_size=688, max_position_embeddings=256,
-)  # fmt: skip
+    vocab_size=2048,
+    hidden_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    intermediate_size=688,
+    max_position_embeddings=256,
+)
 ROWS, TOKENS, RANK = 8, 64, 32
 
 
@@ -49,7 +55,7 @@ def measure(folder: Path, base: Path, snapshot_steps: int, steps: int) -> dict[s
     store = ServiceStore(f"sqlite:///{folder}/service.db")
     worker = EngineProcess(settings, store)
     saves: list[float] = []
-    save = worker._runs.save
+    save = worker._runs.save_snapshot
 
     def timed(model_id: str) -> bool:
         began = time.perf_counter()
@@ -57,38 +63,51 @@ def measure(folder: Path, base: Path, snapshot_steps: int, steps: int) -> dict[s
         saves.append(time.perf_counter() - began)
         return done
 
-    worker._runs.save = timed  # type: ignore[method-assign]
-    store.accept(create("r", rank=RANK))
+    worker._runs.save_snapshot = timed  # type: ignore[method-assign]
+    store.accept_request(create("r", rank=RANK))
     while worker.step(wait=0.0):
         pass
     began = time.perf_counter()
     for step in range(steps):
-        store.accept(loss("r", 2 * step + 1, data(step)))
-        store.accept(update("r", 2 * step + 2))
+        store.accept_request(loss("r", 2 * step + 1, data(step)))
+        store.accept_request(update("r", 2 * step + 2))
         while worker.step(wait=0.0):
             pass
     seconds = time.perf_counter() - began
     snapshot = folder / "snapshots" / "r"
-    size = folder_bytes(snapshot) / max(1, len(list(snapshot.glob("checkpoint-*")))) if snapshot.is_dir() else 0
+    size = (
+        measure_folder_bytes(snapshot) / max(1, len(list(snapshot.glob("checkpoint-*"))))
+        if snapshot.is_dir()
+        else 0
+    )
     began = time.perf_counter()
     again = EngineProcess(settings, store)
-    again._runs.need("r")
+    again._runs.ensure_loaded("r")
     back = time.perf_counter() - began
-    counts = store.counts()
+    counts = store.read_worker_counters()
     store.close()
     assert counts.get("replay_differences", 0) == 0
     return {
-        "snapshot_steps": snapshot_steps, "updates": steps, "seconds_per_update": round(seconds / steps, 4),
-        "snapshots": len(saves), "seconds_per_snapshot": round(float(np.median(saves)), 4) if saves else None,
-        "share_of_time": round(sum(saves) / seconds, 4), "megabytes": round(size / 1e6, 1),
-        "requests_replayed": counts.get("replayed", 0), "seconds_until_it_goes_on": round(back, 2),
+        "snapshot_steps": snapshot_steps,
+        "updates": steps,
+        "seconds_per_update": round(seconds / steps, 4),
+        "snapshots": len(saves),
+        "seconds_per_snapshot": round(float(np.median(saves)), 4) if saves else None,
+        "share_of_time": round(sum(saves) / seconds, 4),
+        "megabytes": round(size / 1e6, 1),
+        "requests_replayed": counts.get("replayed", 0),
+        "seconds_until_it_goes_on": round(back, 2),
         "load": os.getloadavg()[0],
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", required=True, help="folder of the services and of service_recovery.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", required=True, help="folder of the services and of service_recovery.json"
+    )
     parser.add_argument("--steps", type=int, default=29, help="updates of each row (default: 29)")
     arguments = parser.parse_args()
     folder = Path(arguments.output)
@@ -96,9 +115,15 @@ def main() -> None:
     rows = []
     measure(folder / f"warm-{time.time_ns()}", base, 1, 2)
     for snapshot_steps in (1, 5, 10, 1000):
-        rows.append(measure(folder / f"{snapshot_steps}-{time.time_ns()}", base, snapshot_steps, arguments.steps))
+        rows.append(
+            measure(
+                folder / f"{snapshot_steps}-{time.time_ns()}", base, snapshot_steps, arguments.steps
+            )
+        )
         print(json.dumps(rows[-1]), flush=True)
-    (folder / "service_recovery.json").write_text(json.dumps({"cores": os.cpu_count(), "rows": rows}, indent=1) + "\n")
+    (folder / "service_recovery.json").write_text(
+        json.dumps({"cores": os.cpu_count(), "rows": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -20,17 +20,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flows.service.store import Answer, NewRequest, ServiceStore
+from posttrain.training_service.store import NewRequest, ResultBody, ServiceStore
 
 
 def work(url: str) -> None:
     """Answer whatever is asked, as one batch."""
-    store, answer = ServiceStore(url), Answer(b"x" * 2000, "protobuf")
+    store, answer = ServiceStore(url), ResultBody(b"x" * 2000, "protobuf")
     while True:
-        seen = store.changes()
-        if ready := store.ready(256):
-            taken = store.claim([one.request_id for one in ready])
-            store.finish([(one.request_id, answer) for one in taken])
+        seen = store.read_change_counter()
+        if ready := store.list_ready_requests(256):
+            taken = store.claim_requests([one.request_id for one in ready])
+            store.finish_requests([(one.request_id, answer) for one in taken])
         else:
             store.wait_for_change(seen, 1.0)
 
@@ -46,10 +46,10 @@ class Watch:
         threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:
-        cursor = self._store.finish_cursor()
-        seen = self._store.changes()
+        cursor = self._store.read_finish_cursor()
+        seen = self._store.read_change_counter()
         while True:
-            ids, cursor = self._store.finished_since(cursor)
+            ids, cursor = self._store.list_finished_since(cursor)
             with self._guard:
                 for one, _ in ids:
                     if event := self.events.pop(one, None):
@@ -69,7 +69,12 @@ class Watch:
 
 
 def ask(
-    store: ServiceStore, watch: Watch, number: int, pause: float, until: float, found: list[tuple[float, float]]
+    store: ServiceStore,
+    watch: Watch,
+    number: int,
+    pause: float,
+    until: float,
+    found: list[tuple[float, float]],
 ) -> None:
     """One asker."""
     draw, seq = random.Random(number), 0
@@ -77,14 +82,19 @@ def ask(
     time.sleep(draw.uniform(0, pause))
     while time.monotonic() < until:
         new = NewRequest(
-            kind="sample", owner="key", session_id="s", target=f"sampler-{number}", seq=seq, payload=payload,
+            kind="sample",
+            owner="key",
+            session_id="s",
+            target=f"sampler-{number}",
+            seq=seq,
+            payload=payload,
             content_type="json",
-        )  # fmt: skip
+        )
         began = time.perf_counter()
-        stored = store.accept(new)
+        stored = store.accept_request(new)
         accepted = time.perf_counter()
         watch.wait(stored.request_id)
-        answered = store.result(stored.request_id)
+        answered = store.find_result(stored.request_id)
         assert answered is not None and answered.answer is not None
         found.append((accepted - began, time.perf_counter() - began))
         seq += 1
@@ -108,7 +118,10 @@ def measure(url: str, askers: int, pause: float, seconds: float) -> dict[str, An
     found: list[tuple[float, float]] = []
     used = time.process_time(), _processor_seconds(worker.pid)
     until = time.monotonic() + seconds
-    threads = [threading.Thread(target=ask, args=(store, watch, n, pause, until, found)) for n in range(askers)]
+    threads = [
+        threading.Thread(target=ask, args=(store, watch, n, pause, until, found))
+        for n in range(askers)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -121,17 +134,27 @@ def measure(url: str, askers: int, pause: float, seconds: float) -> dict[str, An
         return round(1000 * values[min(len(values) - 1, int(share * len(values)))], 2)
 
     return {
-        "askers": askers, "pause_s": pause, "futures": len(found), "per_second": round(len(found) / seconds, 1),
-        "accept_p50_ms": quantile(accepts, 0.5), "accept_p99_ms": quantile(accepts, 0.99),
-        "future_p50_ms": quantile(whole, 0.5), "future_p99_ms": quantile(whole, 0.99),
-        "asker_cpu_ms": round(1000 * own / len(found), 2), "worker_cpu_ms": round(1000 * others / len(found), 2),
+        "askers": askers,
+        "pause_s": pause,
+        "futures": len(found),
+        "per_second": round(len(found) / seconds, 1),
+        "accept_p50_ms": quantile(accepts, 0.5),
+        "accept_p99_ms": quantile(accepts, 0.99),
+        "future_p50_ms": quantile(whole, 0.5),
+        "future_p99_ms": quantile(whole, 0.99),
+        "asker_cpu_ms": round(1000 * own / len(found), 2),
+        "worker_cpu_ms": round(1000 * others / len(found), 2),
         "load": os.getloadavg()[0],
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", required=True, help="folder of the stores and of service_store.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", required=True, help="folder of the stores and of service_store.json"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="of each row (default: 10)")
     parser.add_argument("--askers", type=int, default=64)
     arguments = parser.parse_args()
@@ -142,9 +165,17 @@ def main() -> None:
         ("paced", arguments.askers, 0.5),
         ("saturated", arguments.askers, 0.0),
     ):
-        rows.append(measure(f"sqlite:///{folder}/{name}-{time.time_ns()}.db", askers, pause, arguments.seconds))
+        rows.append(
+            measure(
+                f"sqlite:///{folder}/{name}-{time.time_ns()}.db", askers, pause, arguments.seconds
+            )
+        )
         print(json.dumps(rows[-1]), flush=True)
-    facts = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "rows": rows}
+    facts = {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "rows": rows,
+    }
     (folder / "service_store.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 

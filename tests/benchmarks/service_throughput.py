@@ -29,15 +29,22 @@ import psutil
 from helpers.service import make_base
 from service_over_http import RANKS, SIZES, Client, PeerClient, clients, data, peer_served, served
 
-from flows.service.store import ServiceStore
+from posttrain.training_service.store import ServiceStore
 from rl_core.service.requests import AdapterConfig, CreateModel, ForwardBackward, OptimStep
 from rl_core.service.training_engine import TrainingEngine
 from rl_core.settings import ServiceEngineSettings
 
 SHAPE = dict(  # 3.2M
-    vocab_size=512, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-    intermediate_size=688, max_position_embeddings=256, initializer_range=0.02,
-)  # fmt: skip
+    vocab_size=512,
+    hidden_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    intermediate_size=688,
+    max_position_embeddings=256,
+    initializer_range=0.02,
+)
 RUNS = (1, 4, 16)
 LATENCIES = (0, 20, 50, 100)  # ms
 CLIENTS, PAUSE = 64, 0.5
@@ -78,7 +85,9 @@ class Times:
         names = ("this", "server", "worker")[: len(self._processes)]
         for name, kind in (("alone_ms", 0), ("at_once_ms", 1)):
             found[name] = {
-                process: round(1000 * median(pair[kind][1][index] for pair in self._found) / updates, 2)
+                process: round(
+                    1000 * median(pair[kind][1][index] for pair in self._found) / updates, 2
+                )
                 for index, process in enumerate(names)
             }
         return found | {"load": round(os.getloadavg()[0], 1)}
@@ -93,8 +102,12 @@ def _between(begun: Mark, ended: Mark) -> Mark:
 
 def engine_rows(base: Path, steps: int, repeats: int, batch_runs: str) -> Iterator[dict[str, Any]]:
     """Updates/s of the engine alone."""
-    alone = TrainingEngine(ServiceEngineSettings(bases={"base": str(base)}, device="cpu", batch_runs="never"))
-    joint = TrainingEngine(ServiceEngineSettings(bases={"base": str(base)}, device="cpu", batch_runs=batch_runs))
+    alone = TrainingEngine(
+        ServiceEngineSettings(bases={"base": str(base)}, device="cpu", batch_runs="never")
+    )
+    joint = TrainingEngine(
+        ServiceEngineSettings(bases={"base": str(base)}, device="cpu", batch_runs=batch_runs)
+    )
     for engine in (alone, joint):
         for number in range(max(RUNS)):
             adapter = AdapterConfig(rank=RANKS[number % len(RANKS)], seed=number)
@@ -102,7 +115,8 @@ def engine_rows(base: Path, steps: int, repeats: int, batch_runs: str) -> Iterat
     for size in SIZES:
         for count in RUNS:
             passes = [
-                ForwardBackward(model_id=str(n), data=data(n, size), loss_fn="cross_entropy") for n in range(count)
+                ForwardBackward(model_id=str(n), data=data(n, size), loss_fn="cross_entropy")
+                for n in range(count)
             ]
             updates = [OptimStep(model_id=str(n)) for n in range(count)]
             times = Times()
@@ -119,16 +133,24 @@ def engine_rows(base: Path, steps: int, repeats: int, batch_runs: str) -> Iterat
                 if repeat:  # the first warms up
                     times.add(*marks)
             yield {
-                "part": "engine", "size": size, "runs": count, **times.row(count * steps),
+                "part": "engine",
+                "size": size,
+                "runs": count,
+                **times.row(count * steps),
                 "joint": joint.base_info("base").batches_runs,
-            }  # fmt: skip
+            }
 
 
 # ------------------------------------------------------------------------------------------------------------ service
 
 
 async def service_rows(
-    address: str, key: str, others: Sequence[int], steps: int, repeats: int, kind: type[Client] = Client
+    address: str,
+    key: str,
+    others: Sequence[int],
+    steps: int,
+    repeats: int,
+    kind: type[Client] = Client,
 ) -> AsyncIterator[dict[str, Any]]:
     """Updates/s of several clients, each with a pass and an update in flight."""
     async with clients(address, key, max(RUNS), kind) as found:
@@ -141,7 +163,9 @@ async def service_rows(
                     for client in found[:count]:
                         await client.train(steps, size, 1)
                     middle = times.mark()
-                    await asyncio.gather(*(client.train(steps, size, 1) for client in found[:count]))
+                    await asyncio.gather(
+                        *(client.train(steps, size, 1) for client in found[:count])
+                    )
                     times.add(begun, middle)
                 part = "service" if kind is Client else "peer"
                 yield {"part": part, "size": size, "runs": count, **times.row(count * steps)}
@@ -165,11 +189,15 @@ async def pipelining_rows(
                         some.append(time.perf_counter() - begun)
                 rates = {ahead: steps / median(some) for ahead, some in times.items()}
                 yield {
-                    "part": part, "size": size, "latency_ms": latency,
-                    "one_at_a_time": round(rates[0], 2), "pass_and_update_in_flight": round(rates[1], 2),
-                    "next_in_flight": round(rates[2], 2), "gain": round(rates[2] / rates[0] - 1, 3),
+                    "part": part,
+                    "size": size,
+                    "latency_ms": latency,
+                    "one_at_a_time": round(rates[0], 2),
+                    "pass_and_update_in_flight": round(rates[1], 2),
+                    "next_in_flight": round(rates[2], 2),
+                    "gain": round(rates[2] / rates[0] - 1, 3),
                     "load": os.getloadavg()[0],
-                }  # fmt: skip
+                }
 
 
 async def futures_row(
@@ -182,7 +210,9 @@ async def futures_row(
         askers = [kind(address, key) for _ in range(CLIENTS)]
         whole: list[float] = []
         promised: list[float] = []
-        ids: list[tuple[str, float, float]] = []  # request, when it was asked for (s since the epoch), seconds it took
+        ids: list[
+            tuple[str, float, float]
+        ] = []  # request, when it was asked for (s since the epoch), seconds it took
         times = Times(others)
 
         async def ask(number: int, client: Client) -> None:
@@ -190,9 +220,11 @@ async def futures_row(
             prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
             for turn in range(int(seconds / PAUSE)):
                 body = {
-                    "sampling_session_id": sampler, "seq_id": 1 + number * 10_000 + turn, "prompt": prompt,
+                    "sampling_session_id": sampler,
+                    "seq_id": 1 + number * 10_000 + turn,
+                    "prompt": prompt,
                     "sampling_params": {"max_tokens": 1, "temperature": 1.0, "seed": turn},
-                }  # fmt: skip
+                }
                 asked, begun = time.time(), time.perf_counter()
                 promise = (await client.send("asample", body)).json()
                 accepted = time.perf_counter() - begun
@@ -210,12 +242,18 @@ async def futures_row(
         for client in askers:
             await client.close()
     spent = {
-        name: round(1000 * one / len(whole), 2) for name, one in zip(("this", "server", "worker"), used, strict=True)
+        name: round(1000 * one / len(whole), 2)
+        for name, one in zip(("this", "server", "worker"), used, strict=True)
     }
     return {
-        "part": "futures" if kind is Client else "peer_futures", "clients": CLIENTS, "every_seconds": PAUSE,
-        "processor_ms": spent, "whole": whole, "promised": promised, "ids": ids,
-    }  # fmt: skip
+        "part": "futures" if kind is Client else "peer_futures",
+        "clients": CLIENTS,
+        "every_seconds": PAUSE,
+        "processor_ms": spent,
+        "whole": whole,
+        "promised": promised,
+        "ids": ids,
+    }
 
 
 def overheads(folder: Path | None, row: dict[str, Any]) -> dict[str, Any]:
@@ -231,12 +269,21 @@ def overheads(folder: Path | None, row: dict[str, Any]) -> dict[str, Any]:
         served = _computed(folder, [request_id for request_id, _, _ in ids])
         busy = _union(served)
         values["computing"] = [finished - started for started, finished in served]
-        values["overhead"] = [took - own for (_, _, took), own in zip(ids, values["computing"], strict=True)]
-        values["waiting"] = [_overlap(busy, asked, one[0]) for (_, asked, _), one in zip(ids, served, strict=True)]
-        values["future"] = [over - wait for over, wait in zip(values["overhead"], values["waiting"], strict=True)]
+        values["overhead"] = [
+            took - own for (_, _, took), own in zip(ids, values["computing"], strict=True)
+        ]
+        values["waiting"] = [
+            _overlap(busy, asked, one[0]) for (_, asked, _), one in zip(ids, served, strict=True)
+        ]
+        values["future"] = [
+            over - wait for over, wait in zip(values["overhead"], values["waiting"], strict=True)
+        ]
     for name, found in values.items():
         ordered = sorted(found)
-        row |= {f"{name}_p{share}_ms": round(1000 * ordered[int(share / 100 * len(ordered))], 2) for share in (50, 99)}
+        row |= {
+            f"{name}_p{share}_ms": round(1000 * ordered[int(share / 100 * len(ordered))], 2)
+            for share in (50, 99)
+        }
     return row | {"futures": len(whole), "load": os.getloadavg()[0]}
 
 
@@ -245,7 +292,7 @@ def _computed(folder: Path, request_ids: Sequence[str]) -> list[tuple[float, flo
     store = ServiceStore(f"sqlite:///{folder}/service.db")
     found = []
     for request_id in request_ids:
-        result = store.result(request_id)
+        result = store.find_result(request_id)
         assert result is not None and result.started is not None and result.finished is not None
         found.append((result.started, result.finished))
     store.close()
@@ -270,17 +317,35 @@ def _overlap(spans: Sequence[tuple[float, float]], start: float, end: float) -> 
 
 def main() -> None:
     """Rows of the parts that are asked for, as lines of JSON and in a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", required=True, help="folder of the services and of service_throughput.json")
-    parser.add_argument("--parts", default="engine,service,pipelining,futures", help="comma-separated (default: all)")
-    parser.add_argument("--steps", type=int, default=20, help="updates of a run in one measurement (default: 20)")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each row (default: 3)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--sizes", default=",".join(SIZES), help=f"of requests, among {', '.join(SIZES)} (default: all)"
+        "--output", required=True, help="folder of the services and of service_throughput.json"
+    )
+    parser.add_argument(
+        "--parts",
+        default="engine,service,pipelining,futures",
+        help="comma-separated (default: all)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="updates of a run in one measurement (default: 20)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="measurements of each row (default: 3)"
+    )
+    parser.add_argument(
+        "--sizes",
+        default=",".join(SIZES),
+        help=f"of requests, among {', '.join(SIZES)} (default: all)",
     )
     parser.add_argument("--seconds", type=float, default=15.0, help="of futures (default: 15)")
     parser.add_argument("--threads", type=int, default=2, help="of the worker (default: 2)")
-    parser.add_argument("--skyrl", metavar="PYTHON", help="of an environment with SkyRL, whose server is measured, too")
+    parser.add_argument(
+        "--skyrl",
+        metavar="PYTHON",
+        help="of an environment with SkyRL, whose server is measured, too",
+    )
     parser.add_argument("--batch-runs", default="exact", choices=("exact", "always", "never"))
     arguments = parser.parse_args()
     for size in SIZES.keys() - set(arguments.sizes.split(",")):
@@ -305,24 +370,40 @@ def main() -> None:
         place: Path | None, address: str, key: str, processes: Sequence[int], kind: type[Client]
     ) -> None:
         if "service" in parts:
-            async for row in service_rows(address, key, processes, arguments.steps, arguments.repeats, kind):
+            async for row in service_rows(
+                address, key, processes, arguments.steps, arguments.repeats, kind
+            ):
                 note(row)
         if "pipelining" in parts:
-            async for row in pipelining_rows(address, key, arguments.steps, arguments.repeats, kind):
+            async for row in pipelining_rows(
+                address, key, arguments.steps, arguments.repeats, kind
+            ):
                 note(row)
         if "futures" in parts:
-            note(overheads(place, await futures_row(address, key, processes, arguments.seconds, kind)))
+            note(
+                overheads(
+                    place, await futures_row(address, key, processes, arguments.seconds, kind)
+                )
+            )
 
     if set(parts) - {"engine"}:
         place = folder / f"service-{time.time_ns()}"
         place.mkdir(parents=True)
-        with served(place, base, arguments.threads, arguments.batch_runs) as (address, key, processes):
+        with served(place, base, arguments.threads, arguments.batch_runs) as (
+            address,
+            key,
+            processes,
+        ):
             asyncio.run(through_http(place, address, key, processes, Client))
         if arguments.skyrl:
             place = folder / f"skyrl-{time.time_ns()}"
             with peer_served(place, base, os.path.abspath(arguments.skyrl)) as (address, processes):
                 asyncio.run(through_http(None, address, "peer", processes, PeerClient))
-    facts = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "rows": rows}
+    facts = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "rows": rows,
+    }
     (folder / "service_throughput.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 

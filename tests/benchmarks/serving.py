@@ -49,7 +49,7 @@ def offline(folder: Path, counts: list[int], tokens: int, threads: int) -> dict[
 import json, time, torch
 torch.set_num_threads({threads})
 from rl_core import load_policy
-from rl_core.inference.served_requests import AnswerSequence
+from rl_core.inference.serving_requests import AnswerSequence
 from rl_core.settings import ModelSettings, SamplingSettings
 policy = load_policy({str(folder)!r}, ModelSettings(device="cpu"))
 backend, found = policy.backend(), {{}}
@@ -69,7 +69,9 @@ for clients in {counts}:
             found[clients] = max(found.get(clients, 0.0), sum(len(row.tokens) for row in rows) / seconds)
 print(json.dumps(found))
 """
-    done = subprocess.run([sys.executable, "-c", code], env=environment(threads), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(threads), capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -78,8 +80,13 @@ print(json.dumps(found))
 
 def environment(threads: int) -> dict[str, str]:
     """Variables of measured processes."""
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
 
 
 @contextlib.contextmanager
@@ -95,10 +102,14 @@ def busy_neighbour() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def process(command: list[str], threads: int, log: Path, ready: str, headers: dict[str, str]) -> Iterator[int]:
+def process(
+    command: list[str], threads: int, log: Path, ready: str, headers: dict[str, str]
+) -> Iterator[int]:
     """A server until the block ends; its process id."""
     with log.open("wb") as out:
-        child = subprocess.Popen(command, env=environment(threads), stdout=out, stderr=out, start_new_session=True)
+        child = subprocess.Popen(
+            command, env=environment(threads), stdout=out, stderr=out, start_new_session=True
+        )
     try:
         deadline = time.monotonic() + 180
         while True:
@@ -120,13 +131,34 @@ def process(command: list[str], threads: int, log: Path, ready: str, headers: di
 
 
 @contextlib.contextmanager
-def served(folder: Path, output: Path, port: int, threads: int, **settings: Any) -> Iterator[tuple[str, str]]:
+def served(
+    folder: Path, output: Path, port: int, threads: int, **settings: Any
+) -> Iterator[tuple[str, str]]:
     """(base URL, token) of `posttrain serve`."""
-    overrides = [part for name, value in settings.items() for part in ("--set", f"serving.{name}={value}")]
-    command = [sys.executable, "-m", "flows.cli.main", "serve", str(folder), "--port", str(port), "--name", "measured",
-               "--output", str(output), "--set", f"serving.threads={threads}", "--set", "model.device=cpu",
-               *overrides]  # fmt: skip
-    with process(command, threads, output / f"serve-{port}.log", f"http://127.0.0.1:{port}/readyz", {}):
+    overrides = [
+        part for name, value in settings.items() for part in ("--set", f"serving.{name}={value}")
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "posttrain.cli.main",
+        "serve",
+        str(folder),
+        "--port",
+        str(port),
+        "--name",
+        "measured",
+        "--output",
+        str(output),
+        "--set",
+        f"serving.threads={threads}",
+        "--set",
+        "model.device=cpu",
+        *overrides,
+    ]
+    with process(
+        command, threads, output / f"serve-{port}.log", f"http://127.0.0.1:{port}/readyz", {}
+    ):
         yield f"http://127.0.0.1:{port}/v1", (output / "serving" / "token").read_text().strip()
 
 
@@ -134,7 +166,13 @@ class Clients:
     """So many clients of one server, each asking again as soon as it has an answer."""
 
     def __init__(self, url: str, key: str, model: str, tokens: int, *, official: bool) -> None:
-        self.url, self.key, self.model, self.tokens, self.official = url, key, model, tokens, official
+        self.url, self.key, self.model, self.tokens, self.official = (
+            url,
+            key,
+            model,
+            tokens,
+            official,
+        )
         self.seconds: list[float] = []
         self.sampled = 0
         self.statuses: Counter[int] = Counter()
@@ -144,7 +182,7 @@ class Clients:
         self.end = time.perf_counter() + seconds
         limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
         async with httpx.AsyncClient(limits=limits, timeout=120) as client:
-            ask = self._official(client) if self.official else self._plain(client)
+            ask = self._official(client) if self.official else self._break_control_tokens(client)
             await asyncio.gather(*(self._loop(ask, number) for number in range(clients)))
 
     async def _loop(self, ask: Any, number: int) -> None:
@@ -162,28 +200,38 @@ class Clients:
             if status != 200:
                 await asyncio.sleep(0.05)
 
-    def _plain(self, client: httpx.AsyncClient) -> Any:
+    def _break_control_tokens(self, client: httpx.AsyncClient) -> Any:
         headers = {"Authorization": f"Bearer {self.key}"}
 
         async def ask(text: str) -> tuple[int, int]:
-            body = {"model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": self.tokens,
-                    "temperature": 1.0}  # fmt: skip
+            body = {
+                "model": self.model,
+                "messages": [{"role": "user", "content": text}],
+                "max_tokens": self.tokens,
+                "temperature": 1.0,
+            }
             found = await client.post(f"{self.url}/chat/completions", json=body, headers=headers)
-            return found.status_code, found.json()["usage"]["completion_tokens"] if found.status_code == 200 else 0
+            return found.status_code, found.json()["usage"][
+                "completion_tokens"
+            ] if found.status_code == 200 else 0
 
         return ask
 
     def _official(self, client: httpx.AsyncClient) -> Any:
         import openai
 
-        official = openai.AsyncOpenAI(base_url=self.url, api_key=self.key, http_client=client, max_retries=0)
+        official = openai.AsyncOpenAI(
+            base_url=self.url, api_key=self.key, http_client=client, max_retries=0
+        )
 
         async def ask(text: str) -> tuple[int, int]:
             try:
                 found = await official.chat.completions.create(
-                    model=self.model, messages=[{"role": "user", "content": text}], max_tokens=self.tokens,
+                    model=self.model,
+                    messages=[{"role": "user", "content": text}],
+                    max_tokens=self.tokens,
                     temperature=1.0,
-                )  # fmt: skip
+                )
             except openai.APIStatusError as error:
                 return error.status_code, 0
             assert found.usage is not None
@@ -201,31 +249,59 @@ def measured(
     asyncio.run(load.run(clients, seconds))
     times = sorted(load.seconds)
     return {
-        "clients": clients, "answers_per_second": len(times) / seconds, "tokens_per_second": load.sampled / seconds,
-        "p50": times[len(times) // 2] if times else None, "p99": times[int(0.99 * (len(times) - 1))] if times else None,
+        "clients": clients,
+        "answers_per_second": len(times) / seconds,
+        "tokens_per_second": load.sampled / seconds,
+        "p50": times[len(times) // 2] if times else None,
+        "p99": times[int(0.99 * (len(times) - 1))] if times else None,
         "statuses": dict(load.statuses),
-    }  # fmt: skip
+    }
 
 
 def peer(
     folder: Path, output: Path, port: int, threads: int, counts: list[int], arguments: Any
 ) -> list[dict[str, Any]]:
     """The same load on `transformers serve`."""
-    command = [str(Path(sys.executable).parent / "transformers"), "serve", str(folder), "--host", "127.0.0.1", "--port",
-               str(port), "--device", "cpu", "--dtype", "float32", *arguments.peer_option]  # fmt: skip
-    (output / "hub").mkdir(exist_ok=True)  # its list of models reads the hub's cache, and fails where there is none
+    command = [
+        str(Path(sys.executable).parent / "transformers"),
+        "serve",
+        str(folder),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        *arguments.peer_option,
+    ]
+    (output / "hub").mkdir(
+        exist_ok=True
+    )  # its list of models reads the hub's cache, and fails where there is none
     os.environ.setdefault("HF_HUB_CACHE", str((output / "hub").resolve()))
-    with process(command, threads, output / "transformers.log", f"http://127.0.0.1:{port}/v1/models", {}):
+    with process(
+        command, threads, output / "transformers.log", f"http://127.0.0.1:{port}/v1/models", {}
+    ):
         return [
-            measured(f"http://127.0.0.1:{port}/v1", "none", str(folder), count, arguments.tokens, arguments.seconds,
-                     arguments.official)
+            measured(
+                f"http://127.0.0.1:{port}/v1",
+                "none",
+                str(folder),
+                count,
+                arguments.tokens,
+                arguments.seconds,
+                arguments.official,
+            )
             for count in counts
-        ]  # fmt: skip
+        ]
 
 
 def main() -> None:
     """Measure, print, and write serving.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--preset", default="small")
     parser.add_argument("--model", type=Path, help="a model folder, in place of a preset")
@@ -235,7 +311,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=18655, help="and the next one")
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument(
-        "--crowd", type=int, default=400, help="clients of the overload, more than slots and queue take"
+        "--crowd",
+        type=int,
+        default=400,
+        help="clients of the overload, more than slots and queue take",
     )
     parser.add_argument("--peer", action="store_true", help="transformers serve as well")
     parser.add_argument("--peer-option", action="append", default=[], help="of transformers serve")
@@ -246,24 +325,41 @@ def main() -> None:
 
         arguments.official = True
     arguments.output.mkdir(parents=True, exist_ok=True)
-    folder = arguments.model or make_model(arguments.output / f"model-{arguments.preset}", arguments.preset)
-    found: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-                             "threads": arguments.threads, "tokens": arguments.tokens, "load": os.getloadavg(),
-                             "client": "openai" if arguments.official else "httpx"}  # fmt: skip
+    folder = arguments.model or make_model(
+        arguments.output / f"model-{arguments.preset}", arguments.preset
+    )
+    found: dict[str, Any] = {
+        "machine": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": arguments.threads,
+        "tokens": arguments.tokens,
+        "load": os.getloadavg(),
+        "client": "openai" if arguments.official else "httpx",
+    }
     threads, output = arguments.threads, arguments.output
     found["offline"] = offline(folder, arguments.clients, arguments.tokens, threads)
     with busy_neighbour():
         found["offline_beside_busy"] = offline(folder, arguments.clients, arguments.tokens, threads)
     with served(folder, output, arguments.port, threads) as (url, key):
         found["serve"] = [
-            measured(url, key, "measured", count, arguments.tokens, arguments.seconds, arguments.official)
+            measured(
+                url, key, "measured", count, arguments.tokens, arguments.seconds, arguments.official
+            )
             for count in arguments.clients
         ]
         found["overload"] = measured(
-            url, key, "measured", arguments.crowd, arguments.tokens, arguments.seconds, arguments.official
+            url,
+            key,
+            "measured",
+            arguments.crowd,
+            arguments.tokens,
+            arguments.seconds,
+            arguments.official,
         )
     if arguments.peer:
-        found["peer"] = peer(folder, output, arguments.port + 1, threads, arguments.clients, arguments)
+        found["peer"] = peer(
+            folder, output, arguments.port + 1, threads, arguments.clients, arguments
+        )
     found["load_after"] = os.getloadavg()
     (output / "serving.json").write_text(json.dumps(found, indent=2))
     print(json.dumps(found, indent=2))

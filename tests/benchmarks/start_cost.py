@@ -51,7 +51,7 @@ def hook(event, arguments):
         began.update(own=time.process_time())
         began.update(children=children())
 sys.addaudithook(hook)
-from flows.cli.main import main
+from posttrain.cli.main import main
 code = main(sys.argv[2:])
 used = resource.getrusage(resource.RUSAGE_SELF)
 found = {"own": used.ru_utime + used.ru_stime, "before_stages": began, "loaded": sorted(sys.modules)}
@@ -62,11 +62,26 @@ sys.exit(code)
 
 def measured(folder: Path) -> dict[str, object]:
     """One run of the pipeline; it has to succeed."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    command = [sys.executable, "-X", "importtime", "-c", RUNNER, "found.json", "run", "small.yaml", "--quiet"]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-c",
+        RUNNER,
+        "found.json",
+        "run",
+        "small.yaml",
+        "--quiet",
+    ]
     with open(folder / "imports.txt", "w") as log:
-        subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=log)
+        subprocess.run(
+            command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=log
+        )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     found = json.loads((folder / "found.json").read_text())
     whole = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -78,7 +93,11 @@ def measured(folder: Path) -> dict[str, object]:
         "before_stages": {name: round(value, 1) for name, value in found["before_stages"].items()},
         "wall": round(time.monotonic() - began, 1),
         "imports": imports((folder / "imports.txt").read_text()),
-        "loaded": [name for name in ("torch", "transformers", "mlflow", "prefect.server.api.server") if name in loaded],
+        "loaded": [
+            name
+            for name in ("torch", "transformers", "mlflow", "prefect.server.api.server")
+            if name in loaded
+        ],
         "modules": len(loaded),
     }
 
@@ -89,20 +108,31 @@ def imports(log: str) -> dict[str, float]:
     for line in log.splitlines():
         if match := re.match(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)", line):
             name = match[2]
-            package = next((p for p in PACKAGES if name == p or name.startswith(p + ".")), name.partition(".")[0])
+            package = next(
+                (p for p in PACKAGES if name == p or name.startswith(p + ".")),
+                name.partition(".")[0],
+            )
             seconds[package] = seconds.get(package, 0.0) + int(match[1]) / 1e6
     top = sorted(seconds.items(), key=lambda item: -item[1])[:25]
-    return {"all": round(sum(seconds.values()), 2), **{name: round(value, 2) for name, value in top}}
+    return {
+        "all": round(sum(seconds.values()), 2),
+        **{name: round(value, 2) for name, value in top},
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--times", type=int, default=3)
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "small.yaml").write_text(CONFIG)
-    runs = {"first": [measured(options.output)], "cached": [measured(options.output) for _ in range(options.times)]}
+    runs = {
+        "first": [measured(options.output)],
+        "cached": [measured(options.output) for _ in range(options.times)],
+    }
     print(json.dumps(runs, indent=1))
 
 

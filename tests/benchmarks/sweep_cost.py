@@ -25,9 +25,12 @@ KEY = "stages.policy.learning_rate"
 
 def measured(*arguments: str, folder: Path) -> dict[str, float]:
     """Seconds of one command; it has to succeed."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    command = [sys.executable, "-m", "flows.cli.main", *arguments, "--quiet"]
+    command = [sys.executable, "-m", "posttrain.cli.main", *arguments, "--quiet"]
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -35,9 +38,13 @@ def measured(*arguments: str, folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--by-hand", type=int, default=18, help="how many of the 18 runs are done by hand")
+    parser.add_argument(
+        "--by-hand", type=int, default=18, help="how many of the 18 runs are done by hand"
+    )
     parser.add_argument("--parallel", type=int, default=1)
     options = parser.parse_args()
     options.output.mkdir(parents=True)
@@ -46,15 +53,33 @@ def main() -> None:
     trials = [(rate, seed) for rate in RATES for seed in range(3)][: options.by_hand]
     found["by hand"] = [
         measured(
-            "run", "small.yaml", "--set", "output=hand", "--set", f"{KEY}={rate}", "--set", f"seeds={{policy: {seed}}}",
+            "run",
+            "small.yaml",
+            "--set",
+            "output=hand",
+            "--set",
+            f"{KEY}={rate}",
+            "--set",
+            f"seeds={{policy: {seed}}}",
             folder=options.output,
         )
         for rate, seed in trials
-    ]  # fmt: skip
+    ]
     found["sweep"] = measured(
-        "sweep", "small.yaml", "--set", "output=sweep", "--set", f"{KEY}={','.join(RATES)}", "--seeds", "3",
-        "--seed-stage", "policy", "--parallel", str(options.parallel), folder=options.output,
-    )  # fmt: skip
+        "sweep",
+        "small.yaml",
+        "--set",
+        "output=sweep",
+        "--set",
+        f"{KEY}={','.join(RATES)}",
+        "--seeds",
+        "3",
+        "--seed-stage",
+        "policy",
+        "--parallel",
+        str(options.parallel),
+        folder=options.output,
+    )
     found["processor"] = next(
         (
             line.partition(":")[2].strip()

@@ -30,18 +30,28 @@ def main(job_file: str) -> None:
     torch.manual_seed(0)
     shape = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     place = tempfile.mkdtemp()
-    made = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **shape))
+    made = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **shape)
+    )
     made.save_pretrained(place)
     tokenizer.save_pretrained(place)
-    found: dict[str, Any] = {"trl": trl.__version__, "transformers": transformers.__version__, "files": {}}
+    found: dict[str, Any] = {
+        "trl": trl.__version__,
+        "transformers": transformers.__version__,
+        "files": {},
+    }
     for name, file in job["files"].items():
         read = _READERS[file["trainer"]]
         parts = [file["rows"]] if file.get("together") else [[row] for row in file["rows"]]
-        found["files"][name] = [row for part in parts for row in _tried(read, place, tokenizer, part)]
+        found["files"][name] = [
+            row for part in parts for row in _tried(read, place, tokenizer, part)
+        ]
     print(json.dumps(found))
 
 
-def _tried(read: Callable[..., list[Row]], place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
+def _tried(
+    read: Callable[..., list[Row]], place: str, tokenizer: Any, rows: list[Row]
+) -> list[Row]:
     try:
         return read(place, tokenizer, rows)
     except Exception as error:  # that TRL refuses the format is a finding
@@ -54,8 +64,12 @@ def _common(place: str) -> dict[str, Any]:
 
 
 def _sft(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
-    args = trl.SFTConfig(**_common(place), assistant_only_loss="messages" in rows[0], eos_token=tokenizer.eos_token)
-    trainer = trl.SFTTrainer(place, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    args = trl.SFTConfig(
+        **_common(place), assistant_only_loss="messages" in rows[0], eos_token=tokenizer.eos_token
+    )
+    trainer = trl.SFTTrainer(
+        place, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
     return [_collated(trainer, row) for row in trainer.train_dataset]
 
 
@@ -67,15 +81,23 @@ def _collated(trainer: Any, row: Mapping[str, Any]) -> Row:
 
 def _dpo(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
     args = trl.DPOConfig(**_common(place))
-    trainer = trl.DPOTrainer(place, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer = trl.DPOTrainer(
+        place, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
     batches = [trainer.data_collator([row]) for row in trainer.train_dataset]
     return [{"sides": [_completion(batch, 0), _completion(batch, 1)]} for batch in batches]
 
 
 def _kto(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
-    args = trl.KTOConfig(**_common(place), loss_type="apo_zero_unpaired")  # no second data set of mismatched pairs
-    trainer = trl.KTOTrainer(place, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-    return [{"sides": [_completion(trainer.data_collator([row]), 0)]} for row in trainer.train_dataset]
+    args = trl.KTOConfig(
+        **_common(place), loss_type="apo_zero_unpaired"
+    )  # no second data set of mismatched pairs
+    trainer = trl.KTOTrainer(
+        place, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
+    return [
+        {"sides": [_completion(trainer.data_collator([row]), 0)]} for row in trainer.train_dataset
+    ]
 
 
 def _completion(batch: Mapping[str, Any], side: int) -> Row:

@@ -35,10 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     config = write_inputs(folder)
     with prefect_server() as api, Forks(environment(api)) as forks:
         bench = Bench(folder, config, forks)
-        bench.prepare(arguments.kinds, times=1 if arguments.keep else 2)
+        bench.prepare_data(arguments.kinds, times=1 if arguments.keep else 2)
         _keep_facts(folder / "facts.json", bench, arguments.keep)
         for kind, hits in bench.hits.items():
-            print(f"{kind}: {bench.seconds[kind]:.1f} s undisturbed, {len(hits)} points, {sum(hits.values())} hits")
+            print(
+                f"{kind}: {bench.seconds[kind]:.1f} s undisturbed, {len(hits)} points, {sum(hits.values())} hits"
+            )
         if missing := report.unreached(bench.hits, arguments.kinds):
             print(f"not reached: {', '.join(missing)}")
         _run(bench, list(_jobs(arguments, bench)), folder, deadline)
@@ -78,14 +80,19 @@ def _run(bench: Bench, wanted: list[Job], folder: Path, deadline: float) -> None
     began = time.monotonic()
     for number, job in enumerate(left, 1):
         if time.monotonic() > deadline:
-            print(f"the time is over with {len(left) - number + 1} jobs left; the same command with --keep goes on")
+            print(
+                f"the time is over with {len(left) - number + 1} jobs left; the same command with --keep goes on"
+            )
             return
         if not jobs.claim(folder, job.name):
             continue
         trials = list(job.trials())
         append(folder / jobs.TRIALS, job.name, trials)
         kills = sum(trial.killed for trial in trials)
-        print(f"{time.monotonic() - began:6.0f} s  {number:4} of {len(left)}  {kills:4} kills  {job.name}", flush=True)
+        print(
+            f"{time.monotonic() - began:6.0f} s  {number:4} of {len(left)}  {kills:4} kills  {job.name}",
+            flush=True,
+        )
         for trial in trials:
             if trial.failures:
                 print(f"FAILED {trial.name}\n    " + "\n    ".join(trial.failures[:8]), flush=True)
@@ -96,7 +103,9 @@ def _jobs(arguments: argparse.Namespace, bench: Bench) -> Iterator[Job]:
     for kind in arguments.kinds:
         yield Job(f"{kind}: every point in turn", lambda kind=kind: chains(bench, kind))
     first = arguments.kinds[0]
-    single = [kill for kill in kills_at_points(bench.hits[first], 1, arguments.action, arguments.only)]
+    single = [
+        kill for kill in kills_at_points(bench.hits[first], 1, arguments.action, arguments.only)
+    ]
     for number in range(min(arguments.fresh, len(single))):
         trial = Trial(first, [single[number * len(single) // arguments.fresh]], fresh=True)
         yield Job(trial.name, lambda trial=trial: iter([bench.run(trial)]))
@@ -106,11 +115,18 @@ def _jobs(arguments: argparse.Namespace, bench: Bench) -> Iterator[Job]:
     walked: set[str] = set()
     for kind in arguments.kinds if arguments.walk else ():
         points = [point for point in bench.order[kind] if re.fullmatch(arguments.only, point)]
-        for point in [point for point in points if point not in walked and bench.hits[kind][point] > 1]:
+        for point in [
+            point for point in points if point not in walked and bench.hits[kind][point] > 1
+        ]:
             walked.add(point)
-            yield Job(f"{kind}: every hit of {point}", lambda kind=kind, point=point: walks(bench, kind, [point]))
+            yield Job(
+                f"{kind}: every hit of {point}",
+                lambda kind=kind, point=point: walks(bench, kind, [point]),
+            )
     for kind in arguments.kinds if arguments.single else ():
-        for kill in kills_at_points(bench.hits[kind], arguments.single, arguments.action, arguments.only):
+        for kill in kills_at_points(
+            bench.hits[kind], arguments.single, arguments.action, arguments.only
+        ):
             trial = Trial(kind, [kill])
             yield Job(trial.name, lambda trial=trial: iter([bench.run(trial)]))
 
@@ -118,7 +134,12 @@ def _jobs(arguments: argparse.Namespace, bench: Bench) -> Iterator[Job]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m crash", description=__doc__)
     parser.add_argument("--output", default="outputs/crash-test", help="folder of runs and figures")
-    parser.add_argument("--seconds", type=float, default=3600, help="budget; no trial begins after it (default: 3600)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=3600,
+        help="budget; no trial begins after it (default: 3600)",
+    )
     parser.add_argument(
         "--kinds",
         nargs="+",
@@ -126,12 +147,20 @@ def _parser() -> argparse.ArgumentParser:
         default=[kind for kind in KINDS if kind not in ("pipeline", "first", "third", "asked")],
     )
     parser.add_argument("--walk", action="store_true", help="also kill at every hit of every point")
-    parser.add_argument("--single", type=int, default=0, metavar="N", help="also N runs a point with a single kill")
-    parser.add_argument("--random", type=int, default=300, help="runs that are killed at random times")
+    parser.add_argument(
+        "--single", type=int, default=0, metavar="N", help="also N runs a point with a single kill"
+    )
+    parser.add_argument(
+        "--random", type=int, default=300, help="runs that are killed at random times"
+    )
     parser.add_argument("--fresh", type=int, default=6, help="runs in fresh processes, not forked")
     parser.add_argument("--only", default=".*", help="points whose name matches this pattern")
-    parser.add_argument("--action", default="kill", help="what happens at the points: kill, exit, term")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that share the trials (default: 1)")
+    parser.add_argument(
+        "--action", default="kill", help="what happens at the points: kill, exit, term"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that share the trials (default: 1)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random times")
     parser.add_argument("--keep", action="store_true", help="go on with the trials that are there")
     return parser

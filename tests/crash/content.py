@@ -40,7 +40,16 @@ MAY_DIFFER = {
 }
 
 TIMED_METRICS = re.compile(r"(perf|system|pipeline|seconds)/.*|.*tokens_per_second|.*seconds")
-TIMED_KEYS = {"seconds", "tokens_per_second", "run_id", "started", "pid", "time", "stage_run_id", "flow_run_id"}
+TIMED_KEYS = {
+    "seconds",
+    "tokens_per_second",
+    "run_id",
+    "started",
+    "pid",
+    "time",
+    "stage_run_id",
+    "flow_run_id",
+}
 TIMED_TAGS = re.compile(
     r"mlflow\.posttrain\.runKey|prefect\..*|resumed|interrupted|changed_params|cached\..*|mlflow\.note\.content"
     r"|mlflow\.user|seconds|alias\.moved\..*|approval\.(run_id|stage_run_id|flow_run_id|asked|deadline|when|run)"
@@ -48,7 +57,9 @@ TIMED_TAGS = re.compile(
 DATABASE = Path("mlflow", "mlflow.db")
 NOTES = ("metrics_history.jsonl", "recent_rollouts.jsonl", "decisions.jsonl", "stage.log")
 TIMED_ENDINGS = (".png", ".html", "review.md")  # show times
-LEFT = re.compile(r"\.tmp-.*|\.trash-.*|.*\.open|.*\.corrupt-.*|.*\.tmp-\d+|.*half-made.*|tmp\w{8}|model-\w{8}|workers")
+LEFT = re.compile(
+    r"\.tmp-.*|\.trash-.*|.*\.open|.*\.corrupt-.*|.*\.tmp-\d+|.*half-made.*|tmp\w{8}|model-\w{8}|workers"
+)
 STARTED = re.compile(r"\d{4}-\d\d-\d\d[ -]\d\d[:-]\d\d[:-]\d\d")
 RUN_ID = re.compile(r"\b[0-9a-f]{32}\b|\bm-[0-9a-f]{32}\b|\b[0-9a-f]{8}-[0-9a-f-]{27}\b")
 
@@ -65,9 +76,15 @@ def _files(output: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted(output.rglob("*")):
         name = STARTED.sub("STARTED", path.relative_to(output).as_posix())
-        if not path.is_file() or name.split("/")[0] in ("prefect", "mlflow") or "/.tracking/" in name:
+        if (
+            not path.is_file()
+            or name.split("/")[0] in ("prefect", "mlflow")
+            or "/.tracking/" in name
+        ):
             continue
-        if path.name in NOTES or path.name.endswith((*TIMED_ENDINGS, ".lock")):  # who held a lock last is in its file
+        if path.name in NOTES or path.name.endswith(
+            (*TIMED_ENDINGS, ".lock")
+        ):  # who held a lock last is in its file
             found[name] = "there"
             continue
         found[name] = _comparable(path)
@@ -104,7 +121,10 @@ def _without_times(value: Any, file: str) -> Any:
             if key not in TIMED_KEYS
             and not TIMED_METRICS.fullmatch(key)
             and not (file == "run.json" and key == "answer")
-            and not (file == "manifest.json" and (key in _TIMED_FILES or key in ("manifest_digest", "content_digest")))
+            and not (
+                file == "manifest.json"
+                and (key in _TIMED_FILES or key in ("manifest_digest", "content_digest"))
+            )
         }
     if isinstance(value, list):
         return [_without_times(item, file) for item in value]
@@ -112,9 +132,19 @@ def _without_times(value: Any, file: str) -> Any:
 
 
 _TIMED_FILES = {
-    "summary.json", "metrics.jsonl", "metrics_history.json", "metrics_history.jsonl", "recent_rollouts.jsonl",
-    "report.html", "evaluation.json", "analysis.json", "analysis.csv", "review.md", "stage.log", "review/report.html",
-}  # fmt: skip
+    "summary.json",
+    "metrics.jsonl",
+    "metrics_history.json",
+    "metrics_history.jsonl",
+    "recent_rollouts.jsonl",
+    "report.html",
+    "evaluation.json",
+    "analysis.json",
+    "analysis.csv",
+    "review.md",
+    "stage.log",
+    "review/report.html",
+}
 
 
 def leftovers(output: Path, temporary: Path) -> list[str]:
@@ -145,7 +175,11 @@ def _is_held(path: Path) -> bool:
 
 def shared_memory() -> set[str]:
     """Names in /dev/shm that torch or Python give; other programs use it too."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.", "pym-"))}
+    return {
+        name
+        for name in os.listdir("/dev/shm")
+        if name.startswith(("torch_", "psm_", "sem.", "pym-"))
+    }
 
 
 def left_in_shared_memory(before: set[str], seconds: float = 10.0) -> list[str]:
@@ -188,7 +222,9 @@ def _store(output: Path) -> dict[str, Any]:
             model: f"model of {names.get(run, run)}"
             for model, run in _rows(database, "SELECT model_id, source_run_id FROM logged_models")
         }
-        tables = {f"store: {name}": value for name, value in _tables(database, names, models).items()}
+        tables = {
+            f"store: {name}": value for name, value in _tables(database, names, models).items()
+        }
     return tables | _artifacts(output / "mlflow" / "artifacts", {**names, **models})
 
 
@@ -203,7 +239,9 @@ def _names(database: sqlite3.Connection) -> dict[str, str]:
     return names
 
 
-def _tables(database: sqlite3.Connection, names: Mapping[str, str], models: Mapping[str, str]) -> dict[str, Any]:
+def _tables(
+    database: sqlite3.Connection, names: Mapping[str, str], models: Mapping[str, str]
+) -> dict[str, Any]:
     def text(value: Any) -> Any:
         if not isinstance(value, str):
             return value
@@ -224,21 +262,33 @@ def _tables(database: sqlite3.Connection, names: Mapping[str, str], models: Mapp
         "tags": table("SELECT run_uuid, key, value FROM tags", untimed),
         "datasets": table("SELECT name, digest, dataset_source FROM datasets"),
         "inputs": table("SELECT destination_type, destination_id FROM inputs"),
-        "traces": table("SELECT timestamp_ms - timestamp_ms, trace_name, status, request_preview, response_preview "
-                        "FROM trace_info"),
-        "trace tags": table("SELECT 0, key, value FROM trace_tags",
-                            lambda row: row[1] not in ("mlflow.artifactLocation", "mlflow.trace.spansLocation")),
+        "traces": table(
+            "SELECT timestamp_ms - timestamp_ms, trace_name, status, request_preview, response_preview "
+            "FROM trace_info"
+        ),
+        "trace tags": table(
+            "SELECT 0, key, value FROM trace_tags",
+            lambda row: row[1] not in ("mlflow.artifactLocation", "mlflow.trace.spansLocation"),
+        ),
         "spans": table("SELECT name, type, status, parent_span_id IS NULL FROM spans"),
         "assessments": table("SELECT name, value, valid FROM assessments"),
-        "logged models": table("SELECT name, source_run_id, model_type, status, lifecycle_stage FROM logged_models"),
-        "logged model metrics": table("SELECT run_id, metric_name, metric_value, metric_step FROM logged_model_metrics",
-                                      untimed),
+        "logged models": table(
+            "SELECT name, source_run_id, model_type, status, lifecycle_stage FROM logged_models"
+        ),
+        "logged model metrics": table(
+            "SELECT run_id, metric_name, metric_value, metric_step FROM logged_model_metrics",
+            untimed,
+        ),
         "registered models": table("SELECT name, description FROM registered_models"),
         "model tags": table("SELECT name, key, value FROM registered_model_tags"),
-        "versions": table("SELECT name, version, run_id, status, current_stage FROM model_versions"),
-        "version tags": table("SELECT name || version, key, value FROM model_version_tags", untimed),
+        "versions": table(
+            "SELECT name, version, run_id, status, current_stage FROM model_versions"
+        ),
+        "version tags": table(
+            "SELECT name || version, key, value FROM model_version_tags", untimed
+        ),
         "aliases": table("SELECT name, alias, version FROM registered_model_aliases"),
-    }  # fmt: skip
+    }
 
 
 def _artifacts(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
@@ -247,7 +297,9 @@ def _artifacts(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
     for path in sorted(folder.rglob("*")):
         if not path.is_file():
             continue
-        parts = [STARTED.sub("STARTED", names.get(part, part)) for part in path.relative_to(folder).parts]
+        parts = [
+            STARTED.sub("STARTED", names.get(part, part)) for part in path.relative_to(folder).parts
+        ]
         name = "artifact: " + "/".join(parts)
         while name in found:  # of a second model of the same run
             name += "'"
@@ -259,7 +311,9 @@ def _artifacts(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
 def count_parents(output: Path) -> int:
     """Number of runs that are nested in no other one."""
     nested = "SELECT run_uuid FROM tags WHERE key = 'mlflow.parentRunId'"
-    query = f"SELECT COUNT(*) FROM runs WHERE lifecycle_stage = 'active' AND run_uuid NOT IN ({nested})"
+    query = (
+        f"SELECT COUNT(*) FROM runs WHERE lifecycle_stage = 'active' AND run_uuid NOT IN ({nested})"
+    )
     with sqlite3.connect(f"{(output / DATABASE).as_uri()}?mode=ro", uri=True) as database:
         return int(next(_rows(database, query))[0])
 
@@ -277,6 +331,8 @@ def problems_of_store(output: Path, parents: int) -> list[str]:
         found += [f"a version twice: {row}" for row in _rows(database, twice)]
         if (count := count_parents(output)) != parents:
             found.append(f"{count} parent runs in place of {parents}")
-        open_runs = [row[0] for row in _rows(database, "SELECT name FROM runs WHERE status != 'FINISHED'")]
+        open_runs = [
+            row[0] for row in _rows(database, "SELECT name FROM runs WHERE status != 'FINISHED'")
+        ]
         found += [f"run '{name}' is not finished" for name in open_runs]
     return found

@@ -20,7 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h: what a child leaves behind becomes ours, so that it is seen
+PR_SET_CHILD_SUBREAPER = (
+    36  # of linux/prctl.h: what a child leaves behind becomes ours, so that it is seen
+)
 CHECK = "evaluate-champion"  # in place of a command: the flow, which has none
 END_SECONDS = 300.0  # for the run that it is at
 ORPHAN_SECONDS = 10.0  # that children of a killed process may need to end
@@ -59,9 +61,12 @@ class Forks:
 
     def __enter__(self) -> Forks:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "crash.forks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "crash.forks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             env=self._environment,
-        )  # fmt: skip
+        )
         assert self._answer() == {"ready": True}
         return self
 
@@ -91,9 +96,9 @@ class Forks:
 
 def _import_everything() -> None:
     """Import all that a run does, and nothing that starts a thread or reads the settings of a run."""
-    from tasks.mlflow_environment import offline_environment
+    from tasks.mlflow_environment import build_offline_environment
 
-    for name, value in offline_environment().items():
+    for name, value in build_offline_environment().items():
         os.environ.setdefault(name, value)
     import matplotlib.pyplot
     import mlflow
@@ -105,7 +110,6 @@ def _import_everything() -> None:
     import prefect.artifacts
     import transformers.models.llama.modeling_llama
 
-    import flows.cli.main
     import flows.evaluate_champion
     import flows.post_training
     import flows.retrain
@@ -117,13 +121,13 @@ def _import_everything() -> None:
     import tasks.stages.promote
     from tasks import stage_registry
 
-    for stage in stage_registry.stages():
-        stage_registry.task_of(stage)
-    from rl_core.cpu import kernels
-    from tasks.pipeline.stage_code import code_version
-    from tasks.tracking import environment_freeze
+    for stage in stage_registry.list_stages():
+        stage_registry.import_stage_task(stage)
+    from rl_core.cpu import layer_kernels
+    from tasks.pipeline.stage_key import compute_code_version
+    from tasks.tracking import freeze_environment
 
-    assert code_version() and environment_freeze() and kernels
+    assert compute_code_version() and freeze_environment() and layer_kernels
     modules = (matplotlib, mlflow, pandas, prefect, transformers, flows, rl_core, tasks)
     assert all(modules)
 
@@ -162,16 +166,25 @@ def _run(request: Request) -> Ended:
 
 
 def _environment(request: Request) -> dict[str, str]:
-    named = {"POSTTRAIN_FAULT": request.fault, "POSTTRAIN_FAULT_LOG": request.log, **request.environment}
+    named = {
+        "POSTTRAIN_FAULT": request.fault,
+        "POSTTRAIN_FAULT_LOG": request.log,
+        **request.environment,
+    }
     return {name: value for name, value in named.items() if value}
 
 
 def _spawned(request: Request) -> int:
     with open(request.said, "ab") as said:
-        command = [sys.executable, "-m", "flows.cli.main", *request.arguments]
+        command = [sys.executable, "-m", "posttrain.cli.main", *request.arguments]
         environment = {**os.environ, **_environment(request)}
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            env=environment,
+            start_new_session=True,
         ).pid
 
 
@@ -208,13 +221,13 @@ def _child(request: Request) -> int:
     os.environ |= _environment(request)
     from rl_core.storage import faults
 
-    faults.configure(request.fault)
-    faults.log_to(request.log or None)
+    faults.configure_faults(request.fault)
+    faults.log_reached_points(request.log or None)
     if request.arguments[0] == CHECK:
         from flows.evaluate_champion import evaluate_champion
 
         return 0 if evaluate_champion(*request.arguments[1:]) else 1
-    from flows.cli.main import main
+    from posttrain.cli.main import main
 
     return main(request.arguments)
 
@@ -230,7 +243,9 @@ def _reap() -> list[str]:
         if not left:
             return []
         if time.monotonic() > deadline:
-            names = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200] for pid in left]
+            names = [
+                Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200] for pid in left
+            ]
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, ChildProcessError):
                     os.kill(pid, signal.SIGKILL)

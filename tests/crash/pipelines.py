@@ -18,20 +18,33 @@ STAGES: dict[str, Any] = {
     "prepare_data": {"num_demonstrations": 24, "levels": ["easy"], "heldout_fraction": 0.25},
     "sft": {"max_steps": 4, "learning_rate": 5e-3, **TRAINING, "batch_size": 9, "keep_epochs": 1},
     "distill": {
-        "teacher": {"model": "models:/small/1"}, "iterations": 2, "prompts_per_iteration": 1, "group_size": 2,
-        "warmup_steps": 1, "checkpoint_every": 1, "levels": ["easy"], "sampling": SAMPLING,
+        "teacher": {"model": "models:/small/1"},
+        "iterations": 2,
+        "prompts_per_iteration": 1,
+        "group_size": 2,
+        "warmup_steps": 1,
+        "checkpoint_every": 1,
+        "levels": ["easy"],
+        "sampling": SAMPLING,
     },
     "preference": {"max_steps": 3, "micro_batch_tokens": 512, **TRAINING},
     "reward_model": {"max_steps": 3, **TRAINING},
     "policy": {
-        "iterations": 4, "prompts_per_iteration": 1, "group_size": 2, "warmup_steps": 1, "checkpoint_every": 1,
-        "eval_every": 2, "eval_episodes": 2, "rewards": {"task": 1.0, "learned": 0.5, "length": -0.01},
-        "sampling": SAMPLING, "curriculum": [{"name": "easy", "levels": {"easy": 1}}],
+        "iterations": 4,
+        "prompts_per_iteration": 1,
+        "group_size": 2,
+        "warmup_steps": 1,
+        "checkpoint_every": 1,
+        "eval_every": 2,
+        "eval_episodes": 2,
+        "rewards": {"task": 1.0, "learned": 0.5, "length": -0.01},
+        "sampling": SAMPLING,
+        "curriculum": [{"name": "easy", "levels": {"easy": 1}}],
     },
     "evaluate": {"episodes": 6, "levels": ["easy"], "greedy": False, "sampling": SAMPLING},
     "analyze": {"bootstrap_samples": 100, "side_by_side": 1},
     "promote": {"min_success": 0.0, "min_episodes": 2, "min_gain": -1.0, "bootstrap_samples": 100},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -62,8 +75,14 @@ KINDS = {
     "asked": Kind(
         without=_SHORT, starts="first", seed=1, overrides=_ASKED[:1], ended="approval.asked:1:kill"
     ),  # a template: killed while it waits
-    "approved": Kind(without=_SHORT, starts="asked", what=("approve", "small", "--config", CONFIG, "--yes")),
-    "by hand": Kind(without=_SHORT, starts="approval", what=("promote", "--config", CONFIG, "--version", "VERSION")),
+    "approved": Kind(
+        without=_SHORT, starts="asked", what=("approve", "small", "--config", CONFIG, "--yes")
+    ),
+    "by hand": Kind(
+        without=_SHORT,
+        starts="approval",
+        what=("promote", "--config", CONFIG, "--version", "VERSION"),
+    ),
     "third": Kind(without=_SHORT, starts="again", seed=2),
     "gc": Kind(starts="third", what=("gc", "--output", OUTPUT, "--keep", "1", "--yes")),
 }
@@ -104,10 +123,18 @@ def write_inputs(folder: Path) -> Path:
 def command(config: Path, kind: str = "pipeline", version: int = 2) -> list[str]:
     """Arguments of the command line that runs it. `version`: to be promoted by hand."""
     found = KINDS[kind]
-    named = {CONFIG: str(config), OUTPUT: str(config.parent / "work" / "outputs"), "VERSION": str(version)}
+    named = {
+        CONFIG: str(config),
+        OUTPUT: str(config.parent / "work" / "outputs"),
+        "VERSION": str(version),
+    }
     arguments = [named.get(part, part) for part in found.what]
     if found.what[0] in ("gc", "approve", "evaluate-champion"):
         return arguments
-    changed = [*(f"stages.{stage}=null" for stage in found.without), f"seed={found.seed}", *found.overrides]
+    changed = [
+        *(f"stages.{stage}=null" for stage in found.without),
+        f"seed={found.seed}",
+        *found.overrides,
+    ]
     quiet = ["--quiet"] if found.what[0] in ("run", "retrain") else []
     return [*arguments, *quiet, *(part for setting in changed for part in ("--set", setting))]

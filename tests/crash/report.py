@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from crash.content import MAY_DIFFER
-from rl_core.storage.fault_points import GROUPS, POINTS
+from rl_core.storage.faults import FAULT_POINT_GROUPS, FAULT_POINTS
 
 __all__ = ["figures", "markdown", "read", "table"]
 
@@ -26,7 +26,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def points_of(row: Row) -> list[str]:
     """Points at which a trial was killed; [] for one that was killed at random times."""
-    return [kill["fault"].partition(":")[0] for kill in row["kills"][: row["killed"]] if kill["fault"]]
+    return [
+        kill["fault"].partition(":")[0] for kill in row["kills"][: row["killed"]] if kill["fault"]
+    ]
 
 
 def figures(rows: Iterable[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +40,11 @@ def figures(rows: Iterable[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
     at_points = [row for row in rows if row["kills"] and row["kills"][0]["fault"]]
     randomly = [row for row in rows if row["kills"] and row["kills"][0]["after"] is not None]
     kills = sum(row["killed"] for row in rows)
-    lost = [row["seconds"] - facts["seconds"][row["kind"]] for row in rows if row["killed"] == 1 and not row["fresh"]]
+    lost = [
+        row["seconds"] - facts["seconds"][row["kind"]]
+        for row in rows
+        if row["killed"] == 1 and not row["fresh"]
+    ]
     back = [row["back"] for row in rows if row["back"] is not None]
     return {
         "trials": len(rows),
@@ -59,8 +65,12 @@ def figures(rows: Iterable[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": {
             "undisturbed": facts["seconds"],
             "median lost by one kill": _median(lost),
-            "median until the open stage goes on": _median([s for s, row in _with_back(rows) if not row["fresh"]]),
-            "the same in a fresh process": _median([s for s, row in _with_back(rows) if row["fresh"]]),
+            "median until the open stage goes on": _median(
+                [s for s, row in _with_back(rows) if not row["fresh"]]
+            ),
+            "the same in a fresh process": _median(
+                [s for s, row in _with_back(rows) if row["fresh"]]
+            ),
             "restarts timed": len(back),
         },
         "hits": facts["hits"],
@@ -79,7 +89,7 @@ def by_group(rows: Iterable[Row]) -> list[tuple[str, int, int]]:
     """(group of points, points, kills)."""
     kills = collections.Counter(point for row in rows for point in points_of(row))
     found = []
-    for heading, points in GROUPS.items():
+    for heading, points in FAULT_POINT_GROUPS.items():
         names = [point.name for point in points if kills[point.name]]
         found.append((heading, len(names), sum(kills[name] for name in names)))
     return found
@@ -95,7 +105,9 @@ def table(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
     lines.append(f"{'all':42}{found['points']['points']:8}{found['kills']:8}")
     lines.append(f"{found['trials']} runs, {found['failures']} failures")
     bad = [row for row in rows if row["failures"]]
-    lines += [f"FAILED {row['name']}\n    " + "\n    ".join(row["failures"][:6]) for row in bad[:40]]
+    lines += [
+        f"FAILED {row['name']}\n    " + "\n    ".join(row["failures"][:6]) for row in bad[:40]
+    ]
     return "\n".join(lines)
 
 
@@ -115,7 +127,9 @@ def markdown(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
         "| at | points | kills |",
         "|---|---|---|",
     ]
-    lines += [f"| {heading} | {points} | {kills} |" for heading, points, kills in by_group(rows) if kills]
+    lines += [
+        f"| {heading} | {points} | {kills} |" for heading, points, kills in by_group(rows) if kills
+    ]
     lines += [
         f"| random times | | {found['random']['kills']} |",
         "",
@@ -141,4 +155,8 @@ def _said(seconds: float | None) -> str:
 def unreached(hits: Mapping[str, Mapping[str, int]], kinds: Iterable[str]) -> list[str]:
     """Points that the table says these kinds of runs reach, and that they did not."""
     reached = {point for counts in hits.values() for point in counts}
-    return [point.name for point in POINTS.values() if point.run in kinds and point.name not in reached]
+    return [
+        point.name
+        for point in FAULT_POINTS.values()
+        if point.run in kinds and point.name not in reached
+    ]

@@ -33,12 +33,20 @@ def end_by_sigterm() -> None:
 def environment(api: str) -> dict[str, str]:
     """Environment of the runs: this checkout, one thread, no network, a Prefect server of their own."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PREFECT_", "MLFLOW_"))
+    }
     return kept | {
-        "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "PREFECT_API_URL": api, "PREFECT_LOGGING_TO_API_ENABLED": "false",
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PREFECT_API_URL": api,
+        "PREFECT_LOGGING_TO_API_ENABLED": "false",
         "MPLBACKEND": "agg",
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager
@@ -49,15 +57,32 @@ def prefect_server() -> Iterator[str]:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="crash-prefect-") as home:
         command = [
-            sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--host",
-            "127.0.0.1", "--port", str(port), "--log-level", "error", "--lifespan", "on",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "uvicorn",
+            "--factory",
+            "prefect.server.api.server:create_app",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--log-level",
+            "error",
+            "--lifespan",
+            "on",
+        ]
         server = subprocess.Popen(
             command,
-            env={**os.environ, "PREFECT_HOME": home, "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1",
-                 "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "true"},
+            env={
+                **os.environ,
+                "PREFECT_HOME": home,
+                "PREFECT_UI_ENABLED": "0",
+                "PREFECT__SERVER_EPHEMERAL": "1",
+                "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+                "DO_NOT_TRACK": "true",
+            },
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             _wait(f"http://127.0.0.1:{port}/api/health", server)
             yield f"http://127.0.0.1:{port}/api"

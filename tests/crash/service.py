@@ -28,8 +28,8 @@ from helpers.service import make_base
 from helpers.service_clients import script
 from helpers.service_load import Clients, answers, settings_of, weights
 
-from flows.service.store import ServiceStore
-from flows.service.worker.engine_process import run_worker
+from posttrain.training_service.store import ServiceStore
+from posttrain.training_service.worker.engine_process import run_worker
 
 WORKER = dict(snapshot_steps=3, snapshot_seconds=1e6)
 BEGINNING = 0.5  # seconds from a fork until a worker surely takes signals
@@ -84,7 +84,7 @@ class Round:
     def _clients(self) -> int:
         store = ServiceStore(self._url)
         clients = Clients(store, self.scripts)
-        seen = store.changes()
+        seen = store.read_change_counter()
         while clients.step():
             seen = store.wait_for_change(seen, 0.05)
         return 0
@@ -95,15 +95,23 @@ class Round:
         def read() -> dict[str, Any]:
             store = ServiceStore(self._url)
             found = answers(store, self.scripts)
-            counts = store.counts()
-            steps = sum(json.loads(answer or b"{}").get("metrics", {}).get("step:max", 0) > 0
-                        for (kind, *_), (_, answer, _, _) in found.items() if kind == "optim_step")  # fmt: skip
+            counts = store.read_worker_counters()
+            steps = sum(
+                json.loads(answer or b"{}").get("metrics", {}).get("step:max", 0) > 0
+                for (kind, *_), (_, answer, _, _) in found.items()
+                if kind == "optim_step"
+            )
             return {
-                "answers": {" ".join(map(str, key)): _digest(value) for key, value in found.items()},
-                "weights": {path: _digest(value) for path, value in weights(store, self.folder).items()},
-                "updates": steps, "replayed": counts.get("replayed", 0),
+                "answers": {
+                    " ".join(map(str, key)): _digest(value) for key, value in found.items()
+                },
+                "weights": {
+                    path: _digest(value) for path, value in weights(store, self.folder).items()
+                },
+                "updates": steps,
+                "replayed": counts.get("replayed", 0),
                 "differences": counts.get("replay_differences", 0),
-            }  # fmt: skip
+            }
 
         return _asked(read, self.folder / "result.log")
 
@@ -183,9 +191,13 @@ def _played(one: Round, draw: random.Random | None, most: int) -> int:
             continue
         time.sleep(0.01)
         if (code := one.ended("worker")) is not None:
-            raise SystemExit(f"the worker ended with {code}: {(one.folder / 'worker.log').read_text()[-3000:]}")
+            raise SystemExit(
+                f"the worker ended with {code}: {(one.folder / 'worker.log').read_text()[-3000:]}"
+            )
         if (code := one.ended("clients")) is not None and code:
-            raise SystemExit(f"the clients ended with {code}: {(one.folder / 'clients.log').read_text()[-3000:]}")
+            raise SystemExit(
+                f"the clients ended with {code}: {(one.folder / 'clients.log').read_text()[-3000:]}"
+            )
         if time.monotonic() - progress > STUCK_SECONDS:
             raise SystemExit(f"{one.folder}: no end after {STUCK_SECONDS} s without kills")
     return killed
@@ -196,7 +208,11 @@ def compare(plain: dict[str, Any], killed: dict[str, Any]) -> list[str]:
     found = []
     for what in ("answers", "weights"):
         names = plain[what].keys() | killed[what].keys()
-        found += [f"{what}: {name}" for name in sorted(names) if plain[what].get(name) != killed[what].get(name)]
+        found += [
+            f"{what}: {name}"
+            for name in sorted(names)
+            if plain[what].get(name) != killed[what].get(name)
+        ]
     if plain["updates"] != killed["updates"]:
         found.append(f"updates: {plain['updates']} and {killed['updates']}")
     if killed["differences"]:
@@ -211,11 +227,17 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(arguments.output).resolve()
     shutil.rmtree(folder, ignore_errors=True)
     base = folder / "base"
-    _asked(lambda: {"base": str(make_base(base, tie_word_embeddings=False))}, _made(folder) / "base.log")
+    _asked(
+        lambda: {"base": str(make_base(base, tie_word_embeddings=False))},
+        _made(folder) / "base.log",
+    )
     draw, total, rows, stops = random.Random(arguments.seed), 0, [], []
     while total < arguments.kills:
         number = len(rows)
-        scripts = [script(f"run{index}", 100 * number + index, arguments.steps) for index in range(arguments.clients)]
+        scripts = [
+            script(f"run{index}", 100 * number + index, arguments.steps)
+            for index in range(arguments.clients)
+        ]
         plain = Round(folder / f"{number}-plain", base, scripts)
         began = time.monotonic()
         play(plain, None, 0)
@@ -231,24 +253,38 @@ def main(argv: list[str] | None = None) -> int:
         wanted, found = plain.result(), broken.result()
         problems = compare(wanted, found)
         problems += [f"exit code {one} after SIGTERM" for one in (code, code_too) if one != 143]
-        rows.append({
-            "kills": kills, "by": broken.kills, "requests": len(wanted["answers"]), "saved": len(wanted["weights"]),
-            "updates": wanted["updates"], "replayed": found["replayed"], "problems": problems,
-            "seconds": round(time.monotonic() - began, 1), "undisturbed": round(seconds, 1),
-        })  # fmt: skip
+        rows.append(
+            {
+                "kills": kills,
+                "by": broken.kills,
+                "requests": len(wanted["answers"]),
+                "saved": len(wanted["weights"]),
+                "updates": wanted["updates"],
+                "replayed": found["replayed"],
+                "problems": problems,
+                "seconds": round(time.monotonic() - began, 1),
+                "undisturbed": round(seconds, 1),
+            }
+        )
         print(json.dumps(rows[-1]), flush=True)
         if not problems and not arguments.keep:
             shutil.rmtree(plain.folder)
             shutil.rmtree(broken.folder)
     problems = sum(len(row["problems"]) for row in rows)
     summary = {
-        "kills": total, "rounds": len(rows), "requests": sum(row["requests"] for row in rows),
-        "updates": sum(row["updates"] for row in rows), "computed again": sum(row["replayed"] for row in rows),
-        "problems": problems, "seconds to stop, median": round(statistics.median(stops), 2),
+        "kills": total,
+        "rounds": len(rows),
+        "requests": sum(row["requests"] for row in rows),
+        "updates": sum(row["updates"] for row in rows),
+        "computed again": sum(row["replayed"] for row in rows),
+        "problems": problems,
+        "seconds to stop, median": round(statistics.median(stops), 2),
         "seconds to stop, longest": round(max(stops), 2),
-    }  # fmt: skip
+    }
     print(json.dumps(summary, indent=1))
-    (folder / "service-crash.json").write_text(json.dumps({"summary": summary, "rounds": rows}, indent=1) + "\n")
+    (folder / "service-crash.json").write_text(
+        json.dumps({"summary": summary, "rounds": rows}, indent=1) + "\n"
+    )
     return int(problems > 0)
 
 
@@ -259,12 +295,18 @@ def _made(folder: Path) -> Path:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m crash.service", description=__doc__)
-    parser.add_argument("--output", default="outputs/service-crash-test", help="folder of the rounds; emptied first")
+    parser.add_argument(
+        "--output", default="outputs/service-crash-test", help="folder of the rounds; emptied first"
+    )
     parser.add_argument("--kills", type=int, default=500, help="processes to kill (default: 500)")
-    parser.add_argument("--clients", type=int, default=8, help="training runs at a time (default: 8)")
+    parser.add_argument(
+        "--clients", type=int, default=8, help="training runs at a time (default: 8)"
+    )
     parser.add_argument("--steps", type=int, default=12, help="steps of each (default: 12)")
     parser.add_argument("--seed", type=int, default=0, help="of the times of the kills")
-    parser.add_argument("--keep", action="store_true", help="keep the folders of rounds without a problem")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the folders of rounds without a problem"
+    )
     return parser
 
 

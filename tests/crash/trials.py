@@ -84,7 +84,7 @@ class Bench:
 
     # -- undisturbed runs ---------------------------------------------------------------------------------------
 
-    def prepare(self, kinds: Sequence[str], times: int = 2) -> None:
+    def prepare_data(self, kinds: Sequence[str], times: int = 2) -> None:
         """Run each kind twice: what the two differ in is no matter of kills, and has to be in MAY_DIFFER."""
         for kind in kinds:
             for turn in range(times):
@@ -94,9 +94,15 @@ class Bench:
                 found = content(self.output)
                 if turn == 0:
                     self.wanted[kind], self.seconds[kind] = found, ended.seconds
-                    self.order[kind] = list(dict.fromkeys(name for _, _, name in reversed(self._reached())))[::-1]
-                    self.hits[kind] = dict(collections.Counter(name for _, _, name in self._reached()))
-                assert (odd := differences(self.wanted[kind], found)) == [], f"two runs differ: {odd}"
+                    self.order[kind] = list(
+                        dict.fromkeys(name for _, _, name in reversed(self._reached()))
+                    )[::-1]
+                    self.hits[kind] = dict(
+                        collections.Counter(name for _, _, name in self._reached())
+                    )
+                assert (odd := differences(self.wanted[kind], found)) == [], (
+                    f"two runs differ: {odd}"
+                )
                 assert (odd := self._odd(kind, ended)) == [], odd
 
     def _template(self, kind: str) -> Path | None:
@@ -152,7 +158,9 @@ class Bench:
         """Output of another command on the output folder of the last run, which has to end with this code."""
         self.log.write_text("")
         self.said.write_text("")
-        ended = self.forks.run(Request(list(arguments), str(self.said), fault=fault, log=str(self.log)))
+        ended = self.forks.run(
+            Request(list(arguments), str(self.said), fault=fault, log=str(self.log))
+        )
         self.seen |= {name for _, _, name in self._reached()}
         assert ended.code == code, self.said.read_text()
         return self.said.read_text()
@@ -178,18 +186,23 @@ class Bench:
             if ended.code == 0:
                 break
             if PROGRESS:
-                print(f"    {kill.fault or kill.after}: {ended.code} after {ended.seconds:.1f} s", flush=True)
+                print(
+                    f"    {kill.fault or kill.after}: {ended.code} after {ended.seconds:.1f} s",
+                    flush=True,
+                )
             trial.killed += 1
             if (ended.code > 0 and "kill" in kill.fault) or ended.code not in (-9, 1, 143):
-                trial.failures.append(f"ended with {ended.code}: {self._last_words()}")
+                trial.failures.append(f"ended with {ended.code}: {self._read_last_line()}")
             open_stages = {path.name for path in self.output.glob("small/stages/*/*.open")}
             if self._is_over(trial.kind):
-                ended = dataclasses.replace(ended, code=0)  # the kill came when all was done; another run would be anew
+                ended = dataclasses.replace(
+                    ended, code=0
+                )  # the kill came when all was done; another run would be anew
                 break
         else:
             ended = self._finish(trial, open_stages)
         if ended.code:
-            trial.failures.append(f"does not go on: exit {ended.code}: {self._last_words()}")
+            trial.failures.append(f"does not go on: exit {ended.code}: {self._read_last_line()}")
             return trial
         trial.failures += differences(self.wanted[trial.kind], content(self.output))
         trial.failures += self._odd(trial.kind, ended)
@@ -199,7 +212,10 @@ class Bench:
     def _is_over(self, kind: str) -> bool:
         """True = the run's record says that it has ended; another one would be a new one."""
         if KINDS[kind].what[0] == "retrain":
-            records = [json.loads(path.read_text()) for path in self.output.glob("small/retrainings/*.json")]
+            records = [
+                json.loads(path.read_text())
+                for path in self.output.glob("small/retrainings/*.json")
+            ]
             return any(record["status"] not in ("open", "failed", "waiting") for record in records)
         if KINDS[kind].what[0] == "evaluate-champion":
             return (self.output / "small" / "champion_checks.jsonl").exists()
@@ -219,7 +235,7 @@ class Bench:
             if ended.code == 0:
                 break
         if trial.restarts > 1:
-            trial.failures.append(f"took {trial.restarts} restarts: {self._last_words()}")
+            trial.failures.append(f"took {trial.restarts} restarts: {self._read_last_line()}")
         return ended
 
     def _back(self, ended: Ended, open_stages: set[str]) -> float | None:
@@ -230,13 +246,21 @@ class Bench:
         return next((when - ended.began for when, name in names if name == "stage.tracked"), None)
 
     def _odd(self, kind: str, ended: Ended) -> list[str]:
-        found = [f"left over: {name}" for name in leftovers(self.output, self.temporary) if name not in self.left]
+        found = [
+            f"left over: {name}"
+            for name in leftovers(self.output, self.temporary)
+            if name not in self.left
+        ]
         found += [f"outlived its parent: {name}" for name in ended.orphans]
-        problems = problems_of_store(self.output, self.parents.setdefault(kind, count_parents(self.output)))
+        problems = problems_of_store(
+            self.output, self.parents.setdefault(kind, count_parents(self.output))
+        )
         began_killed = KINDS[starts].ended if (starts := KINDS[kind].starts) in KINDS else ""
-        return found + [each for each in problems if not (began_killed and each.endswith("is not finished"))]
+        return found + [
+            each for each in problems if not (began_killed and each.endswith("is not finished"))
+        ]
 
-    def _last_words(self) -> str:
+    def _read_last_line(self) -> str:
         return " | ".join(self.said.read_text(errors="replace").strip().splitlines()[-3:])[-600:]
 
 
@@ -257,7 +281,9 @@ def _where(wanted: Any, found: Any) -> str:
         return f": lost {lost[:3]} ({len(lost)}), extra {extra[:3]} ({len(extra)})"
     if isinstance(wanted, dict) and isinstance(found, dict):
         keys = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
-        return "".join(f"; {key}: {str(wanted.get(key))[:80]} / {str(found.get(key))[:80]}" for key in keys[:3])
+        return "".join(
+            f"; {key}: {str(wanted.get(key))[:80]} / {str(found.get(key))[:80]}" for key in keys[:3]
+        )
     return f": {str(wanted)[:80]} / {str(found)[:80]}"
 
 
@@ -306,7 +332,9 @@ def chains(bench: Bench, kind: str, step: int = 1) -> Iterator[Trial]:
 
     step: 3 = at every third point.
     """
-    yield from _in_chains(bench, kind, [Kill(f"{point}:1:kill") for point in bench.order[kind][::step]])
+    yield from _in_chains(
+        bench, kind, [Kill(f"{point}:1:kill") for point in bench.order[kind][::step]]
+    )
 
 
 def walks(bench: Bench, kind: str, points: Sequence[str]) -> Iterator[Trial]:

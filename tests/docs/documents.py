@@ -10,7 +10,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "tools" not in path.parts)
 
-_FENCE = re.compile(r"^(?:<!-- ([^\n]*?) -->\n)?```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^(?:<!-- ([^\n]*?) -->\n)?```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 _LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -38,7 +40,9 @@ def blocks(language: str) -> list[Block]:
         for match in _FENCE.finditer(text):
             note, kind, body = match.groups()
             if kind == language:
-                found.append(Block(page, kind, body, note or "", text[: match.start(3)].count("\n") + 1))
+                found.append(
+                    Block(page, kind, body, note or "", text[: match.start(3)].count("\n") + 1)
+                )
     return found
 
 
@@ -67,10 +71,16 @@ def commands() -> list[tuple[str, str]]:
     """(place, command line) of every `posttrain ...` in code, also of README: indented lines, and inline code."""
     found = []
     for page in (ROOT / "README.md", *PAGES):
-        lines = [re.sub(r"\s{2,}#.*", "", line) for line in page.read_text(encoding="utf-8").splitlines()]
+        lines = [
+            re.sub(r"\s{2,}#.*", "", line) for line in page.read_text(encoding="utf-8").splitlines()
+        ]
         for number, line in enumerate(lines, start=1):
             place = f"{page.relative_to(ROOT)}:{number}"
             if match := re.match(r"(?: {4})?(?:\w+=\S+ )*(posttrain .*)", line):
                 found.append((place, match[1].strip()))
             found += [(place, text) for text in re.findall(r"(`posttrain [^`]+`)", line)]
-    return [(place, text) for place, text in found if "..." not in text and not text.endswith("posttrain`")]
+    return [
+        (place, text)
+        for place, text in found
+        if "..." not in text and not text.endswith("posttrain`")
+    ]

@@ -19,17 +19,17 @@ import torch
 from documents import DOCS, PAGES, ROOT, anchors, blocks, commands, links, prose
 
 import rl_core
-from flows.cli.parser import build_parser
+from posttrain.cli.parser import build_parser
 from rl_core.data.tokenizer import train_tokenizer
-from rl_core.environments import make
+from rl_core.environments import make_environment
 from rl_core.losses.policy import sapo_loss
 from rl_core.models import causal_lm
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import ModelSettings
-from rl_core.trainers.policy_gradient.own_parts import OwnAdvantages
+from rl_core.trainers.policy_gradient.custom_functions import CustomAdvantages
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 from tasks import stage_registry
-from tasks.config import from_dict
+from tasks.config import build_settings
 from tasks.config.yaml_loader import read_yaml
 from tasks.shipped import find_config
 
@@ -60,14 +60,18 @@ def test_links_and_pictures_resolve(page):
         path = (page.parent / name).resolve() if name else page
         assert path.is_file(), f"{page.name}: {target}"
         if anchor and not is_picture:
-            assert anchor in anchors(path), f"{page.name}: {target}; anchors: {sorted(anchors(path))}"
+            assert anchor in anchors(path), (
+                f"{page.name}: {target}; anchors: {sorted(anchors(path))}"
+            )
 
 
 def test_anchors_are_found_at_all():
     """The checks above would pass on pages without a link."""
     found = [target for page in PAGES for _, target in links(page)]
     assert len(found) > 60 and sum("#" in target for target in found) > 10
-    assert "10-a-limit-of-the-sampler-ends-an-episode" in anchors(DOCS / "architecture-decisions.md")
+    assert "10-a-limit-of-the-sampler-ends-an-episode" in anchors(
+        DOCS / "architecture-decisions.md"
+    )
     assert "stagespolicycurriculum" in anchors(DOCS / "configuration.md")
 
 
@@ -94,7 +98,9 @@ def test_code_and_configs_name_documents_that_exist():
             named += re.findall(r"(docs/[\w/-]+\.md)(?:, '([^']+)')?", text)
     assert len(named) > 3 and any(section for _, section in named)
     for page, section in named:
-        assert not section or section.lower().replace(" ", "-") in anchors(ROOT / page), f"{page}, '{section}'"
+        assert not section or section.lower().replace(" ", "-") in anchors(ROOT / page), (
+            f"{page}, '{section}'"
+        )
         assert (ROOT / page).is_file(), page
 
 
@@ -121,7 +127,7 @@ def test_python_compiles(block):
 
 
 def test_the_echo_environment_plays(package):
-    environment = make("my_package.echo:Echo")
+    environment = make_environment("my_package.echo:Echo")
     for action, reward in (("7", 1.0), ("8", 0.0)):
         episode = environment.episode(17, "easy")
         assert episode.reset() == [{"role": "user", "content": "say 7"}]
@@ -130,7 +136,7 @@ def test_the_echo_environment_plays(package):
 
 
 def test_the_guessing_environment_plays(package):
-    environment = make("my_package.guess:Guess")
+    environment = make_environment("my_package.guess:Guess")
     number = environment.episode(3, "easy").number
     assert environment.episode(3, "easy").number == number and 1 <= number <= 10
     assert len({environment.episode(seed, "hard").number for seed in range(200)}) > 50
@@ -149,7 +155,9 @@ def test_the_guessing_environment_plays(package):
 def test_the_reward_is_called_as_shown(package):
     from my_package.rewards import brevity
 
-    trajectory = Trajectory(environment="e", level="l", kind="k", seed=0, prompt="p", target="t", num_action_tokens=30)
+    trajectory = Trajectory(
+        environment="e", level="l", kind="k", seed=0, prompt="p", target="t", num_action_tokens=30
+    )
     assert brevity([trajectory, trajectory]) == pytest.approx([-0.3, -0.3])  # -0.01 a token
 
 
@@ -177,15 +185,24 @@ def test_the_parts_of_the_docs_are_taken_as_shown(package):
     condition = {"function": "conditions.py:settled", "options": {"tolerance": 0.01}, "window": 20}
     curriculum = [{"name": "easy", "levels": {"easy": 1.0}, "exit_conditions": [condition]}]
     stages = {
-        "sft": {}, "evaluate": {}, "analyze": {"measures": ["measures.py:asks_back"]},
-        "policy": {"loss": "sapo.py:sapo", "loss_options": {"tau_negative": 1.1}, "curriculum": curriculum,
-                   "loss_aggregation": "sequence_mean", "advantages": "my_package.advantages:length_weighted"},
-    }  # fmt: skip
-    settings = from_dict({"name": "x", "stages": stages}, check_files=False)
+        "sft": {},
+        "evaluate": {},
+        "analyze": {"measures": ["measures.py:asks_back"]},
+        "policy": {
+            "loss": "sapo.py:sapo",
+            "loss_options": {"tau_negative": 1.1},
+            "curriculum": curriculum,
+            "loss_aggregation": "sequence_mean",
+            "advantages": "my_package.advantages:length_weighted",
+        },
+    }
+    settings = build_settings({"name": "x", "stages": stages}, check_files=False)
     policy = settings.stages.policy
-    estimate = OwnAdvantages(policy.advantages, policy.advantage_options)
+    estimate = CustomAdvantages(policy.advantages, policy.advantage_options)
     found, metrics = estimate([torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])], [2, 6, 1, 1])
-    assert [row.tolist() for row in found] == [[0.75, -0.25], [0.0, 0.0]] and metrics == {"baseline": 0.375}
+    assert [row.tolist() for row in found] == [[0.75, -0.25], [0.0, 0.0]] and metrics == {
+        "baseline": 0.375
+    }
     from my_package.conditions import settled
 
     assert settled({"train/success_rate": [0.5, 0.6, 0.6, 0.51]}) is True  # 0.555 after 0.55
@@ -193,37 +210,54 @@ def test_the_parts_of_the_docs_are_taken_as_shown(package):
     assert settled({"train/success_rate": [0.5]}) is None
     from my_package.measures import asks_back
 
-    asked = Trajectory(environment="e", level="l", kind="k", seed=0, prompt="p", target="t", turns=[Turn("why? ")])
+    asked = Trajectory(
+        environment="e", level="l", kind="k", seed=0, prompt="p", target="t", turns=[Turn("why? ")]
+    )
     assert asks_back(asked) == 1.0
 
 
 def test_the_stage_of_the_docs_rounds_weights(package, monkeypatch, tmp_path):
     monkeypatch.setattr(stage_registry, "_STAGES", stage_registry._STAGES)
-    stages = {"sft": {}, "own": {"rounding": {"use": "rounding.py:STAGE", "settings": {"dtype": "float16"}}}}
-    values = {"name": "x", "model": {"preset": "nano", "vocab_size": 320, "context": 64}, "stages": stages}
-    settings = from_dict(values, check_files=False)
+    stages = {
+        "sft": {},
+        "own": {"rounding": {"use": "rounding.py:STAGE", "settings": {"dtype": "float16"}}},
+    }
+    values = {
+        "name": "x",
+        "model": {"preset": "nano", "vocab_size": 320, "context": 64},
+        "stages": stages,
+    }
+    settings = build_settings(values, check_files=False)
     assert settings.stages.active == ("sft", "rounding")
     tokenizer = train_tokenizer(["abc xyz"], 320)
-    model = causal_lm.create(ModelSettings(preset="nano", context=64, device="cpu"), tokenizer, 0)
+    model = causal_lm.create_model(
+        ModelSettings(preset="nano", context=64, device="cpu"), tokenizer, 0
+    )
     causal_lm.save(model, tokenizer, tmp_path / "start")
     (tmp_path / "folder").mkdir()
     context = SimpleNamespace(
-        inputs={"model": tmp_path / "start"}, pipeline=settings, folder=tmp_path / "folder",
+        inputs={"model": tmp_path / "start"},
+        pipeline=settings,
+        folder=tmp_path / "folder",
         settings=settings.stages.rounding,
-    )  # fmt: skip
-    assert stage_registry.entry("rounding").own.body(context) == {"note": "weights rounded to float16"}
-    rounded = causal_lm.load(tmp_path / "folder" / "model", ModelSettings(device="cpu"))[0]
+    )
+    assert stage_registry.find_stage("rounding").custom.body(context) == {
+        "note": "weights rounded to float16"
+    }
+    rounded = causal_lm.load_model(tmp_path / "folder" / "model", ModelSettings(device="cpu"))[0]
     for one, other in zip(rounded.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other.half().float())
 
 
 def test_rewards_by_column_and_tools_are_used_as_shown(package):
     rows = [{"prompt": "2 + 3 =", "answer": "5"}]
-    acting = make("prompts", {"rows": rows, "tools": "tools.py:TOOLS"})
+    acting = make_environment("prompts", {"rows": rows, "tools": "tools.py:TOOLS"})
     episode = acting.episode(0, "all")
     call = '<tool_call>{"name": "search", "arguments": {"words": ["a", "b"]}}</tool_call>'
     assert episode.step(call).messages == [{"role": "tool", "content": "3 articles on a b"}]
-    trajectory = Trajectory(environment="e", level="l", kind="k", seed=0, prompt="p", target="t", row=rows[0])
+    trajectory = Trajectory(
+        environment="e", level="l", kind="k", seed=0, prompt="p", target="t", row=rows[0]
+    )
     trajectory.turns = [Turn("5")]
     for name, expected in (("correct", 1.0), ("of_trl", 1.0)):
         group = RolloutGroup([Rollout([1], [2], [True], [0.0], trajectory)])
@@ -236,12 +270,18 @@ def calls_of(block):
     tree = ast.parse(block.text)
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rl_core":
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "rl_core"
+        ):
             yield node.attr, called.get(id(node))
 
 
 @pytest.mark.skipif(not hasattr(rl_core, "grpo"), reason="the Python API is not there yet")
-@pytest.mark.parametrize("block", [b for b in blocks("python") if "import rl_core\n" in b.text], ids=lambda b: b.place)
+@pytest.mark.parametrize(
+    "block", [b for b in blocks("python") if "import rl_core\n" in b.text], ids=lambda b: b.place
+)
 def test_calls_of_the_python_api_fit_its_signatures(block):
     used = list(calls_of(block))
     assert used
@@ -249,13 +289,19 @@ def test_calls_of_the_python_api_fit_its_signatures(block):
         function = getattr(rl_core, name)
         if call is not None:
             keywords = {keyword.arg: None for keyword in call.keywords}
-            inspect.signature(function).bind(*call.args, **keywords)  # TypeError where it does not fit
+            inspect.signature(function).bind(
+                *call.args, **keywords
+            )  # TypeError where it does not fit
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.place)
 def test_yaml_is_a_configuration(block, package, tmp_path, monkeypatch):
-    monkeypatch.setattr("tasks.config.cross_checks.check_installed", lambda sink: None)  # places of metrics are extras,
-    monkeypatch.setattr("tasks.config.rollout_checks.check_ray", lambda: None)  # and so is Ray
+    monkeypatch.setattr(
+        "rl_core.settings.services.check_sink_installed", lambda sink: None
+    )  # places of metrics are extras,
+    monkeypatch.setattr(
+        "rl_core.settings.rollouts.check_ray_installed", lambda: None
+    )  # and so is Ray
     (tmp_path / "shown.yaml").write_text(block.text)
     document = read_yaml(tmp_path / "shown.yaml")
     assert document.problems == []
@@ -267,17 +313,25 @@ def test_yaml_is_a_configuration(block, package, tmp_path, monkeypatch):
     if "promote" in stages:
         stages.setdefault("policy", {})
         stages.setdefault("evaluate", {})
-    from_dict(shown, check_files=False)
+    build_settings(shown, check_files=False)
 
 
 @pytest.mark.parametrize(("place", "line"), commands(), ids=[place for place, _ in commands()])
 def test_commands_parse(place, line):
     words = shlex.split(line.strip("`"), comments=True)[1:]
     if line.startswith("`"):  # in a sentence a command may stand without its arguments
-        parsers = next(action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
-        known = (parsers.choices[words[0]] if words[0] in parsers.choices else build_parser())._option_string_actions
+        parsers = next(
+            action
+            for action in build_parser()._actions
+            if isinstance(action, argparse._SubParsersAction)
+        )
+        known = (
+            parsers.choices[words[0]] if words[0] in parsers.choices else build_parser()
+        )._option_string_actions
         assert words[0] in parsers.choices or words[0] in known, f"{place}: {line}"
-        assert [word for word in words if word.startswith("-") and word not in known] == [], f"{place}: {line}"
+        assert [word for word in words if word.startswith("-") and word not in known] == [], (
+            f"{place}: {line}"
+        )
         return
     try:
         build_parser().parse_args(words)
@@ -285,11 +339,22 @@ def test_commands_parse(place, line):
         assert stop.code == 0, f"{place}: {line}"  # --help and --version end well
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/operations.md", "docs/approval.md", "docs/monitor.md"])
-def test_commands_of_pages_for_operators_work_from_a_wheel_which_has_no_folder_of_configs(page, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/operations.md", "docs/approval.md", "docs/monitor.md"]
+)
+def test_commands_of_pages_for_operators_work_from_a_wheel_which_has_no_folder_of_configs(
+    page, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    lines = [line for place, line in commands() if place.startswith(f"{page}:") and not line.startswith("`")]
-    named = [getattr(build_parser().parse_args(shlex.split(line, comments=True)[1:]), "config", None) for line in lines]
+    lines = [
+        line
+        for place, line in commands()
+        if place.startswith(f"{page}:") and not line.startswith("`")
+    ]
+    named = [
+        getattr(build_parser().parse_args(shlex.split(line, comments=True)[1:]), "config", None)
+        for line in lines
+    ]
     wanted = {name for name in named if name} - {"mine.yaml"}  # a file of the reader's
     assert lines and [name for name in wanted if not find_config(name).is_file()] == []
 
@@ -301,7 +366,9 @@ def test_enough_is_shown():
 def documented_arguments():
     """By function or method of the API page: the arguments in its tables' rows."""
     text = (DOCS / "api.md").read_text().partition("\n## Arguments\n")[2].partition("\n## ")[0]
-    training, methods, others = (table.partition("|---|---|---|\n")[2] for table in text.split("| argument | of |")[1:])
+    training, methods, others = (
+        table.partition("|---|---|---|\n")[2] for table in text.split("| argument | of |")[1:]
+    )
     every = set(re.findall(r"`(\w+)`", text.partition("`all` are ")[2].partition(".")[0]))
     found = {}
     for prefix, table in (("", training), ("Training.", methods), ("", others)):
@@ -314,7 +381,10 @@ def documented_arguments():
 def test_the_api_page_names_every_argument():
     public = {name: getattr(rl_core, name) for name in rl_core.__all__}
     public = {name: one for name, one in public.items() if inspect.isfunction(one)}
-    methods = {f"Training.{name}": one for name, one in inspect.getmembers(rl_core.Training, inspect.isfunction)}
+    methods = {
+        f"Training.{name}": one
+        for name, one in inspect.getmembers(rl_core.Training, inspect.isfunction)
+    }
     public |= {name: one for name, one in methods.items() if "._" not in name}
     arguments = {name: sorted(inspect.signature(one).parameters) for name, one in public.items()}
     expected = {name: [one for one in names if one != "self"] for name, names in arguments.items()}
@@ -351,16 +421,22 @@ def test_every_equation_becomes_mathml(monkeypatch):
     extension = importlib.import_module("site_extension")
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        html = markdown.markdown(text, extensions=["tables", "fenced_code", extension.SiteExtension()])
+        html = markdown.markdown(
+            text, extensions=["tables", "fenced_code", extension.SiteExtension()]
+        )
         bare = re.sub(r"<(pre|code)[^>]*>.*?</\1>", "", html, flags=re.DOTALL)
-        assert "$" not in bare, f"{page.name}: {bare[max(0, bare.find('$') - 80) : bare.find('$') + 80]}"
+        assert "$" not in bare, (
+            f"{page.name}: {bare[max(0, bare.find('$') - 80) : bare.find('$') + 80]}"
+        )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="needs the extra docs")
 def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
     """As `make docs` builds it, in a copy."""
     shutil.copytree(DOCS, tmp_path / "docs")
-    shutil.copytree(ROOT / "tests/benchmarks/pictures", tmp_path / "docs/pictures", dirs_exist_ok=True)
+    shutil.copytree(
+        ROOT / "tests/benchmarks/pictures", tmp_path / "docs/pictures", dirs_exist_ok=True
+    )
     settings = (ROOT / "mkdocs.yml").read_text()
     assert "paths: [.]" in settings
     (tmp_path / "mkdocs.yml").write_text(settings.replace("paths: [.]", f"paths: [{ROOT}]"))
@@ -372,6 +448,9 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_p
     built = list((tmp_path / "docs-site").rglob("*.html"))
     assert len(built) > len(PAGES)
     for page in built:
-        loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"(https?://[^\"]+)\"", page.read_text())
+        loaded = re.findall(
+            r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"(https?://[^\"]+)\"",
+            page.read_text(),
+        )
         assert loaded == [], f"{page.name}: {loaded}"
     assert "clipped_policy_loss" in (tmp_path / "docs-site/api/index.html").read_text()

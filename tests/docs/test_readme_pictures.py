@@ -5,17 +5,28 @@ import importlib.util
 import pytest
 from documents import ROOT
 
-from flows.runtime.summary import result_table
+from flows.runtime.run_summary import format_result_table
 
-SPEC = importlib.util.spec_from_file_location("readme_pictures", ROOT / "docs/tools/readme_pictures.py")
+SPEC = importlib.util.spec_from_file_location(
+    "readme_pictures", ROOT / "docs/tools/readme_pictures.py"
+)
 tool = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(tool)
 
 ROWS = [
     {"stage": "prepare_data", "note": "9 rows"},
-    {"stage": "sft", "note": "7 steps on 9 demonstrations, held-out loss 0.2 nats per token; bound"},
-    {"stage": "policy", "note": "142 iterations (success 98% over ten); curriculum: hard from iteration 2; rewards: x"},
-    {"stage": "promote", "note": "version 2 of demo promoted: no champion yet; success 98.0% is at least 50%"},
+    {
+        "stage": "sft",
+        "note": "7 steps on 9 demonstrations, held-out loss 0.2 nats per token; bound",
+    },
+    {
+        "stage": "policy",
+        "note": "142 iterations (success 98% over ten); curriculum: hard from iteration 2; rewards: x",
+    },
+    {
+        "stage": "promote",
+        "note": "version 2 of demo promoted: no champion yet; success 98.0% is at least 50%",
+    },
 ]
 CPU = "processor\t: 0\nmodel name\t: Some(R) Chip(TM) 9 CPU @ 2.0GHz\nflags\t\t: fpu avx2 avx512f\nprocessor\t: 1\n"
 
@@ -52,5 +63,5 @@ def test_a_document_has_one_place_for_each_and_nothing_else_changes(document, pl
 
 def test_the_table_is_that_of_the_terminal():
     rows = [{"stage": "sft", "note": "x", "seconds": 1.5, "cached": False}]
-    shown = tool.table_lines(f"before\n{result_table(rows, '', {}, 80)}\nafter")
+    shown = tool.table_lines(f"before\n{format_result_table(rows, '', {}, 80)}\nafter")
     assert tool._TABLE.fullmatch(shown) and "│sft" in shown and "after" not in shown

@@ -31,12 +31,16 @@ def lines(name):
 
 def test_every_example_is_tested():
     tests = Path(__file__).read_text()
-    names = {path.stem for path in EXAMPLES.glob("*.py")} | {path.name for path in EXAMPLES.glob("*.ipynb")}
+    names = {path.stem for path in EXAMPLES.glob("*.py")} | {
+        path.name for path in EXAMPLES.glob("*.ipynb")
+    }
     assert len(names) == 11
     for name in names - {"service_grpo", "service_preferences", "service_client"}:
         assert f'"{name}"' in tests
     of_service = Path(__file__).parents[1] / "flows" / "service"
-    tests = "".join((of_service / f"{name}.py").read_text() for name in ("test_sdk_examples", "test_evaluate"))
+    tests = "".join(
+        (of_service / f"{name}.py").read_text() for name in ("test_sdk_examples", "test_evaluate")
+    )
     for name in ("service_grpo", "service_preferences", "service_client"):
         assert f'"{name}.py"' in tests
 
@@ -48,13 +52,23 @@ def test_the_minimal_loop_learns_and_hides_nothing(capsys):
     success = example("grpo_minimal").main()
     assert len(success) == 40
     assert sum(success[:5]) / 5 < 0.7 and sum(success[-5:]) / 5 > 0.85
-    ratios = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if "ratio" in line]
-    assert ratios == pytest.approx([1.0] * 40, abs=1e-4)  # sampler and trainer agree on what was sampled
+    ratios = [
+        float(line.rpartition(" ")[2])
+        for line in capsys.readouterr().out.splitlines()
+        if "ratio" in line
+    ]
+    assert ratios == pytest.approx(
+        [1.0] * 40, abs=1e-4
+    )  # sampler and trainer agree on what was sampled
 
 
 def test_the_quick_start_is_ten_lines_and_learns():
     module = lines("grpo_quickstart.py")
-    body = [line for line in module if line.strip() and not line.startswith(('"""', "if __name__", "    main()"))]
+    body = [
+        line
+        for line in module
+        if line.strip() and not line.startswith(('"""', "if __name__", "    main()"))
+    ]
     assert len(body) <= 12  # the two lines of `def` included
     rewards = example("grpo_quickstart").main().metrics()["reward/mean"]
     assert rewards.iloc[-1] > rewards.iloc[0] + 0.3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from crash.servers import prefect_server
 
-from flows.runtime.prefect_home import leave_global_generator
+from flows.runtime.prefect_home import isolate_random_generator
 from rl_core.storage import faults
 
 
@@ -18,14 +18,14 @@ def _proofs_of_export_in_this_process() -> Iterator[None]:
     from helpers.exports import in_this_process
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rl_core.models.export_proof.fresh_logprobs", in_this_process)
+        patch.setattr("rl_core.models.export_verification.score_in_fresh_process", in_this_process)
         yield
 
 
 @pytest.fixture(scope="session")
 def prefect_address() -> Iterator[str]:
     """Address of the server's API. The client's threads outlive the tests that asked for it: they draw no numbers."""
-    leave_global_generator()
+    isolate_random_generator()
     with prefect_server() as api:
         yield api
 
@@ -33,9 +33,15 @@ def prefect_address() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def prefect_api(prefect_address: str) -> Iterator[str]:
     """The address; flow runs in this process use the server, and those of children that are told of it."""
-    from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        temporary_settings,
+    )
 
-    with temporary_settings({PREFECT_API_URL: prefect_address, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+    with temporary_settings(
+        {PREFECT_API_URL: prefect_address, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
+    ):
         yield prefect_address
 
 
@@ -43,6 +49,6 @@ def prefect_api(prefect_address: str) -> Iterator[str]:
 def reached(tmp_path: Path) -> Iterator[Callable[[], set[str]]]:
     """Names of the fault points that were reached so far."""
     log = tmp_path / "reached"
-    faults.log_to(log)
+    faults.log_reached_points(log)
     yield lambda: {line.split()[2] for line in log.read_text().splitlines()}
-    faults.log_to(None)
+    faults.log_reached_points(None)

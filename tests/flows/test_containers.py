@@ -11,8 +11,8 @@ import pytest
 import yaml
 from helpers import ROOT
 
-from flows.cli.parser import build_parser
-from flows.operations.state import StatePaths
+from posttrain.cli.parser import build_parser
+from posttrain.operations.state import StatePaths
 from rl_core.storage.locks import FolderLock
 
 DOCKERFILE = (ROOT / "deployments/Dockerfile").read_text()
@@ -24,7 +24,9 @@ def test_hadolint_finds_nothing():
     program = shutil.which("hadolint", path=Path(sys.executable).parent) or shutil.which("hadolint")
     if program is None:
         pytest.skip("hadolint is not installed (it has no wheel for this platform)")
-    done = subprocess.run([program, str(ROOT / "deployments/Dockerfile")], capture_output=True, text=True)
+    done = subprocess.run(
+        [program, str(ROOT / "deployments/Dockerfile")], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -35,7 +37,15 @@ def test_what_is_copied_exists_passes_dockerignore_and_is_all_that_the_packages_
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     allowed = {line[1:] for line in ignored if line.startswith("!")}
     assert "*" in ignored and set(copied) == allowed
-    assert {"pyproject.toml", "constraints.txt", "README.md", "rl_core", "tasks", "flows", "configs"} <= set(copied)
+    assert {
+        "pyproject.toml",
+        "constraints.txt",
+        "README.md",
+        "rl_core",
+        "tasks",
+        "flows",
+        "configs",
+    } <= set(copied)
 
 
 def test_the_image_is_not_root_and_its_commands_parse():
@@ -50,15 +60,17 @@ def test_the_schema_of_kubernetes_holds(document):
     validate = pytest.importorskip("kubernetes_validate")
     validate.validate(document, "1.31", strict=True)
     with pytest.raises(validate.ValidationError):
-        validate.validate({**document, "spec": {**document["spec"], "unknown": 1}}, "1.31", strict=True)
+        validate.validate(
+            {**document, "spec": {**document["spec"], "unknown": 1}}, "1.31", strict=True
+        )
 
 
 def test_the_job_runs_a_command_of_ours_with_settings_that_exist():
-    from tasks.config import load
+    from tasks.config import load_settings
 
     arguments = build_parser().parse_args(CONTAINER["args"])
     assert arguments.command == "retrain"
-    assert load(arguments.config, arguments.set).run.wait_seconds == 14400
+    assert load_settings(arguments.config, arguments.set).run.wait_seconds == 14400
 
 
 def test_the_job_waits_for_a_checkpoint_and_gives_up_on_wrong_settings_alone():
@@ -71,10 +83,15 @@ def test_the_job_waits_for_a_checkpoint_and_gives_up_on_wrong_settings_alone():
     mounted = {mount["name"] for mount in CONTAINER["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
     claims = [
-        volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume
+        volume["persistentVolumeClaim"]["claimName"]
+        for volume in pod["volumes"]
+        if "persistentVolumeClaim" in volume
     ]
     assert claims == [CLAIM["metadata"]["name"]]
-    assert pod["securityContext"]["runAsNonRoot"] and not CONTAINER["securityContext"]["allowPrivilegeEscalation"]
+    assert (
+        pod["securityContext"]["runAsNonRoot"]
+        and not CONTAINER["securityContext"]["allowPrivilegeEscalation"]
+    )
 
 
 def program(folder, name, code):
@@ -86,22 +103,29 @@ def program(folder, name, code):
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="util-linux is not installed")
-def test_the_container_is_unhealthy_while_servers_of_up_are_down_and_not_after_an_earlier_one_was_killed(tmp_path):
+def test_the_container_is_unhealthy_while_servers_of_up_are_down_and_not_after_an_earlier_one_was_killed(
+    tmp_path,
+):
     """A killed container leaves state.json in the volume, and the next one, of `run`, counted as unhealthy."""
     (check,) = re.findall(r'^    CMD (\["sh", .+\])$', DOCKERFILE, re.MULTILINE)
     command = json.loads(check)
-    assert "VOLUME /work/outputs" in DOCKERFILE and build_parser().parse_args(["status"]).output == "outputs"
+    assert (
+        "VOLUME /work/outputs" in DOCKERFILE
+        and build_parser().parse_args(["status"]).output == "outputs"
+    )
     assert command[2].endswith("|| posttrain status")
     environment = program(tmp_path / "bin", "posttrain", 1)
 
     def health():
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True
+        ).returncode
 
     places = StatePaths(tmp_path / "outputs")
     assert health() == 0
     places.folder.mkdir(parents=True)
-    places.state.write_text("{}")
-    with FolderLock(places.lock):
+    places.state_file.write_text("{}")
+    with FolderLock(places.lock_file):
         assert health() == 1
         program(tmp_path / "bin", "posttrain", 0)
         assert health() == 0
@@ -112,17 +136,31 @@ def test_the_container_is_unhealthy_while_servers_of_up_are_down_and_not_after_a
 @pytest.mark.parametrize(
     ("given", "code", "told"),
     [
-        ({"VARIANT": "cpu"}, 0, ["--extra-index-url", "https://download.pytorch.org/whl/cpu", "torch"]),
+        (
+            {"VARIANT": "cpu"},
+            0,
+            ["--extra-index-url", "https://download.pytorch.org/whl/cpu", "torch"],
+        ),
         ({"VARIANT": "cuda"}, 0, ["torch"]),
-        ({"VARIANT": "cuda", "TORCH_INDEX": "https://x/cu"}, 0, ["--extra-index-url", "https://x/cu", "torch"]),
+        (
+            {"VARIANT": "cuda", "TORCH_INDEX": "https://x/cu"},
+            0,
+            ["--extra-index-url", "https://x/cu", "torch"],
+        ),
         ({"VARIANT": "gpu"}, 2, []),
     ],
 )
-def test_torch_s_index_stands_beside_the_usual_one_which_has_what_torch_needs(given, code, told, tmp_path):
+def test_torch_s_index_stands_beside_the_usual_one_which_has_what_torch_needs(
+    given, code, told, tmp_path
+):
     (script,) = re.findall(r"&& (case .+? torch) \\$", DOCKERFILE, re.DOTALL | re.MULTILINE)
     environment = program(tmp_path / "bin", "pip", 0)
-    done = subprocess.run(["sh", "-c", script], env={**environment, **given}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["sh", "-c", script], env={**environment, **given}, capture_output=True, text=True
+    )
     assert done.returncode == code
     given_to_pip = done.stdout.split()
-    assert given_to_pip[4:] == told if told else "VARIANT must be cpu or cuda, not gpu" in done.stdout
+    assert (
+        given_to_pip[4:] == told if told else "VARIANT must be cpu or cuda, not gpu" in done.stdout
+    )
     assert not told or given_to_pip[:4] == ["install", "--no-cache-dir", "-c", "constraints.txt"]

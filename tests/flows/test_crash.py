@@ -11,10 +11,10 @@ from crash.trials import Bench, chains
 from helpers.prefect_tables import migrated
 
 from flows import parameters
-from flows.runtime import embedded_server, prefect_access, prefect_database
-from rl_core.storage.faults import POINTS
+from flows.runtime import embedded_server, prefect_access
+from rl_core.storage.faults import FAULT_POINTS
 from tasks.tracking import Tracking
-from tasks.tracking.database import ensure_database
+from tasks.tracking.store import ensure_database
 
 KIND = "analysis"  # from data over SFT to the gate
 
@@ -24,7 +24,7 @@ def bench(tmp_path_factory, prefect_address):
     folder = tmp_path_factory.mktemp("crash")
     with Forks(environment(prefect_address)) as forks:
         bench = Bench(folder, write_inputs(folder), forks)
-        bench.prepare([KIND], times=1)
+        bench.prepare_data([KIND], times=1)
         yield bench
 
 
@@ -39,52 +39,79 @@ def test_killed_at_point_after_point_it_goes_on_to_the_same_bits(bench, step):
 
 
 def listed(*runs):
-    return {name for name, point in POINTS.items() if point.run in runs}
+    return {name for name, point in FAULT_POINTS.items() if point.run in runs}
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_every_point_is_reached_by_the_kind_of_run_that_is_listed_for_it(bench):
     bench.also(*command(bench.config, "again"))
-    bench.also(*command(bench.config, "approval"), "--set", "seed=2")  # nobody answers: version 3 stays challenger
+    bench.also(
+        *command(bench.config, "approval"), "--set", "seed=2"
+    )  # nobody answers: version 3 stays challenger
     bench.also(*command(bench.config, "by hand", version=3))
-    bench.also(*command(bench.config, "asked"), "--set", "seed=3", fault="approval.asked:1:kill", code=-9)
+    bench.also(
+        *command(bench.config, "asked"), "--set", "seed=3", fault="approval.asked:1:kill", code=-9
+    )
     bench.also(*command(bench.config, "approved"))
     bench.also(*command(bench.config, "retrain"))
     bench.also(*command(bench.config, "check"))
     bench.also("run", "--fresh", *command(bench.config, "empty")[1:])
     bench.also(*command(bench.config, "gc"))
     everything = (*command(bench.config, "training"), "--set", f"output={bench.output}/all")
-    for fault in ("store.made:1:kill", "cursor.written:9:kill", "loop.saved:2:kill", "rewards.recorded:3:kill"):
+    for fault in (
+        "store.made:1:kill",
+        "cursor.written:9:kill",
+        "loop.saved:2:kill",
+        "rewards.recorded:3:kill",
+    ):
         bench.also(*everything, fault=fault, code=-9)
     assert "promoted" in bench.also(*everything)
-    elsewhere = ("torchrun", "damage", "sweep", "online", "service", "serve", "prefer")  # by tests of their rooms
+    elsewhere = (
+        "torchrun",
+        "damage",
+        "sweep",
+        "online",
+        "service",
+        "serve",
+        "prefer",
+    )  # by tests of their rooms
     left = listed("own server", "up", "deployment", *elsewhere)  # below
-    assert bench.seen >= set(POINTS) - left, sorted(set(POINTS) - left - bench.seen)
+    assert bench.seen >= set(FAULT_POINTS) - left, sorted(set(FAULT_POINTS) - left - bench.seen)
 
 
 def test_points_of_servers_and_deployments(reached, tmp_path, monkeypatch):
-    monkeypatch.delenv(prefect_access.SERVER, raising=False)
-    assert prefect_access.password(tmp_path).startswith("posttrain:")
-    declared = {"name": "mine", "environment": {"name": "arithmetic"}, "stages": {"prepare_data": {}, "sft": {}}}
-    monkeypatch.setattr(parameters, "declared_parameters", lambda: {"settings": declared})
+    monkeypatch.delenv(prefect_access.SERVER_AUTH_VARIABLE, raising=False)
+    assert prefect_access.load_or_create_password(tmp_path).startswith("posttrain:")
+    declared = {
+        "name": "mine",
+        "environment": {"name": "arithmetic"},
+        "stages": {"prepare_data": {}, "sft": {}},
+    }
+    monkeypatch.setattr(parameters, "read_declared_parameters", lambda: {"settings": declared})
     assert parameters.read_settings(declared, None).name == "mine"
 
-    from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
+    from prefect.settings import (
+        PREFECT_API_URL,
+        PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+        temporary_settings,
+    )
 
     class Started:
         def __init__(self, given, home): ...
         def wait(self, limit): ...
         def stop(self): ...
 
-    monkeypatch.setattr(embedded_server, "_ServerProcess", Started)
-    with temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}, restore_defaults={PREFECT_API_URL}):
+    monkeypatch.setattr(embedded_server, "_EmbeddedServer", Started)
+    with temporary_settings(
+        {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}, restore_defaults={PREFECT_API_URL}
+    ):
         embedded_server.start_embedded_server()
         embedded_server.stop_embedded_server()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     migrated(tmp_path / "one")
-    assert prefect_database.keep_tables(tmp_path / "one", {})
-    assert prefect_database.start_from_tables(tmp_path / "two", {})
-    Tracking(None, tmp_path).store.load()
+    assert embedded_server.cache_tables(tmp_path / "one", {})
+    assert embedded_server.copy_cached_tables(tmp_path / "two", {})
+    Tracking(None, tmp_path).store.import_mlflow()
     ensure_database(f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert reached() >= listed("own server", "up", "deployment")

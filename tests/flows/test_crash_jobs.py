@@ -21,7 +21,11 @@ def test_every_job_is_taken_by_one_process(tmp_path):
         folder.mkdir()
     names = [f"training: every hit of point {number}" for number in range(200)]
     with ThreadPoolExecutor(2) as threads:
-        taken = list(threads.map(lambda folder: [name for name in names if jobs.claim(folder, name)], folders))
+        taken = list(
+            threads.map(
+                lambda folder: [name for name in names if jobs.claim(folder, name)], folders
+            )
+        )
     assert sorted(taken[0] + taken[1]) == sorted(names)
 
 
@@ -35,13 +39,18 @@ def test_what_was_kept_is_that_of_all_processes(tmp_path):
         folder = tmp_path / f"job-{number}"
         folder.mkdir()
         (folder / jobs.TRIALS).write_text(json.dumps({"job": kind}) + "\n")
-        (folder / "facts.json").write_text(json.dumps({"seconds": {"gc": number, kind: number}, "hits": {kind: {}}}))
+        (folder / "facts.json").write_text(
+            json.dumps({"seconds": {"gc": number, kind: number}, "hits": {kind: {}}})
+        )
     (tmp_path / jobs.TRIALS).write_text('{"job": "alone"}\n{"job": "to')
     (tmp_path / jobs.CLAIMS).mkdir()
     assert jobs.whole(tmp_path / "job-1") == tmp_path == jobs.whole(tmp_path)
     assert [row["job"] for row in jobs.trials(tmp_path)] == ["alone", "gc", "training"]
     assert [row["job"] for row in jobs.trials(tmp_path / "job-1")] == ["training"]
-    assert jobs.facts(tmp_path) == {"seconds": {"gc": 0, "training": 1}, "hits": {"gc": {}, "training": {}}}
+    assert jobs.facts(tmp_path) == {
+        "seconds": {"gc": 0, "training": 1},
+        "hits": {"gc": {}, "training": {}},
+    }
     jobs.forget(tmp_path)
     assert jobs.trials(tmp_path) == []
 

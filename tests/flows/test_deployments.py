@@ -8,12 +8,15 @@ import pytest
 import yaml
 from helpers import ROOT
 
-from tasks.config import load, resolve
+from tasks.config import dump_settings, load_settings
 
 FOLDER = ROOT / "deployments"
 PREFECT = yaml.safe_load((FOLDER / "prefect.yaml").read_text())
 DEPLOYMENTS = {deployment["name"]: deployment for deployment in PREFECT["deployments"]}
-AUTOMATIONS = {item["name"]: item for item in yaml.safe_load((FOLDER / "automations.yaml").read_text())["automations"]}
+AUTOMATIONS = {
+    item["name"]: item
+    for item in yaml.safe_load((FOLDER / "automations.yaml").read_text())["automations"]
+}
 
 
 def flow_of(entrypoint):
@@ -30,8 +33,15 @@ def check(entrypoint, parameters):
 
 
 def test_the_deployments_are_the_ones_that_the_readme_describes():
-    names = {"demo", "nightly-retrain", "retrain-on-regression", "evaluate-champion", "single-stage", "analyze",
-             "nightly-consolidate"}  # fmt: skip
+    names = {
+        "demo",
+        "nightly-retrain",
+        "retrain-on-regression",
+        "evaluate-champion",
+        "single-stage",
+        "analyze",
+        "nightly-consolidate",
+    }
     assert set(DEPLOYMENTS) == names
     readme = (FOLDER / "README.md").read_text()
     assert all(f"`{name}`" in readme for name in [*names, *AUTOMATIONS])
@@ -43,22 +53,33 @@ def test_entry_point_and_parameters_fit(name):
 
     deployment = DEPLOYMENTS[name]
     check(deployment["entrypoint"], deployment["parameters"])
-    typed = read_settings(deployment["parameters"]["settings"], deployment["parameters"]["overrides"])
+    typed = read_settings(
+        deployment["parameters"]["settings"], deployment["parameters"]["overrides"]
+    )
     assert typed.run.wait_seconds == 14400
     assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
     assert deployment["work_pool"]["name"] == "posttrain"
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "demo" else pytest.param(name, marks=pytest.mark.slow) for name in DEPLOYMENTS]
+    "name",
+    [
+        name if name == "demo" else pytest.param(name, marks=pytest.mark.slow)
+        for name in DEPLOYMENTS
+    ],
 )
 def test_a_whole_config_fits_the_form_and_bad_settings_do_not(name):
     from prefect.utilities.schema_tools.validation import ValidationError
 
     deployment = DEPLOYMENTS[name]
-    whole = json.loads(json.dumps(resolve(load(ROOT / "configs/test.yaml", check_files=False))))
+    whole = json.loads(
+        json.dumps(dump_settings(load_settings(ROOT / "configs/test.yaml", check_files=False)))
+    )
     for threads in (None, 3, "auto"):
-        check(deployment["entrypoint"], {**deployment["parameters"], "settings": {**whole, "threads": threads}})
+        check(
+            deployment["entrypoint"],
+            {**deployment["parameters"], "settings": {**whole, "threads": threads}},
+        )
     for change in (
         {"seed": -1},
         {"threads": "all"},
@@ -68,7 +89,10 @@ def test_a_whole_config_fits_the_form_and_bad_settings_do_not(name):
         {"seed": "7"},
     ):
         with pytest.raises(ValidationError):
-            check(deployment["entrypoint"], {**deployment["parameters"], "settings": {**whole, **change}})
+            check(
+                deployment["entrypoint"],
+                {**deployment["parameters"], "settings": {**whole, **change}},
+            )
 
 
 def test_schedules_are_cron_lines_that_prefect_takes():
@@ -84,7 +108,9 @@ def with_ids(item):
     """Names of deployments and blocks are looked up when the file is applied; any id will do here."""
     text = json.dumps(item)
     text = re.sub(
-        r'("(?:deployment_id|block_document_id)": )"[^"]+"', r'\1"00000000-0000-0000-0000-000000000001"', text
+        r'("(?:deployment_id|block_document_id)": )"[^"]+"',
+        r'\1"00000000-0000-0000-0000-000000000001"',
+        text,
     )
     return json.loads(text)
 
@@ -98,26 +124,30 @@ def test_automations_are_what_prefect_takes(name):
 
 
 def test_the_event_runs_a_deployment_that_exists():
-    from flows.evaluate_champion import EVENT
+    from flows.evaluate_champion import REGRESSION_EVENT
 
     automation = AUTOMATIONS["posttrain-retrain-on-regression"]
-    assert automation["trigger"]["expect"] == [EVENT]
+    assert automation["trigger"]["expect"] == [REGRESSION_EVENT]
     flow, _, deployment = automation["actions"][0]["deployment_id"].partition("/")
     assert flow_of(DEPLOYMENTS[deployment]["entrypoint"]).name == flow
     assert DEPLOYMENTS[deployment]["parameters"]["force"] is True
 
 
 def test_zombies_are_told_from_runs_that_wait_by_heartbeats_that_every_run_sends():
-    from flows.runtime.approval_wait import WAITS
-    from flows.runtime.prefect_home import HEARTBEAT_SECONDS, prefect_environment
+    from flows.runtime.approval_wait import WAITING_EVENT
+    from flows.runtime.prefect_home import HEARTBEAT_SECONDS, build_prefect_environment
 
     zombies = AUTOMATIONS["posttrain-crash-zombies"]["trigger"]
-    beat = int(DEPLOYMENTS["demo"]["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
+    beat = int(
+        DEPLOYMENTS["demo"]["work_pool"]["job_variables"]["env"][
+            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"
+        ]
+    )
     assert zombies["within"] == 3 * beat and beat == HEARTBEAT_SECONDS
     # of a run from a shell, which joins the server of `posttrain up`, and of the worker
-    assert prefect_environment()["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(beat)
+    assert build_prefect_environment()["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(beat)
     orderly = {f"prefect.flow-run.{state}" for state in ("Suspended", "Paused", "Completed")}
-    assert {*orderly, WAITS} <= set(zombies["expect"])
+    assert {*orderly, WAITING_EVENT} <= set(zombies["expect"])
 
 
 def test_the_webhook_gets_json_whatever_a_message_holds():
@@ -127,5 +157,10 @@ def test_the_webhook_gets_json_whatever_a_message_holds():
     environment.filters["ui_url"] = lambda run: "http://127.0.0.1:4200/runs/1"
     payload = AUTOMATIONS["posttrain-notify-on-failure"]["actions"][0]["payload"]
     run = {"name": "a", "state": {"name": "Failed", "message": 'it said "no"\nand more'}}
-    text = json.loads(environment.from_string(payload).render(flow={"name": "retrain"}, flow_run=run))
-    assert text == {"text": 'retrain / a: Failed: it said "no"\nand more', "link": "http://127.0.0.1:4200/runs/1"}
+    text = json.loads(
+        environment.from_string(payload).render(flow={"name": "retrain"}, flow_run=run)
+    )
+    assert text == {
+        "text": 'retrain / a: Failed: it said "no"\nand more',
+        "link": "http://127.0.0.1:4200/runs/1",
+    }

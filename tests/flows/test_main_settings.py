@@ -8,56 +8,91 @@ import yaml
 from helpers import ROOT
 
 from flows import parameters
-from flows.main_settings import MAIN, main_overrides, main_values
-from flows.parameters import passed_on, read_settings, told_changes
-from tasks.config import load
+from flows.parameters import (
+    MAIN_SETTINGS,
+    build_main_overrides,
+    describe_run_changes,
+    flow_parameters,
+    read_main_values,
+    read_settings,
+)
+from tasks.config import load_settings
 
 DECLARED = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text())["definitions"]["main"]
 
 
 def test_the_form_opens_with_the_values_of_the_config():
-    assert main_values(load(ROOT / "configs/demo.yaml", check_files=False)) == DECLARED
-    assert set(DECLARED) == set(MAIN) and len(MAIN) == 10
+    assert (
+        read_main_values(load_settings(ROOT / "configs/demo.yaml", check_files=False)) == DECLARED
+    )
+    assert set(DECLARED) == set(MAIN_SETTINGS) and len(MAIN_SETTINGS) == 10
 
 
 def test_what_is_as_declared_changes_nothing_and_the_rest_is_an_override():
-    assert main_overrides(DECLARED, DECLARED) == [] and main_overrides(None, DECLARED) == []
+    assert (
+        build_main_overrides(DECLARED, DECLARED) == []
+        and build_main_overrides(None, DECLARED) == []
+    )
     changed = {**DECLARED, "learning_rate": 1e-3, "algorithm": "rloo", "seed": None}
-    assert main_overrides(changed, DECLARED) == [
-        'stages.policy.algorithm="rloo"', "stages.policy.learning_rate=0.001"
-    ]  # fmt: skip
-    assert main_overrides({"iterations": 7}) == ["stages.policy.iterations=7"]
+    assert build_main_overrides(changed, DECLARED) == [
+        'stages.policy.algorithm="rloo"',
+        "stages.policy.learning_rate=0.001",
+    ]
+    assert build_main_overrides({"iterations": 7}) == ["stages.policy.iterations=7"]
 
 
-@pytest.mark.parametrize("wrong", [{"group_size": 0}, {"algorithm": "magic"}, {"rate": 1}, {"iterations": "many"}])
+@pytest.mark.parametrize(
+    "wrong", [{"group_size": 0}, {"algorithm": "magic"}, {"rate": 1}, {"iterations": "many"}]
+)
 def test_values_that_settings_refuse_the_form_refuses(wrong):
     with pytest.raises(pydantic.ValidationError):
-        main_overrides({**DECLARED, **wrong}, DECLARED)
+        build_main_overrides({**DECLARED, **wrong}, DECLARED)
 
 
 def test_another_config_keeps_its_own_values(monkeypatch):
     """A run that names another config sends the demo's values along, as the form opened with them."""
-    monkeypatch.setattr(parameters, "declared_parameters", lambda: {"settings": "demo", "main": DECLARED})
+    monkeypatch.setattr(
+        parameters, "read_declared_parameters", lambda: {"settings": "demo", "main": DECLARED}
+    )
     settings = read_settings("test", ["run.wait_seconds=5"], DECLARED)
-    assert settings.stages.policy.iterations == load("test").stages.policy.iterations != DECLARED["iterations"]
+    assert (
+        settings.stages.policy.iterations
+        == load_settings("test").stages.policy.iterations
+        != DECLARED["iterations"]
+    )
     settings = read_settings("test", ["seed=9"], {**DECLARED, "iterations": 11, "seed": 8})
     assert (settings.stages.policy.iterations, settings.seed) == (11, 9)  # overrides come last
 
 
 def test_a_flow_run_is_named_after_what_it_changes(monkeypatch):
-    monkeypatch.setattr(parameters, "declared_parameters", lambda: {"settings": "demo", "main": DECLARED})
-    run = {"settings": "demo", "main": {**DECLARED, "iterations": 11}, "overrides": ["run.wait_seconds=5", "seed=3"]}
-    assert told_changes(run) == "policy iterations=11, seed=3"
-    assert told_changes({"settings": "demo", "main": DECLARED}) == ""
+    monkeypatch.setattr(
+        parameters, "read_declared_parameters", lambda: {"settings": "demo", "main": DECLARED}
+    )
+    run = {
+        "settings": "demo",
+        "main": {**DECLARED, "iterations": 11},
+        "overrides": ["run.wait_seconds=5", "seed=3"],
+    }
+    assert describe_run_changes(run) == "policy iterations=11, seed=3"
+    assert describe_run_changes({"settings": "demo", "main": DECLARED}) == ""
 
 
 def test_a_run_of_a_shell_is_named_after_its_overrides_but_for_secrets():
-    changed = ["stages.policy.iterations=11", "output=elsewhere", "environment.options.api_key=sk-1"]
-    with passed_on(load("demo"), changed):
-        assert told_changes({"settings": {}}) == "policy iterations=11, api_key=***"
-    assert told_changes({"settings": {}}) == ""
-    block = {"overrides": ["environment={name: a, options: {hf_token: x}}", "environment.options.skill=0.5"]}
-    assert told_changes(block) == "environment=***, skill=0.5"
+    changed = [
+        "stages.policy.iterations=11",
+        "output=elsewhere",
+        "environment.options.api_key=sk-1",
+    ]
+    with flow_parameters(load_settings("demo"), changed):
+        assert describe_run_changes({"settings": {}}) == "policy iterations=11, api_key=***"
+    assert describe_run_changes({"settings": {}}) == ""
+    block = {
+        "overrides": [
+            "environment={name: a, options: {hf_token: x}}",
+            "environment.options.skill=0.5",
+        ]
+    }
+    assert describe_run_changes(block) == "environment=***, skill=0.5"
 
 
 def test_the_form_comes_second_and_is_described():
@@ -69,4 +104,6 @@ def test_the_form_comes_second_and_is_described():
     order = sorted(schema["properties"], key=lambda name: schema["properties"][name]["position"])
     assert order[:2] == ["settings", "main"]
     fields = schema["definitions"]["MainSettings"]["properties"]
-    assert list(fields) == list(MAIN) and all(field["description"] for field in fields.values())
+    assert list(fields) == list(MAIN_SETTINGS) and all(
+        field["description"] for field in fields.values()
+    )

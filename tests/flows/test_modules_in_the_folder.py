@@ -25,12 +25,12 @@ own = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "
 sys.meta_path[:] = [*own, Finder]
 """
 PARENT = """
-from flows.cli.main import find_own_code
+from posttrain.cli.main import find_own_code
 find_own_code()
-from rl_core.importing import child_import_path
+from rl_core.user_code import child_import_path
 import os, subprocess
 done = subprocess.run(
-    [sys.executable, "-P", "-c", "import tasks.shipped, flows.cli.main, rl_core.errors, mine; print(tasks.__file__)"],
+    [sys.executable, "-P", "-c", "import tasks.shipped, posttrain.cli.main, rl_core.errors, mine; print(tasks.__file__)"],
     env={**os.environ, "PYTHONPATH": child_import_path()},
 )
 sys.exit(done.returncode)
@@ -48,30 +48,44 @@ def folder(tmp_path):
 def test_children_find_this_posttrain_and_the_users_own_modules(folder):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", EDITABLE + PARENT], cwd=folder, env=environment, capture_output=True, text=True,
+        [sys.executable, "-P", "-c", EDITABLE + PARENT],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
         timeout=120,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(ROOT / "tasks/__init__.py")
 
 
 def test_servers_of_up_find_it_too(folder, monkeypatch):
-    from flows.operations.services import base_environment, client_environment
-    from flows.operations.state import Options
+    from posttrain.operations.services import build_base_environment, build_client_environment
+    from posttrain.operations.state import ServerOptions
 
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "user:word")
-    environment = client_environment(folder / "outputs", "worker", Options(), "http://127.0.0.1:5000")
+    environment = build_client_environment(
+        folder / "outputs", "worker", ServerOptions(), "http://127.0.0.1:5000"
+    )
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
-    assert environment["PYTHONSAFEPATH"] == "1" == base_environment(folder, "prefect")["PYTHONSAFEPATH"]
+    assert (
+        environment["PYTHONSAFEPATH"]
+        == "1"
+        == build_base_environment(folder, "prefect")["PYTHONSAFEPATH"]
+    )
     assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
 
 
 def test_no_child_takes_the_current_folder_first():
     """`python -m` does; `-P` or PYTHONSAFEPATH keeps it from that."""
-    in_safe_environments = {"flows/operations/services.py", "flows/operations/supervisor.py",
-                            "flows/operations/registration.py", "tasks/processes/launch.py",
-                            "flows/monitor/supervised_page.py"}  # fmt: skip
+    in_safe_environments = {
+        "posttrain/operations/services.py",
+        "posttrain/operations/supervisor.py",
+        "posttrain/operations/registration.py",
+        "tasks/processes/launch.py",
+        "posttrain/monitor/server.py",
+    }
     found = {
         str(path.relative_to(ROOT))
         for room in NAMES

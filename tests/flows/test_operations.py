@@ -16,10 +16,16 @@ from tasks.tracking import Tracking
 
 CONFIG = ROOT / "configs/test.yaml"
 SMALL = (
-    "stages.reward_model=null", "stages.policy.rewards.learned=0", "stages.analyze=null", "stages.sft.max_steps=10",
-    "stages.policy.iterations=4", "stages.policy.checkpoint_every=1", "stages.policy.curriculum=[]",
-    "stages.promote.approve=manual", "stages.promote.min_gain=-1",
-)  # fmt: skip
+    "stages.reward_model=null",
+    "stages.policy.rewards.learned=0",
+    "stages.analyze=null",
+    "stages.sft.max_steps=10",
+    "stages.policy.iterations=4",
+    "stages.policy.checkpoint_every=1",
+    "stages.policy.curriculum=[]",
+    "stages.promote.approve=manual",
+    "stages.promote.min_gain=-1",
+)
 
 
 class Machine:
@@ -30,11 +36,15 @@ class Machine:
         self.children: list[subprocess.Popen[str]] = []
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "flows.cli.main", *arguments]
+        command = [sys.executable, "-m", "posttrain.cli.main", *arguments]
         child = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             env={**os.environ, "PREFECT_API_URL": self.api, "PYTHONUNBUFFERED": "1", **environment},
-        )  # fmt: skip
+        )
         self.children.append(child)
         return child
 
@@ -50,11 +60,15 @@ class Machine:
         return said
 
     def run(self, *overrides: str, **environment: str) -> subprocess.Popen[str]:
-        options = [part for setting in (f"output={self.output}", *SMALL, *overrides) for part in ("--set", setting)]
+        options = [
+            part
+            for setting in (f"output={self.output}", *SMALL, *overrides)
+            for part in ("--set", setting)
+        ]
         return self.start("run", str(CONFIG), *options, **environment)
 
     def champion(self) -> int | None:
-        found = Tracking(None, self.output, "test").champion("test")
+        found = Tracking(None, self.output, "test").find_champion("test")
         return found.version if found else None
 
 
@@ -94,7 +108,9 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
     promoted = machine.champion()
     assert promoted is not None
     said = machine.run().communicate(timeout=600)[0]
-    assert f"version {promoted} of test is the champion already" in said and "approved by ada" in said
+    assert (
+        f"version {promoted} of test is the champion already" in said and "approved by ada" in said
+    )
     assert "answered before: version" in machine.do("approve", run, "--yes", *out)
     code, said = machine.say("approve", run, "--no", *out)
     assert code == 2 and "is not pending" in said
@@ -112,7 +128,11 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
 
     # Its process waits and is told by the store; the champion that moved meanwhile has it compared anew.
     options = ("--config", str(CONFIG), "--set", f"output={machine.output}")
-    other = next(v for v in Tracking(None, machine.output, "test").versions("test") if v.version != promoted)
+    other = next(
+        v
+        for v in Tracking(None, machine.output, "test").list_versions("test")
+        if v.version != promoted
+    )
     machine.do("promote", "--version", str(other.version), *options)
     assert "has to be compared anew" in machine.do("approve", name, "--yes", *out)
     until(resumed, "Ctrl-C leaves it waiting")
@@ -124,7 +144,7 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
     assert "nothing was changed" in machine.do("gc", "--keep", "1", *out)
     assert "freed" in machine.do("gc", "--keep", "1", "--yes", *out)
     tracking = Tracking(None, machine.output, "test")
-    folder = tracking.download("test", machine.champion(), machine.output / "cache")
+    folder = tracking.download_version("test", machine.champion(), machine.output / "cache")
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(folder) is not None

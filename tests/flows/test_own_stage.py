@@ -7,13 +7,13 @@ import pytest
 
 from rl_core.errors import DataError
 from tasks import stage_registry
-from tasks.config import ConfigError, from_dict, load, resolve
+from tasks.config import ConfigError, build_settings, dump_settings, load_settings
 
 TWIN = '''
 from dataclasses import dataclass
 
 from rl_core.api.recipes.sft import sft as sft_recipe
-from rl_core.data.token_rows import TokenRows
+from rl_core.data.training_sequences import TokenRows
 from rl_core.settings import SFTSettings, setting
 from tasks.stage_registry import OwnStage
 from tasks.stages.loading import load_policy
@@ -60,32 +60,39 @@ def home(tmp_path, monkeypatch):
 def values(output: Path, **own):
     own = own or {"twin": {"use": "twin.py:STAGE", "settings": {"max_steps": 2, "batch_size": 4}}}
     return {
-        "name": "own", "output": str(output), "threads": 1,
+        "name": "own",
+        "output": str(output),
+        "threads": 1,
         "environment": {"name": "arithmetic"},
         "model": {"preset": "nano", "vocab_size": 320, "context": 128},
         "tracking": {"system_metrics_seconds": 0.0, "traces": 0},
         "run": {"timeouts": {"twin": 600}},
         "stages": {
             "prepare_data": {"num_demonstrations": 40, "levels": ["easy"]},
-            "sft": {"max_steps": 1, "batch_size": 4}, "own": own,
-            "evaluate": {"episodes": 3, "levels": ["easy"], "sampling": {"max_completion_tokens": 4}},
+            "sft": {"max_steps": 1, "batch_size": 4},
+            "own": own,
+            "evaluate": {
+                "episodes": 3,
+                "levels": ["easy"],
+                "sampling": {"max_completion_tokens": 4},
+            },
         },
-    }  # fmt: skip
+    }
 
 
 def test_a_whole_pipeline_knows_it(home, prefect_api):
     """Order, profile, lineage of versions, evaluation, picture, cache, `why`, and an edit of what it imports."""
-    from flows.cli.time_profile import shortened
-    from flows.cli.why import explain
     from flows.post_training import run_pipeline
-    from flows.runtime.dag_figure import _arrows
+    from flows.runtime.pipeline_figure import _list_arrows
+    from posttrain.cli.stage_explanations import explain_stage
+    from posttrain.cli.time_profile import shorten_stage
     from tasks.tracking import Tracking
 
     own = {
         "twin": {"use": "twin.py:STAGE", "settings": {"max_steps": 2, "batch_size": 4}},
         "last": {"use": "twin.py:LAST"},
     }
-    settings = from_dict(values(home / "out", **own))
+    settings = build_settings(values(home / "out", **own))
     assert settings.stages.active == ("prepare_data", "sft", "twin", "evaluate", "last")
     assert settings.stages.twin.note == "a twin" and settings.stages.twin.learning_rate > 0
     result = run_pipeline(settings, quiet=True)
@@ -94,21 +101,21 @@ def test_a_whole_pipeline_knows_it(home, prefect_api):
     assert (twin.summary["note"], twin.summary["steps"]) == ("a twin", 2)
     assert {"sft", "twin"} == set(result.results["evaluate"].summary["models"])
     assert result.results["last"].summary["note"] == "['evaluation', 'model.sft', 'model.twin']"
-    assert ("sft", "twin") in _arrows([row["stage"] for row in result.rows]) and (
+    assert ("sft", "twin") in _list_arrows([row["stage"] for row in result.rows]) and (
         home / "out/own/pipeline.png"
     ).is_file()
     tracking = Tracking(None, home / "out", "own")
-    versions = {version.tags["stage"]: version for version in tracking.versions("own")}
+    versions = {version.tags["stage"]: version for version in tracking.list_versions("own")}
     assert versions["twin"].tags["parent_version"] == str(versions["sft"].version) == "1"
     run = next(row for row in tracking.list_runs() if row.name == "twin")
     assert run.tags["parent_model_version"] == "models:/own/1"
-    assert shortened(settings, "twin", 5).stages.twin.max_steps == 5
+    assert shorten_stage(settings, "twin", 5).stages.twin.max_steps == 5
 
     again = run_pipeline(settings, quiet=True)
     assert all(stage.cached for stage in again.results.values())
-    assert "twin: settings and code as before" in explain(settings, "twin").text()
+    assert "twin: settings and code as before" in explain_stage(settings, "twin").format_text()
     (home / "twin_text.py").write_text('NOTE = "a twin"\nOTHER = 1\n')
-    assert "twin_text" in explain(settings, "twin").text()
+    assert "twin_text" in explain_stage(settings, "twin").format_text()
 
 
 def test_settings_survive_storing_and_may_be_overridden(home):
@@ -121,13 +128,15 @@ def test_settings_survive_storing_and_may_be_overridden(home):
             twin: {use: "twin.py:STAGE", settings: {note: mine}}
         """)
     )
-    settings = load(home / "own.yaml", ["stages.own.twin.settings.max_steps=3"])
+    settings = load_settings(home / "own.yaml", ["stages.own.twin.settings.max_steps=3"])
     assert (settings.stages.twin.note, settings.stages.twin.max_steps) == ("mine", 3)
     assert settings.stages.own["twin"].settings["batch_size"] == settings.stages.twin.batch_size
-    again = from_dict(resolve(settings))
+    again = build_settings(dump_settings(settings))
     assert again == settings and again.stages.twin == settings.stages.twin
-    assert load(home / "own.yaml", ["stages.own.twin=null"]).stages.active == ("prepare_data",)
-    without = settings.stages.with_stages({"twin": None, "prepare_data": None})
+    assert load_settings(home / "own.yaml", ["stages.own.twin=null"]).stages.active == (
+        "prepare_data",
+    )
+    without = settings.stages.replace_stages({"twin": None, "prepare_data": None})
     assert (without.own, without.prepare_data) == ({}, None)
 
 
@@ -135,18 +144,33 @@ def test_settings_survive_storing_and_may_be_overridden(home):
     ("name", "block", "key", "message"),
     [
         ("twin", {"use": "nowhere.py:STAGE"}, "use", "no such file"),
-        ("twin", {"use": "twin.py:body"}, "use", "is a function, expected a tasks.stage_registry.OwnStage"),
+        (
+            "twin",
+            {"use": "twin.py:body"},
+            "use",
+            "is a function, expected a tasks.stage_registry.CustomStage",
+        ),
         ("twin", {}, "use", "there is no installed stage 'twin'"),
         ("sft", {"use": "twin.py:STAGE"}, "use", "'sft' is registered already"),
         ("Twin 2", {"use": "twin.py:STAGE"}, "use", "cannot be named 'Twin 2'"),
-        ("twin", {"use": "twin.py:STAGE", "settings": {"max_step": 3}}, "settings.max_step", "did you mean 'max_s"),
-        ("twin", {"use": "twin.py:STAGE", "settings": {"max_steps": "x"}}, "settings.max_steps", "a whole number"),
+        (
+            "twin",
+            {"use": "twin.py:STAGE", "settings": {"max_step": 3}},
+            "settings.max_step",
+            "did you mean 'max_s",
+        ),
+        (
+            "twin",
+            {"use": "twin.py:STAGE", "settings": {"max_steps": "x"}},
+            "settings.max_steps",
+            "a whole number",
+        ),
         ("twin", {"use": "twin.py STAGE"}, "use", "twin.py STAGE"),
     ],
-)  # fmt: skip
+)
 def test_one_message_says_what_is_wrong(home, name, block, key, message):
     with pytest.raises(ConfigError) as caught:
-        from_dict(values(home / "out", **{name: block}) | {"run": {}}, check_files=False)
+        build_settings(values(home / "out", **{name: block}) | {"run": {}}, check_files=False)
     found = {".".join(map(str, problem.key)): problem.text for problem in caught.value.problems}
     assert message in found.pop(f"stages.own.{name}.{key}")
     assert found == {}
@@ -154,54 +178,71 @@ def test_one_message_says_what_is_wrong(home, name, block, key, message):
 
 def test_nothing_is_imported_unless_that_is_asked_for(home):
     (home / "twin.py").write_text("raise RuntimeError('imported')\n")
-    settings = from_dict(values(home / "out"), check_files=False, import_code=False)
-    assert settings.stages.active == ("prepare_data", "sft", "evaluate", "twin")  # its place says its code
+    settings = build_settings(values(home / "out"), check_files=False, import_code=False)
+    assert settings.stages.active == (
+        "prepare_data",
+        "sft",
+        "evaluate",
+        "twin",
+    )  # its place says its code
     with pytest.raises(ConfigError, match="RuntimeError: imported"):
-        from_dict(values(home / "out"), check_files=False)
+        build_settings(values(home / "out"), check_files=False)
     only = values(home / "out")
     del only["stages"]["sft"]
-    assert "evaluate" in from_dict(only, check_files=False, import_code=False).stages.active  # it may give a policy
-    with pytest.raises(ConfigError, match=r"run\.timeouts\.twon: no such stage; did you mean 'twin'"):
-        from_dict(values(home / "out") | {"run": {"timeouts": {"twon": 1}}}, check_files=False, import_code=False)
+    assert (
+        "evaluate" in build_settings(only, check_files=False, import_code=False).stages.active
+    )  # it may give a policy
+    with pytest.raises(
+        ConfigError, match=r"run\.timeouts\.twon: no such stage; did you mean 'twin'"
+    ):
+        build_settings(
+            values(home / "out") | {"run": {"timeouts": {"twon": 1}}},
+            check_files=False,
+            import_code=False,
+        )
 
 
 def test_a_policy_without_a_model_is_an_error(home):
     from types import SimpleNamespace
 
     from rl_core.distributed import SINGLE_PROCESS
-    from tasks.stages.own_stage import run_own_body
+    from tasks.stages.custom_stage import run_custom_body
 
-    from_dict(values(home / "out", twin={"use": "twin.py:NO_MODEL"}), check_files=False)
+    build_settings(values(home / "out", twin={"use": "twin.py:NO_MODEL"}), check_files=False)
     context = SimpleNamespace(name="twin", folder=home, process_group=SINGLE_PROCESS)
     with pytest.raises(DataError, match="stage 'twin' gives a policy, but wrote no model"):
-        run_own_body(context)
+        run_custom_body(context)
 
 
 def test_an_installed_stage_needs_no_path(home, monkeypatch):
     from importlib.metadata import EntryPoint
 
-    from tasks.config import own_stages
+    from tasks.config import user_code
 
     point = EntryPoint("twin", "twin:STAGE", "posttrain.stages")
     monkeypatch.setattr(
-        own_stages, "entry_points", lambda group, name="twin": [point] if (group, name) == (point.group, "twin") else []
+        user_code,
+        "entry_points",
+        lambda group, name="twin": [point] if (group, name) == (point.group, "twin") else [],
     )
-    settings = from_dict(values(home / "out", twin={"settings": {"max_steps": 1}}), check_files=False)
+    settings = build_settings(
+        values(home / "out", twin={"settings": {"max_steps": 1}}), check_files=False
+    )
     assert settings.stages.twin.max_steps == 1
-    assert stage_registry.entry("twin").task == "twin:STAGE"
+    assert stage_registry.find_stage("twin").task == "twin:STAGE"
 
 
 def test_a_retraining_leaves_it_out_where_its_file_has_nothing_new(home):
     from types import SimpleNamespace
 
-    from tasks.lifecycle.retraining import _nothing_new
+    from tasks.lifecycle.retraining import _list_skippable_stages
 
     text = TWIN.replace('before="preference"', 'before="preference", learns_from="demonstrations"')
     (home / "twin.py").write_text(text)
     plain = values(home / "out")
     plain["stages"]["policy"] = {}
-    settings = from_dict(plain, check_files=False)
-    assert _nothing_new(settings, SimpleNamespace(sources=())) == ("sft", "twin")
-    assert _nothing_new(settings, SimpleNamespace(sources=("demonstrations",))) == ()
-    left = settings.stages.with_stages(dict.fromkeys(("sft", "twin")))
+    settings = build_settings(plain, check_files=False)
+    assert _list_skippable_stages(settings, SimpleNamespace(sources=())) == ("sft", "twin")
+    assert _list_skippable_stages(settings, SimpleNamespace(sources=("demonstrations",))) == ()
+    left = settings.stages.replace_stages(dict.fromkeys(("sft", "twin")))
     assert left.active == ("prepare_data", "policy", "evaluate")

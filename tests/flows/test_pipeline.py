@@ -16,20 +16,31 @@ import torch
 from helpers import ROOT
 from transformers import AutoModelForCausalLM
 
-from rl_core.cpu import waiting
+from rl_core.cpu import openmp_spin
 from rl_core.errors import BackendError, DataError, SettingsError, StageTimeout
 from rl_core.storage.manifest import digest_file, digest_folder, verify_folder
-from tasks.config import load
-from tasks.pipeline.result import StageResult
+from tasks.config import load_settings
+from tasks.pipeline.stage_result import StageResult
 
 CONFIG = ROOT / "configs/test.yaml"
-STAGES = ["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "export", "promote"]
+STAGES = [
+    "prepare_data",
+    "sft",
+    "reward_model",
+    "policy",
+    "evaluate",
+    "analyze",
+    "export",
+    "promote",
+]
 
 
 def run(output, *overrides, fresh=False, config=CONFIG):
     from flows.post_training import run_pipeline
 
-    return run_pipeline(load(config, [f"output={output}", *overrides]), fresh=fresh, quiet=True)
+    return run_pipeline(
+        load_settings(config, [f"output={output}", *overrides]), fresh=fresh, quiet=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +82,10 @@ def test_the_policy_asks_the_reward_model_and_the_result_says_what_it_added(firs
 
     output, result = first
     summary = result.results["policy"].summary
-    rows = [json.loads(line) for line in (result.results["policy"].path / "rewards.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (result.results["policy"].path / "rewards.jsonl").read_text().splitlines()
+    ]
     assert len({row["rewards"]["weighted/learned"] for row in rows}) > 1
     assert summary["rewards"].startswith("reward differences within a prompt: task ")
     assert f"; {summary['rewards']}" in next(
@@ -81,7 +95,10 @@ def test_the_policy_asks_the_reward_model_and_the_result_says_what_it_added(firs
     parent = next(row for row in tracking.list_runs() if row.parent_run_id is None)
     told = tracking.store.client.get_run(parent.run_id).data.tags["mlflow.note.content"]
     assert summary["rewards"] in told
-    assert dict(logged_last(result, "policy"))["reward/learned/alone"] == summary["metrics"]["reward/learned/alone"]
+    assert (
+        dict(logged_last(result, "policy"))["reward/learned/alone"]
+        == summary["metrics"]["reward/learned/alone"]
+    )
 
 
 def logged_last(result, stage):
@@ -96,24 +113,38 @@ def test_prefects_graph_has_an_arrow_from_what_a_stage_directly_follows(first):
     from tasks.tracking import Tracking
 
     output, _ = first
-    parent = next(row for row in Tracking(None, output, "test").list_runs() if row.parent_run_id is None)
+    parent = next(
+        row for row in Tracking(None, output, "test").list_runs() if row.parent_run_id is None
+    )
     run = FlowRunFilter(id=FlowRunFilterId(any_=[parent.tags["prefect.flow_run_id"]]))
     with get_client(sync_client=True) as client:
         tasks = client.read_task_runs(flow_run_filter=run)
     names = {task.id: task.name for task in tasks}
-    arrows = {(names[one.id], task.name) for task in tasks for given in task.task_inputs.values() for one in given}
+    arrows = {
+        (names[one.id], task.name)
+        for task in tasks
+        for given in task.task_inputs.values()
+        for one in given
+    }
     assert sorted(names.values()) == sorted(name.replace("_", " ") for name in STAGES)
     assert arrows == {
-        ("prepare data", "sft"), ("sft", "reward model"), ("reward model", "policy"), ("policy", "evaluate"),
-        ("evaluate", "analyze"), ("evaluate", "export"), ("export", "promote"),
-    }  # fmt: skip
+        ("prepare data", "sft"),
+        ("sft", "reward model"),
+        ("reward model", "policy"),
+        ("policy", "evaluate"),
+        ("evaluate", "analyze"),
+        ("evaluate", "export"),
+        ("export", "promote"),
+    }
 
 
 def test_the_analysis_measures_the_models_and_the_reward_model(first):
     _, result = first
     metrics = result.results["analyze"].summary["metrics"]
     for name in ("sft", "policy"):
-        assert metrics[f"analysis/{name}/perplexity"] > 1 and metrics[f"analysis/{name}/entropy"] > 0
+        assert (
+            metrics[f"analysis/{name}/perplexity"] > 1 and metrics[f"analysis/{name}/entropy"] > 0
+        )
         assert metrics[f"analysis/{name}/coherence"] <= 1
     assert metrics["analysis/sft/kl_to_first"] == 0 < metrics["analysis/policy/kl_to_first"]
     assert metrics["analysis/reward_model/trajectories"] == 24  # 12 episodes of two models
@@ -129,16 +160,20 @@ def test_the_written_models_are_proven_and_the_champion_has_the_figures(first):
     for name in ("sft", "policy"):
         assert proofs[name]["model_sha256"] == digest_folder(result.results[name].model)
         assert proofs[name]["trained"]["max"] < 1e-4 and proofs[name]["evaluated"]["max"] < 1e-4
-    tags = Tracking(None, output, "test").champion("test").tags
+    tags = Tracking(None, output, "test").find_champion("test").tags
     assert tags["export.model_sha256"] == tags["model_sha256"]
-    assert float(tags["export.evaluated_difference_max"]) == pytest.approx(proofs["policy"]["evaluated"]["max"], 1e-4)
+    assert float(tags["export.evaluated_difference_max"]) == pytest.approx(
+        proofs["policy"]["evaluated"]["max"], 1e-4
+    )
 
 
 def test_nothing_is_left_open_and_no_pickle_is_written(first):
     output, _ = first
     stages = output / "test" / "stages"
     assert list(stages.rglob("*.open")) == []
-    assert [p for p in stages.rglob("*") if p.suffix in {".bin", ".pkl", ".pickle", ".pt", ".pth"}] == []
+    assert [
+        p for p in stages.rglob("*") if p.suffix in {".bin", ".pkl", ".pickle", ".pt", ".pth"}
+    ] == []
 
 
 def test_the_policy_moved_away_from_sft_and_both_load_in_transformers(first):
@@ -149,22 +184,26 @@ def test_the_policy_moved_away_from_sft_and_both_load_in_transformers(first):
     assert max(float((a - b).detach().abs().max()) for a, b in pairs) > 0
 
 
-def test_registered_versions_hold_the_stages_weights_and_the_champion_is_the_policy(first, tmp_path):
+def test_registered_versions_hold_the_stages_weights_and_the_champion_is_the_policy(
+    first, tmp_path
+):
     from tasks.tracking import Tracking
 
     output, result = first
     tracking = Tracking(None, output, "test")
-    versions = tracking.versions("test")
+    versions = tracking.list_versions("test")
     assert [version.tags["stage"] for version in versions] == ["sft", "policy"]
-    assert [version.tags["stage"] for version in tracking.versions("test-reward-model")] == ["reward_model"]
-    champion = tracking.champion("test")
+    assert [version.tags["stage"] for version in tracking.list_versions("test-reward-model")] == [
+        "reward_model"
+    ]
+    champion = tracking.find_champion("test")
     assert champion.version == result.results["policy"].summary["model_version"]
     assert champion.tags["parent_version"] == str(result.results["sft"].summary["model_version"])
     told = tracking.store.client.get_model_version("test", str(champion.version)).description
     story, _, gate = told.partition("\n\n")
     assert story == f"policy from version 1: {result.results['policy'].summary['note']}"
     assert gate.startswith("Gate: promoted: no champion yet; ") and "held-out attempts" in gate
-    folder = tracking.download("test", champion.version, tmp_path)
+    folder = tracking.download_version("test", champion.version, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     expected = AutoModelForCausalLM.from_pretrained(result.results["policy"].model).state_dict()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
@@ -178,11 +217,17 @@ def test_mlflow_has_one_parent_and_one_nested_run_a_stage_with_every_metric(firs
     parents = [row for row in rows.values() if row.parent_run_id is None]
     assert len(parents) == 1
     assert parents[0].status == "FINISHED"
-    children = {row.tags["stage"]: row for row in rows.values() if row.parent_run_id == parents[0].run_id}
+    children = {
+        row.tags["stage"]: row for row in rows.values() if row.parent_run_id == parents[0].run_id
+    }
     assert set(children) == set(STAGES)
     assert {row.status for row in children.values()} == {"FINISHED"}
-    assert children["policy"].metrics["train/success_rate"] == metric_value(result, "policy", "train/success_rate")
-    assert {"pipeline", "config_digest", "code_version", "prefect.flow_run_id"} <= set(parents[0].tags)
+    assert children["policy"].metrics["train/success_rate"] == metric_value(
+        result, "policy", "train/success_rate"
+    )
+    assert {"pipeline", "config_digest", "code_version", "prefect.flow_run_id"} <= set(
+        parents[0].tags
+    )
     assert parents[0].tags["input.data"] == result.results["prepare_data"].digest[:16]
     starts = {stage: row.tags.get("parent_model_version") for stage, row in children.items()}
     sft = f"models:/test/{result.results['sft'].summary['model_version']}"
@@ -196,21 +241,29 @@ def metric_value(result, stage, name):
 
 
 def test_every_second_of_an_iteration_is_accounted_for(first):
-    from flows.cli.time_profile import time_parts
+    from posttrain.cli.time_profile import compute_phase_times
     from tasks.tracking.journal import read_metrics
 
     records = read_metrics(Path(first[1].results["policy"].folder))
     steps = [metrics for _, metrics in records if "perf/step_seconds" in metrics][1:]
-    parts = {part.label: part.seconds * len(steps) for part in time_parts(records)}
-    spent = sum(sum(row.get(f"perf/{name}_seconds", 0) for name in ("tracking", "checkpoint", "step")) for row in steps)
+    parts = {part.label: part.seconds * len(steps) for part in compute_phase_times(records)}
+    spent = sum(
+        sum(row.get(f"perf/{name}_seconds", 0) for name in ("tracking", "checkpoint", "step"))
+        for row in steps
+    )
     assert len(steps) == 5 and math.isclose(
         sum(parts.values()), spent, rel_tol=0.01
     )  # parts of less than 0.05% are left out
-    assert {"rollouts: decoding", "rollouts: environment and tools", "rewards", "checkpoints"} <= set(parts)
+    assert {
+        "rollouts: decoding",
+        "rollouts: environment and tools",
+        "rewards",
+        "checkpoints",
+    } <= set(parts)
     assert all(seconds > 0 for seconds in parts.values())
     assert all(row["perf/update_tflops"] > 0 for row in steps if "perf/optimizer_seconds" in row)
     sft = read_metrics(Path(first[1].results["sft"].folder))
-    assert "update: optimizer steps" in {part.label for part in time_parts(sft)}
+    assert "update: optimizer steps" in {part.label for part in compute_phase_times(sft)}
 
 
 def test_the_same_config_again_runs_nothing_and_changes_nothing(first):
@@ -220,7 +273,7 @@ def test_the_same_config_again_runs_nothing_and_changes_nothing(first):
     assert {n: s.digest for n, s in again.results.items() if n != "promote"} == {
         n: s.digest for n, s in result.results.items() if n != "promote"
     }
-    assert "cached" in again.table(width=120)
+    assert "cached" in again.format_table(width=120)
     tags = tags_of(output, again.run_url)
     assert tags["input.data"] == result.results["prepare_data"].digest[:16]
     assert tags["cached.policy"] == result.results["policy"].run_id
@@ -250,7 +303,10 @@ def test_a_damaged_finished_stage_is_set_aside_and_run_again(first):
     (result.results["evaluate"].path / "evaluation.json").write_text("{}")
     again = run(output)
     ran = [name for name, stage in again.results.items() if not stage.cached]
-    assert ran == ["sft", "evaluate"]  # the same bits came out of both, so that nothing after them ran again
+    assert ran == [
+        "sft",
+        "evaluate",
+    ]  # the same bits came out of both, so that nothing after them ran again
     assert again.results["sft"].digest == result.results["sft"].digest
     assert len(list(folder.parent.glob("*.corrupt-*"))) == 1
     assert digest_folder(folder / "model") == digest_folder(again.results["sft"].model)
@@ -264,10 +320,16 @@ def test_a_changed_data_file_runs_everything_that_read_it(prefect_api, tmp_path)
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def once(**more):
-        overrides = [f"stages.{stage}=null" for stage in ("reward_model", "policy", "evaluate", "analyze", "promote")]
+        overrides = [
+            f"stages.{stage}=null"
+            for stage in ("reward_model", "policy", "evaluate", "analyze", "promote")
+        ]
         overrides += [f"stages.prepare_data={{demonstrations: {data}}}", "stages.sft.max_steps=2"]
         result = run(tmp_path / "out", *overrides, **more)
-        assert tags_of(tmp_path / "out", result.run_url)["input.demonstrations"] == digest_file(data)[:16]
+        assert (
+            tags_of(tmp_path / "out", result.run_url)["input.demonstrations"]
+            == digest_file(data)[:16]
+        )
         return {name: stage.cached for name, stage in result.results.items()}
 
     write()
@@ -282,7 +344,10 @@ def test_a_changed_data_file_runs_everything_that_read_it(prefect_api, tmp_path)
 
 def test_a_pipeline_starts_from_the_registered_champion(first):
     output, result = first
-    dropped = [f"stages.{stage}=null" for stage in ("prepare_data", "sft", "reward_model", "analyze", "promote")]
+    dropped = [
+        f"stages.{stage}=null"
+        for stage in ("prepare_data", "sft", "reward_model", "analyze", "promote")
+    ]
     again = run(
         output,
         "model.path=models:/test@champion",
@@ -293,13 +358,19 @@ def test_a_pipeline_starts_from_the_registered_champion(first):
     )
     assert list(again.results) == ["policy", "evaluate"]
     version = result.results["policy"].summary["model_version"]  # what the alias meant
-    assert tags_of(output, again.results["policy"].run_id)["parent_model_version"] == f"models:/test/{version}"
+    assert (
+        tags_of(output, again.results["policy"].run_id)["parent_model_version"]
+        == f"models:/test/{version}"
+    )
     before = AutoModelForCausalLM.from_pretrained(result.results["policy"].model)
     after = AutoModelForCausalLM.from_pretrained(again.results["policy"].model)
     moved = max(
-        float((a - b).detach().abs().max()) for a, b in zip(before.parameters(), after.parameters(), strict=True)
+        float((a - b).detach().abs().max())
+        for a, b in zip(before.parameters(), after.parameters(), strict=True)
     )
-    assert moved < 0.01  # one small step from the champion's weights, which a new model would be far from
+    assert (
+        moved < 0.01
+    )  # one small step from the champion's weights, which a new model would be far from
 
 
 def policy_only(tmp_path, name):
@@ -307,31 +378,42 @@ def policy_only(tmp_path, name):
     text = CONFIG.read_text()
     config = tmp_path / f"{name}.yaml"
     config.write_text(text)
-    null = [f"stages.{stage}=null" for stage in ("sft", "reward_model", "evaluate", "analyze", "promote")]
+    null = [
+        f"stages.{stage}=null"
+        for stage in ("sft", "reward_model", "evaluate", "analyze", "promote")
+    ]
     return config, [*null, "stages.policy.rewards.learned=0"]
 
 
 PPO = ["algorithm=ppo", "epochs=2", "eval_every=2", "eval_episodes=6", "patience=5"]
-BACK = ["rollback={metric: completion_tokens, window: 1, margin: 0.001, patience: 1, cooldown: 0}"]  # at any loss
+BACK = [
+    "rollback={metric: completion_tokens, window: 1, margin: 0.001, patience: 1, cooldown: 0}"
+]  # at any loss
 
 
 @pytest.mark.parametrize(
     ("point", "settings"),
     [
-        pytest.param("loop.stepped:4:kill", [], marks=pytest.mark.slow),  # as "threads auto" below, with a curriculum
+        pytest.param(
+            "loop.stepped:4:kill", [], marks=pytest.mark.slow
+        ),  # as "threads auto" below, with a curriculum
         pytest.param("pointer.written:2:kill", [], marks=pytest.mark.slow),
-        pytest.param("loop.stepped:4:kill", PPO, marks=pytest.mark.slow),  # resumed from disk: test_every_saved_item
+        pytest.param(
+            "loop.stepped:4:kill", PPO, marks=pytest.mark.slow
+        ),  # resumed from disk: test_every_saved_item
         pytest.param("loop.stepped:6:kill", BACK, marks=pytest.mark.slow),
     ],
 )
-def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(prefect_api, tmp_path, point, settings):
+def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(
+    prefect_api, tmp_path, point, settings
+):
     config, overrides = policy_only(tmp_path, "test")
     overrides += [f"stages.policy.{setting}" for setting in settings]
     whole = run(tmp_path / "whole", *overrides, config=config)
     command = [
         sys.executable,
         "-m",
-        "flows.cli.main",
+        "posttrain.cli.main",
         "run",
         str(config),
         "--quiet",
@@ -348,8 +430,12 @@ def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(prefect_api, 
     resumed = run(tmp_path / "cut", *overrides, config=config)
     assert resumed.results["prepare_data"].cached
     assert not resumed.results["policy"].cached
-    assert digest_folder(resumed.results["policy"].model) == digest_folder(whole.results["policy"].model)
-    assert metric_rows(resumed.results["policy"].folder) == metric_rows(whole.results["policy"].folder)
+    assert digest_folder(resumed.results["policy"].model) == digest_folder(
+        whole.results["policy"].model
+    )
+    assert metric_rows(resumed.results["policy"].folder) == metric_rows(
+        whole.results["policy"].folder
+    )
     history = whole.results["policy"].summary["curriculum"]
     assert resumed.results["policy"].summary["curriculum"] == history
     assert any(move["kind"] == "rollback" for move in history) is (settings == BACK)
@@ -362,29 +448,40 @@ TWO_FREE = """
 import sys
 from rl_core.cpu import waiting
 waiting.free_processors = lambda: 2
-from flows.cli.main import main
+from posttrain.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 
 
 @pytest.mark.slow
-def test_threads_auto_killed_and_resumed_under_another_load_gives_the_same_bits(prefect_api, tmp_path, monkeypatch):
+def test_threads_auto_killed_and_resumed_under_another_load_gives_the_same_bits(
+    prefect_api, tmp_path, monkeypatch
+):
     config, overrides = policy_only(tmp_path, "test")
     overrides += ["threads=auto", "stages.policy.iterations=4", "stages.policy.curriculum=[]"]
-    monkeypatch.setattr(waiting, "free_processors", lambda: 2)
+    monkeypatch.setattr(openmp_spin, "free_processors", lambda: 2)
     whole = run(tmp_path / "whole", *overrides, config=config)
     command = [sys.executable, "-c", TWO_FREE, "run", str(config), "--quiet"]
     for override in [*overrides, f"output={tmp_path / 'cut'}"]:
         command += ["--set", override]
-    environment = {**os.environ, "POSTTRAIN_FAULT": "loop.stepped:3:kill", "PREFECT_API_URL": prefect_api}
+    environment = {
+        **os.environ,
+        "POSTTRAIN_FAULT": "loop.stepped:3:kill",
+        "PREFECT_API_URL": prefect_api,
+    }
     killed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert "threads: 2, as 2 of " in killed.stderr
-    monkeypatch.setattr(waiting, "free_processors", lambda: 1)
-    resumed = run(tmp_path / "cut", *overrides, "run.retries=1", config=config)  # another run takes the stage up
+    monkeypatch.setattr(openmp_spin, "free_processors", lambda: 1)
+    resumed = run(
+        tmp_path / "cut", *overrides, "run.retries=1", config=config
+    )  # another run takes the stage up
     assert json.loads((tmp_path / "cut/test/run.json").read_text())["threads"] == 1
     policy = resumed.results["policy"]
-    assert not policy.cached and policy.summary["threads"] == whole.results["policy"].summary["threads"] == 2
+    assert (
+        not policy.cached
+        and policy.summary["threads"] == whole.results["policy"].summary["threads"] == 2
+    )
     assert tags_of(tmp_path / "cut", policy.run_id)["threads"] == "2"
     assert digest_folder(policy.model) == digest_folder(whole.results["policy"].model)
     assert metric_rows(policy.folder) == metric_rows(whole.results["policy"].folder)
@@ -393,12 +490,25 @@ def test_threads_auto_killed_and_resumed_under_another_load_gives_the_same_bits(
 def test_sigterm_saves_and_the_next_run_goes_on(prefect_api, tmp_path):
     config, overrides = policy_only(tmp_path, "test")
     overrides.append("stages.policy.iterations=2000")
-    command = [sys.executable, "-m", "flows.cli.main", "run", str(config), "--set", f"output={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "posttrain.cli.main",
+        "run",
+        str(config),
+        "--set",
+        f"output={tmp_path}",
+    ]
     for override in overrides:
         command += ["--set", override]
     environment = {**os.environ, "PREFECT_API_URL": prefect_api, "PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     lines = []
     for line in child.stdout:
@@ -414,10 +524,20 @@ def test_sigterm_saves_and_the_next_run_goes_on(prefect_api, tmp_path):
 
 
 def test_a_wrong_setting_leaves_no_folder_and_no_traceback(tmp_path, capsys):
-    from flows.cli.main import main
+    from posttrain.cli.main import main
 
     assert (
-        main(["run", str(CONFIG), "--set", f"output={tmp_path / 'o'}", "--set", "stages.policy.learning_rte=1e-3"]) == 2
+        main(
+            [
+                "run",
+                str(CONFIG),
+                "--set",
+                f"output={tmp_path / 'o'}",
+                "--set",
+                "stages.policy.learning_rte=1e-3",
+            ]
+        )
+        == 2
     )
     said = capsys.readouterr().err
     assert "learning_rate" in said
@@ -428,14 +548,29 @@ def test_a_wrong_setting_leaves_no_folder_and_no_traceback(tmp_path, capsys):
 @pytest.mark.slow
 def test_ctrl_c_reaches_the_run_and_not_its_embedded_server(tmp_path):
     config, overrides = policy_only(tmp_path, "test")
-    command = [sys.executable, "-m", "flows.cli.main", "run", str(config), "--set", f"output={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "posttrain.cli.main",
+        "run",
+        str(config),
+        "--set",
+        f"output={tmp_path}",
+    ]
     for override in [*overrides, "stages.policy.iterations=4000"]:
         command += ["--set", override]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")} | {"PYTHONUNBUFFERED": "1"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")} | {
+        "PYTHONUNBUFFERED": "1"
+    }
     child = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     lines = []
     for line in child.stdout:
         lines.append(line)
@@ -456,14 +591,17 @@ def play(*outcomes, **limits):
     from prefect import flow
 
     from tasks.config.settings import RunSettings
-    from tasks.pipeline.prefect_task import stage_task
+    from tasks.pipeline.prefect_stages import wrap_stage_task
 
     run = RunSettings(**{"retries": 1, "retry_delay_seconds": 0.0, **limits})
     results = {}
     pipeline_run = SimpleNamespace(
-        settings=SimpleNamespace(name="tries", run=run), fraction=0.0, results=results, made_from={},
+        settings=SimpleNamespace(name="tries", run=run),
+        fraction=0.0,
+        results=results,
+        made_from={},
         add_result=lambda name, result, inputs: results.update({name: result}),
-    )  # fmt: skip
+    )
     tries = []
 
     def stage(pipeline_run):
@@ -476,7 +614,7 @@ def play(*outcomes, **limits):
 
     @flow(name="tries")
     def one_stage():
-        stage_task("sft", stage, pipeline_run)()
+        wrap_stage_task("sft", stage, pipeline_run)()
 
     try:
         one_stage()
@@ -486,7 +624,9 @@ def play(*outcomes, **limits):
 
 
 def done():
-    return StageResult("sft", "folder", "digest", "key", cached=False, seconds=1.0, run_id="", summary={})
+    return StageResult(
+        "sft", "folder", "digest", "key", cached=False, seconds=1.0, run_id="", summary={}
+    )
 
 
 @pytest.mark.parametrize("error", [BackendError("the store is away"), ConnectionError("refused")])
@@ -505,7 +645,9 @@ def test_what_the_user_has_to_mend_is_not_tried_again(prefect_api, error):
 
 
 def test_a_stage_past_its_limit_ends_as_timed_out_and_is_not_tried_again(prefect_api, monkeypatch):
-    monkeypatch.setattr("tasks.pipeline.prefect_artifacts.publish_page", lambda *_, **__: "")  # it takes of the limit
+    monkeypatch.setattr(
+        "tasks.pipeline.prefect_stages.publish_page", lambda *_, **__: ""
+    )  # it takes of the limit
 
     def work():  # in small pieces, between which a limit can be heeded
         for _ in range(2000):
@@ -518,29 +660,33 @@ def test_a_stage_past_its_limit_ends_as_timed_out_and_is_not_tried_again(prefect
     assert isinstance(error.__cause__, TimeoutError)
 
 
-def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(prefect_api, tmp_path, monkeypatch, capsys):
-    from flows.cli.main import main
-    from flows.monitor.reader import Reader
-    from tasks.lifecycle.dead_runs import recorded_runs
+def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(
+    prefect_api, tmp_path, monkeypatch, capsys
+):
+    from posttrain.cli.main import main
+    from posttrain.monitor.reader import RunReader
+    from tasks.lifecycle.crashed_runs import list_recorded_runs
     from tasks.tracking import Tracking, run_tracker
 
-    monkeypatch.setattr(run_tracker, "AWAY_SECONDS", 0.5)
+    monkeypatch.setattr(run_tracker, "UNREACHABLE_TIMEOUT_SECONDS", 0.5)
     settings = [
         "stages.sft.max_steps=2",
         "stages.evaluate.episodes=4",
         "stages.promote={min_success: 0.0, min_episodes: 4}",
     ]
-    settings += [f"stages.{stage}=null" for stage in ("reward_model", "policy", "analyze")] + ["run.retries=0"]
+    settings += [f"stages.{stage}=null" for stage in ("reward_model", "policy", "analyze")] + [
+        "run.retries=0"
+    ]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     away = run(tmp_path, *settings)
     assert list(away.results) == ["prepare_data", "sft", "evaluate", "export"] and not away.ok
     assert "model_version" not in away.results["sft"].summary
-    told = away.table(width=200)
+    told = away.format_table(width=200)
     assert "promote: not decided: the champion is known to the tracking store alone" in told
     sync = f"`posttrain sync --output {tmp_path}` or the next run delivers them"
     assert "1 model version and" in told and sync in told
-    assert [record.status for record in recorded_runs(tmp_path)] == ["postponed"]
-    assert Reader(tmp_path).run("").status == "postponed"
+    assert [record.status for record in list_recorded_runs(tmp_path)] == ["postponed"]
+    assert RunReader(tmp_path).load_run("").status == "postponed"
     assert main(["sync", "--output", str(tmp_path)]) == 1
     assert "1 model version and" in capsys.readouterr().out
 
@@ -549,10 +695,12 @@ def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(prefect_a
     assert again.ok and again.results["promote"].summary["model_version"] == 1
     assert all(again.results[stage].cached for stage in away.results)
     tracking = Tracking(None, tmp_path, "test")
-    assert tracking.champion("test").version == 1 and len(tracking.versions("test")) == 1
+    assert tracking.find_champion("test").version == 1 and len(tracking.list_versions("test")) == 1
     parents = [row for row in tracking.list_runs() if row.parent_run_id is None]
     assert [row.status for row in parents] == ["FINISHED"] and len(tracking.list_runs()) == 6
-    assert [record.status for record in recorded_runs(tmp_path)] == ["finished"]
-    assert "postponed" not in parents[0].tags and Reader(tmp_path).run("").status == "finished"
+    assert [record.status for record in list_recorded_runs(tmp_path)] == ["finished"]
+    assert (
+        "postponed" not in parents[0].tags and RunReader(tmp_path).load_run("").status == "finished"
+    )
     assert main(["sync", "--output", str(tmp_path)]) == 0
     assert "has everything" in capsys.readouterr().out

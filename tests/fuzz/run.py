@@ -93,11 +93,15 @@ class Fuzzer:
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         code = frame.f_code
-        return self._line if any(part in code.co_filename for part in SOURCES[self.name]) else None
+        return (
+            self._print_plain_line
+            if any(part in code.co_filename for part in SOURCES[self.name])
+            else None
+        )
 
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+    def _print_plain_line(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
         self.lines.add((frame.f_code, frame.f_lineno))
-        return self._line
+        return self._print_plain_line
 
     def _smaller(self, data: bytes, cause: str) -> bytes:
         """A shorter input with the same cause, by leaving out parts."""
@@ -116,10 +120,14 @@ class Fuzzer:
 
 def main() -> int:
     """Fuzz until the time is up; 1 = something failed."""
-    parser = argparse.ArgumentParser(description="Fuzz the readers of configs, data, tool calls and chat templates.")
+    parser = argparse.ArgumentParser(
+        description="Fuzz the readers of configs, data, tool calls and chat templates."
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", choices=sorted(TARGETS), action="append", help="may be repeated; all by default")
+    parser.add_argument(
+        "--target", choices=sorted(TARGETS), action="append", help="may be repeated; all by default"
+    )
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGPROF, _late)

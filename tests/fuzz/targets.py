@@ -21,33 +21,54 @@ from rl_core.analysis.trajectories import read_trajectories
 from rl_core.data import records
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.files import BadRow
-from rl_core.data.messages import checked_messages, checked_tools
+from rl_core.data.messages import validate_messages, validate_tools
 from rl_core.data.tokenizer import train_tokenizer
-from rl_core.environments.calculator import CALCULATOR
-from rl_core.environments.external_scoring import read_tagged_answer
-from rl_core.environments.solutions import read_final
+from rl_core.environments.calculator import CALCULATOR, extract_final_answer
+from rl_core.environments.question_episodes import read_tagged_answer
 from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import DataError, PosttrainError, SettingsError, ToolMisuse
 from rl_core.readers import iter_metrics, iter_rewards
-from rl_core.rollouts.token_files import _rows
-from rl_core.storage.checked_lines import read_checked
-from tasks.config import from_dict, load, resolve, settings_digest
+from rl_core.rollouts.rollout_files import _read_token_rows
+from rl_core.storage.line_logs import read_checked_lines
+from tasks.config import build_settings, digest_settings, dump_settings, load_settings
 
 __all__ = ["CORPUS", "SOURCES", "TARGETS", "corpus"]
 
 CORPUS = Path(__file__).with_name("corpus")
 MAX_MESSAGE = 50_000
-TOOLS = Toolset([CALCULATOR, Tool("zoom", "part", {"row": int, "col": float, "why": str}, lambda row, col, why: why)])
+TOOLS = Toolset(
+    [
+        CALCULATOR,
+        Tool("zoom", "part", {"row": int, "col": float, "why": str}, lambda row, col, why: why),
+    ]
+)
 # Files whose lines count as covered, by target.
 SOURCES = {
     "config": ("tasks/config/", "rl_core/settings/"),
-    "data": ("rl_core/data/files", "rl_core/data/records", "rl_core/data/messages", "rl_core/analysis/trajectories",
-             "rl_core/readers", "rl_core/storage/checked_lines", "rl_core/rollouts/token_files"),
-    "tool_call": ("rl_core/environments/tools", "rl_core/environments/calculator", "rl_core/environments/solutions",
-                  "rl_core/environments/external_scoring", "rl_core/data/reasoning"),
-    "chat": ("rl_core/data/chat", "rl_core/data/messages", "rl_core/data/assistant", "rl_core/data/conversation"),
+    "data": (
+        "rl_core/data/files",
+        "rl_core/data/records",
+        "rl_core/data/messages",
+        "rl_core/analysis/trajectories",
+        "rl_core/readers",
+        "rl_core/storage/checked_lines",
+        "rl_core/rollouts/token_files",
+    ),
+    "tool_call": (
+        "rl_core/environments/tools",
+        "rl_core/environments/calculator",
+        "rl_core/environments/solutions",
+        "rl_core/environments/external_scoring",
+        "rl_core/data/reasoning",
+    ),
+    "chat": (
+        "rl_core/data/chat",
+        "rl_core/data/messages",
+        "rl_core/data/assistant",
+        "rl_core/data/conversation",
+    ),
     "template": ("rl_core/data/template", "rl_core/data/chat"),
-}  # fmt: skip
+}
 
 
 def corpus(target: str) -> list[bytes]:
@@ -57,7 +78,9 @@ def corpus(target: str) -> list[bytes]:
 
 @functools.cache
 def _scratch() -> Path:
-    folder = tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    folder = tempfile.mkdtemp(
+        prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
@@ -77,14 +100,16 @@ def config(data: bytes) -> None:
     """A configuration: settings that stay the same when they are stored, or problems with their places."""
     path = _file("config.yaml", data)
     try:
-        settings = load(path, check_files=False, import_code=False)
+        settings = load_settings(path, check_files=False, import_code=False)
     except SettingsError as error:
         _said(error)
         assert "config.yaml" in str(error), "the message names no place"
         return
-    plain = json.loads(json.dumps(resolve(settings), allow_nan=False, ensure_ascii=False).encode())
-    again = from_dict(plain, check_files=False, import_code=False)
-    assert settings_digest(again) == settings_digest(settings)
+    plain = json.loads(
+        json.dumps(dump_settings(settings), allow_nan=False, ensure_ascii=False).encode()
+    )
+    again = build_settings(plain, check_files=False, import_code=False)
+    assert digest_settings(again) == digest_settings(settings)
 
 
 def _consume(rows: Iterable[Any]) -> None:
@@ -96,12 +121,15 @@ _READERS: tuple[Callable[[Path], object], ...] = (
     lambda path: _consume(read_trajectories(path)),
     lambda path: _consume(iter_metrics(path)),
     lambda path: _consume(iter_rewards(path)),
-    lambda path: _consume(_rows(path)),
-    lambda path: _consume(read_checked(path)),
+    lambda path: _consume(_read_token_rows(path)),
+    lambda path: _consume(read_checked_lines(path)),
 )
 _RECORDS: tuple[Callable[..., records.Records], ...] = (
-    records.read_demonstrations, records.read_preferences, records.read_prompts, records.read_questions,
-)  # fmt: skip
+    records.read_demonstrations,
+    records.read_preferences,
+    records.read_prompts,
+    records.read_questions,
+)
 
 
 def data(data: bytes) -> None:
@@ -118,7 +146,9 @@ def data(data: bytes) -> None:
         except DataError as error:
             _said(error)
             continue
-        kept = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in found.rows)
+        kept = "".join(
+            json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in found.rows
+        )
         again = read_records(_file("again.jsonl", kept.encode("utf-8")))
         assert again.rows == found.rows
 
@@ -132,14 +162,18 @@ def tool_call(data: bytes) -> None:
     except ToolMisuse as misuse:
         said = str(misuse)
     assert len(said.encode("utf-8")) < 9000
-    for answer in (read_final(text), read_tagged_answer(text)):
+    for answer in (extract_final_answer(text), read_tagged_answer(text)):
         assert answer is None or len(answer) <= len(text)
 
 
 @functools.cache
 def _renderers() -> tuple[ChatRenderer, ...]:
     plain = ChatRenderer(train_tokenizer(chat_templates.TEXTS, vocab_size=300))
-    kinds = (chat_templates.OPENS_AND_STRIPS, chat_templates.OPENS_KEEPS_LAST, chat_templates.HERMES)
+    kinds = (
+        chat_templates.OPENS_AND_STRIPS,
+        chat_templates.OPENS_KEEPS_LAST,
+        chat_templates.HERMES,
+    )
     return (plain, *(ChatRenderer(chat_templates.family(kind)) for kind in kinds))
 
 
@@ -155,8 +189,8 @@ def chat(data: bytes) -> None:
     """Messages of a data file, through every kind of chat template, to token ids and a mask."""
     try:
         row = json.loads(data)
-        messages = checked_messages(row["messages"], "messages")
-        tools = checked_tools(row["tools"]) if row.get("tools") else []
+        messages = validate_messages(row["messages"], "messages")
+        tools = validate_tools(row["tools"]) if row.get("tools") else []
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, BadRow):
         return
     for renderer in _renderers():
@@ -164,7 +198,7 @@ def chat(data: bytes) -> None:
         opening: Any = [message for message in messages if message["role"] != "assistant"]
         made = _tried(lambda r=with_tools, given=opening: r.prompt_ids(given))
         assert made is None or all(token >= 0 for token in made)
-        found = _tried(lambda r=with_tools: r.conversation(messages))
+        found = _tried(lambda r=with_tools: r.encode_conversation(messages))
         if found is not None:
             ids, mask = found
             assert len(ids) == len(mask) and (
@@ -194,6 +228,10 @@ def template(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "config": config, "data": data, "tool_call": tool_call, "chat": chat, "template": template,
-}  # fmt: skip
+    "config": config,
+    "data": data,
+    "tool_call": tool_call,
+    "chat": chat,
+    "template": template,
+}
 assert issubclass(SettingsError, PosttrainError)

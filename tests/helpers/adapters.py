@@ -19,7 +19,11 @@ def fakes(package: str) -> Iterator[None]:
     """Have `package` be the fake one, here and in child processes."""
 
     def take_out() -> dict[str, ModuleType]:
-        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == package}
+        return {
+            name: sys.modules.pop(name)
+            for name in list(sys.modules)
+            if name.partition(".")[0] == package
+        }
 
     real = take_out()
     sys.path.insert(0, str(FAKES))
@@ -46,4 +50,8 @@ def stand_in(package: str) -> Callable[[], Iterator[None]]:
 def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     """Have `package` be missing."""
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else real(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == package else real(name, *rest),
+    )

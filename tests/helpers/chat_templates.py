@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_core.data.tokenizer import train_tokenizer
 
-TEXTS = ["zoom 2 3 answer red the cell is blue scan row 1 user assistant tool system think name arguments"] * 4
+TEXTS = [
+    "zoom 2 3 answer red the cell is blue scan row 1 user assistant tool system think name arguments"
+] * 4
 CONTROL = ("<|im_start|>", "<|im_end|>")
 
 # Opens the thought in the generation prompt; no earlier turn keeps its thought; reasoning_content is not known.
@@ -70,7 +72,11 @@ HERMES = (
 
 
 def family(
-    template: str | None, markers: Sequence[str] = (), *, special: bool = True, texts: Sequence[str] = TEXTS
+    template: str | None,
+    markers: Sequence[str] = (),
+    *,
+    special: bool = True,
+    texts: Sequence[str] = TEXTS,
 ) -> PreTrainedTokenizerFast:
     """A tokenizer with <|im_start|> and <|im_end|>, `markers` as added tokens, and this chat template."""
     tokenizer = PreTrainedTokenizerFast(

@@ -11,14 +11,24 @@ import time
 import urllib.request
 from pathlib import Path
 
-PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PROGRAM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 _FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
     "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--disable-dev-shm-usage",
-    "--remote-debugging-port=0", "--no-proxy-server",
-)  # fmt: skip
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--disable-dev-shm-usage",
+    "--remote-debugging-port=0",
+    "--no-proxy-server",
+)
 
 
 class Chromium:
@@ -27,22 +37,33 @@ class Chromium:
     first: JavaScript that each document runs before its own.
     """
 
-    def __init__(self, url: str, size: tuple[int, int] = (1600, 1200), dark: bool = False, *, first: str = "") -> None:
+    def __init__(
+        self, url: str, size: tuple[int, int] = (1600, 1200), dark: bool = False, *, first: str = ""
+    ) -> None:
         from websockets.sync.client import connect
 
         self.errors: list[str] = []
         self.requests: list[str] = []
         self._number = 0
         self._profile = tempfile.mkdtemp(prefix="posttrain-chromium-")
-        command = [PROGRAM, *_FLAGS, f"--user-data-dir={self._profile}", f"--window-size={size[0]},{size[1]}"]
+        command = [
+            PROGRAM,
+            *_FLAGS,
+            f"--user-data-dir={self._profile}",
+            f"--window-size={size[0]},{size[1]}",
+        ]
         self._process = subprocess.Popen(
             [*command, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        self._socket = connect(self._page(), max_size=None, proxy=None, ping_interval=None)
+        self._socket = connect(self._list_records(), max_size=None, proxy=None, ping_interval=None)
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=size[0], height=size[1], deviceScaleFactor=1, mobile=False
+            "Emulation.setDeviceMetricsOverride",
+            width=size[0],
+            height=size[1],
+            deviceScaleFactor=1,
+            mobile=False,
         )
         if dark:
             scheme = [{"name": "prefers-color-scheme", "value": "dark"}]
@@ -51,7 +72,7 @@ class Chromium:
             self.call("Page.addScriptToEvaluateOnNewDocument", source=first)
         self.call("Page.navigate", url=url)
 
-    def _page(self) -> str:
+    def _list_records(self) -> str:
         port_file = Path(self._profile, "DevToolsActivePort")
         deadline = time.monotonic() + 60
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -82,7 +103,9 @@ class Chromium:
             details = values["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description") or details["text"])
         elif method == "Runtime.consoleAPICalled" and values["type"] == "error":
-            self.errors.append(" ".join(str(part.get("value", part.get("description"))) for part in values["args"]))
+            self.errors.append(
+                " ".join(str(part.get("value", part.get("description"))) for part in values["args"])
+            )
         elif method == "Log.entryAdded" and values["entry"]["level"] == "error":
             self.errors.append(f"{values['entry']['text']} {values['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
@@ -90,7 +113,9 @@ class Chromium:
 
     def run(self, script: str):
         """The value of a JavaScript expression."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
@@ -100,7 +125,9 @@ class Chromium:
         while not (value := self.run(script)):
             if time.monotonic() > deadline:
                 text = self.run("document.body.innerText.slice(0, 800)")
-                raise TimeoutError(f"never true: {script}; errors: {self.errors[:5]}; the page says: {text}")
+                raise TimeoutError(
+                    f"never true: {script}; errors: {self.errors[:5]}; the page says: {text}"
+                )
             time.sleep(0.1)
         return value
 
@@ -113,20 +140,38 @@ class Chromium:
         y = box[1] + box[3] / 2
         middle = (start + end) / 2
         for kind, share in (
-            ("mousePressed", start), ("mouseMoved", middle), ("mouseMoved", end), ("mouseReleased", end),
-        ):  # fmt: skip
+            ("mousePressed", start),
+            ("mouseMoved", middle),
+            ("mouseMoved", end),
+            ("mouseReleased", end),
+        ):
             self.call(
-                "Input.dispatchMouseEvent", type=kind, x=box[0] + share * box[2], y=y, button="left", buttons=1,
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=box[0] + share * box[2],
+                y=y,
+                button="left",
+                buttons=1,
                 clickCount=1,
-            )  # fmt: skip
+            )
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
         """A screenshot as PNG."""
         clip = {}
         if whole:
             size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-            clip = {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **clip)["data"]
+            clip = {
+                "clip": {
+                    "x": 0,
+                    "y": 0,
+                    "width": size["width"],
+                    "height": size["height"],
+                    "scale": 1,
+                }
+            }
+        data = self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=whole, **clip
+        )["data"]
         Path(path).write_bytes(base64.b64decode(data))
 
     def close(self) -> None:

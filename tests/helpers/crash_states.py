@@ -73,7 +73,9 @@ class Recorder:
     root: Path
     drop: frozenset[str] = frozenset()
     ops: list[Any] = field(default_factory=list)
-    sites: dict[str, int] = field(default_factory=dict)  # place of an fsync -> how often it was reached
+    sites: dict[str, int] = field(
+        default_factory=dict
+    )  # place of an fsync -> how often it was reached
     _folders: dict[int, dict[str, int]] = field(default_factory=lambda: {ROOT: {}})
     _contents: dict[int, bytes] = field(default_factory=dict)
     _by_inode: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -150,7 +152,9 @@ class Recorder:
             found = entry.stat(follow_symlinks=False)
             inode = (found.st_dev, found.st_ino)
             if name not in known:
-                node = self._by_inode.get(inode) if found.st_nlink > 1 and not entry.is_dir() else None
+                node = (
+                    self._by_inode.get(inode) if found.st_nlink > 1 and not entry.is_dir() else None
+                )
                 if node is None:
                     self._count = node = self._count + 1
                 known[name] = self._by_inode[inode] = node
@@ -194,9 +198,15 @@ class _Disk:
             if written := self.written.pop(op.node, []):
                 self.contents[op.node] = written[-1]
 
-    def tree(self, choose: Callable[[list[Entry]], list[Entry]], torn: Callable[[bytes, list[bytes]], bytes]) -> Tree:
+    def tree(
+        self,
+        choose: Callable[[list[Entry]], list[Entry]],
+        torn: Callable[[bytes, list[bytes]], bytes],
+    ) -> Tree:
         """One of the trees that may be found, by two choices: of a folder's operations, and of a file's bytes."""
-        entries: dict[int, dict[str, int]] = {node: dict(names) for node, names in self.folders.items()}
+        entries: dict[int, dict[str, int]] = {
+            node: dict(names) for node, names in self.folders.items()
+        }
         for folder, waiting in self.waiting.items():
             for entry in choose(waiting):
                 _put(entries.setdefault(folder, {}), entry)
@@ -209,7 +219,9 @@ class _Disk:
                     built[name] = build(inner)
                 else:
                     if inner not in chosen:
-                        chosen[inner] = torn(self.contents.get(inner, b""), self.written.get(inner, []))
+                        chosen[inner] = torn(
+                            self.contents.get(inner, b""), self.written.get(inner, [])
+                        )
                     built[name] = chosen[inner]
             return built
 
@@ -244,7 +256,9 @@ def _torn(rng: random.Random, old: bytes, written: list[bytes]) -> bytes:
 
 def _common_start(contents: list[bytes]) -> int:
     shortest = min(map(len, contents))
-    return next((i for i in range(shortest) if len({content[i] for content in contents}) > 1), shortest)
+    return next(
+        (i for i in range(shortest) if len({content[i] for content in contents}) > 1), shortest
+    )
 
 
 def _torn_bytes(rng: random.Random, old: bytes, new: bytes) -> bytes:
@@ -260,11 +274,17 @@ def _torn_bytes(rng: random.Random, old: bytes, new: bytes) -> bytes:
     sectors = []
     for start in range(0, len(new), SECTOR):
         part = new[start : start + SECTOR]
-        sectors.append(rng.choice([part, old[start : start + len(part)].ljust(len(part), b"\0"), bytes(len(part))]))
+        sectors.append(
+            rng.choice(
+                [part, old[start : start + len(part)].ljust(len(part), b"\0"), bytes(len(part))]
+            )
+        )
     return b"".join(sectors)
 
 
-def _choices(rng: random.Random, tries: int) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
+def _choices(
+    rng: random.Random, tries: int
+) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
     """Ways to choose: nothing written back, everything, names without data, data without names, then by chance."""
 
     def none(waiting: list[Entry]) -> list[Entry]:

@@ -5,17 +5,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_core.models import plain_logprobs
-from rl_core.models.export_proof import fresh_logprobs
+from rl_core.models import export_verification_child
+from rl_core.models.export_verification import score_in_fresh_process
 
 
 def in_this_process(models, kind, settings, reward_models=()):
-    """As `fresh_logprobs`, with the same request, answered here."""
+    """As `score_in_fresh_process`, with the same request, answered here."""
 
     def run(command, *, input, **options):
-        found = [plain_logprobs.answer(model) for model in json.loads(input)["models"]]
+        found = [
+            export_verification_child.process_request(model)
+            for model in json.loads(input)["models"]
+        ]
         return SimpleNamespace(stdout=json.dumps(found), stderr="", returncode=0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rl_core.models.export_proof.subprocess.run", run)
-        return fresh_logprobs(models, kind, settings, reward_models)
+        patch.setattr("rl_core.models.export_verification.subprocess.run", run)
+        return score_in_fresh_process(models, kind, settings, reward_models)

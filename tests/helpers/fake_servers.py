@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 
-from flows.cli import main as cli
-from flows.operations import commands, report, supervisor
-from flows.operations.processes import MARK, mark_of
-from flows.operations.services import ServiceSpec, ask
 from flows.runtime import stopping
+from posttrain.cli import main as cli
+from posttrain.operations import commands, connection, supervisor
+from posttrain.operations.processes import MARK_VARIABLE, format_mark
+from posttrain.operations.services import ServiceSpec, fetch_json
 
 # Answers with its process id; has a child in a session of its own, as a worker has.
 SERVER = """
@@ -33,39 +33,51 @@ if os.path.exists(sys.argv[2] + ".slow"):
     signal.signal(signal.SIGTERM, save)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-REGISTRATION = (
-    "import json, sys; json.dump({'at': 0, 'problem': '', 'pool': 'made', 'gpu_slots': 1}, open(sys.argv[-1], 'w'))"
-)
+REGISTRATION = "import json, sys; json.dump({'at': 0, 'problem': '', 'pool': 'made', 'gpu_slots': 1}, open(sys.argv[-1], 'w'))"
 
 
 def fake_services(output, options, databases, elsewhere):
     def service(name: str, port: int, needs: str = "") -> ServiceSpec:
-        environment = {MARK: mark_of(output, name)}
+        environment = {MARK_VARIABLE: format_mark(output, name)}
         url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-c", SERVER, str(port), str(output / f"{name}.breaks")]
 
         def works() -> bool:
             try:
-                ask(url)
+                fetch_json(url)
             except OSError:
                 return False
             return True
 
         return ServiceSpec(
-            name, tuple(command), environment, output, url, works, "--x-port", port, needs=needs, soft=0.2
+            name,
+            tuple(command),
+            environment,
+            output,
+            url,
+            works,
+            "--x-port",
+            port,
+            required_service=needs,
+            soft=0.2,
         )
 
-    return [service("mlflow", options.mlflow_port), service("prefect", options.prefect_port, needs="mlflow")]
+    return [
+        service("mlflow", options.mlflow_port),
+        service("prefect", options.prefect_port, needs="mlflow"),
+    ]
 
 
 def fake_spawn(command, environment, folder, log, **seconds):
-    return spawn([command[0], "-c", REGISTRATION, *command[3:]], environment, folder, log, **seconds)
+    return spawn(
+        [command[0], "-c", REGISTRATION, *command[3:]], environment, folder, log, **seconds
+    )
 
 
 if __name__ == "__main__":
-    spawn = supervisor.spawn
-    supervisor.services, supervisor.spawn = fake_services, fake_spawn
-    report._pool_problem = lambda state, output, auth: ""
+    spawn = supervisor.spawn_server
+    supervisor.build_service_specs, supervisor.spawn_server = fake_services, fake_spawn
+    connection._describe_pool_problem = lambda state, output, auth: ""
     commands.COMMAND = (sys.executable, __file__)  # what a start in the background runs
-    stopping.LAST_SECONDS = 0.3  # that a command has after SIGTERM; a supervisor has longer
+    stopping.FORCED_EXIT_SECONDS = 0.3  # that a command has after SIGTERM; a supervisor has longer
     sys.exit(cli.main(sys.argv[1:]))

@@ -9,11 +9,11 @@ from typing import Any
 
 from helpers import ROOT
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.conversation import training_sequences
-from rl_core.data.formats import Kind
-from rl_core.data.preference_rows import row_sides
+from rl_core.data.formats import RowKind
+from rl_core.data.pairs import build_row_sides
 from rl_core.data.records import Records, read_demonstrations, read_preferences
 from rl_core.data.tokenizer import train_tokenizer
+from rl_core.data.training_sequences import build_training_sequences
 
 FOLDER = ROOT / "tests/helpers/data_formats"
 RECORDED = ROOT / "tests/helpers/peers/trl_masks.json"
@@ -37,7 +37,7 @@ class FormatFile:
 
     name: str
     label: str  # of the table
-    kind: Kind
+    kind: RowKind
     trainer: str  # sft, dpo or kto
 
     @property
@@ -90,7 +90,7 @@ def raw_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
-def read(path: Path, kind: Kind) -> Records:
+def read(path: Path, kind: RowKind) -> Records:
     """Rows as they are loaded."""
     return read_demonstrations(path) if kind == "demonstrations" else read_preferences(path)
 
@@ -98,8 +98,11 @@ def read(path: Path, kind: Kind) -> Records:
 def sides_of(row: dict[str, Any], renderer: ChatRenderer) -> Sides:
     """Token ids and loss mask of each sequence of a loaded row."""
     if "messages" in row:
-        return training_sequences(renderer, row["messages"], row.get("tools"))
-    return [(side.ids, [False] * len(side.prompt_ids) + side.loss_mask) for side, _ in row_sides(row, renderer)]
+        return build_training_sequences(renderer, row["messages"], row.get("tools"))
+    return [
+        (side.ids, [False] * len(side.prompt_ids) + side.loss_mask)
+        for side, _ in build_row_sides(row, renderer)
+    ]
 
 
 def places(mask: list[bool]) -> list[int]:

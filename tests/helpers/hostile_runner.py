@@ -25,23 +25,64 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = (
-    "torch", "transformers", "pyarrow.parquet", "re2", "mlflow", "tasks.config", "tasks.tracking", "tasks.pipeline.run",
-    "tasks.stages.prepare_data", "tasks.lifecycle.dead_runs", "rl_core.models.causal_lm", "rl_core.data.records",
-    "rl_core.storage.checkpoint", "rl_core.analysis.runner", "rl_core.readers", "flows.cli.main", "flows.cli.resume",
-    "flows.cli.model_capabilities", "flows.cli.approve", "flows.cli.gc", "flows.cli.sync", "flows.operations.commands",
-    "flows.monitor.server", "hostile.calls",
-    "rl_core.environments.gsm8k", "peft", "pandas",
-    "transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "pyarrow.parquet",
+    "re2",
+    "mlflow",
+    "tasks.config",
+    "tasks.tracking",
+    "tasks.pipeline.pipeline_run",
+    "tasks.stages.prepare_data",
+    "tasks.lifecycle.crashed_runs",
+    "rl_core.models.causal_lm",
+    "rl_core.data.records",
+    "rl_core.storage.checkpoint",
+    "rl_core.analysis.runner",
+    "rl_core.readers",
+    "posttrain.cli.main",
+    "posttrain.cli.resumable_runs",
+    "posttrain.cli.model_capabilities",
+    "posttrain.cli.approvals",
+    "posttrain.cli.housekeeping",
+    "posttrain.cli.housekeeping",
+    "posttrain.operations.commands",
+    "posttrain.monitor.server",
+    "hostile.calls",
+    "rl_core.environments.gsm8k",
+    "peft",
+    "pandas",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.tokenization_auto",
+)
 STARTS = (  # audit events of a program being started, a connection being made, a pickle being read
-    "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "pickle.find_class", "socket.bind",
-    "socket.connect", "socket.getaddrinfo", "subprocess.Popen", "ctypes.dlopen",
-)  # fmt: skip
+    "os.exec",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.system",
+    "pickle.find_class",
+    "socket.bind",
+    "socket.connect",
+    "socket.getaddrinfo",
+    "subprocess.Popen",
+    "ctypes.dlopen",
+)
 WRITES = {  # audit event -> places of the paths that it changes
-    "os.chmod": (0,), "os.chown": (0,), "os.link": (1,), "os.mkdir": (0,), "os.remove": (0,), "os.rename": (0, 1),
-    "os.rmdir": (0,), "os.symlink": (1,), "os.truncate": (0,), "os.utime": (0,), "shutil.rmtree": (0,),
+    "os.chmod": (0,),
+    "os.chown": (0,),
+    "os.link": (1,),
+    "os.mkdir": (0,),
+    "os.remove": (0,),
+    "os.rename": (0, 1),
+    "os.rmdir": (0,),
+    "os.symlink": (1,),
+    "os.truncate": (0,),
+    "os.utime": (0,),
+    "shutil.rmtree": (0,),
     "sqlite3.connect": (0,),
-}  # fmt: skip
+}
 WALL_SECONDS = 120.0  # of a case that waits and computes nothing
 
 
@@ -98,7 +139,7 @@ def _virtual_bytes() -> int:
 
 
 def _run_command(arguments: list[str]) -> int:
-    from flows.cli import main as cli
+    from posttrain.cli import main as cli
 
     if arguments[0] == "call":
         module, _, name = arguments[1].partition(":")
@@ -109,7 +150,7 @@ def _run_command(arguments: list[str]) -> int:
             return 0
 
         cli.COMMANDS["call"] = call
-        return cli._run(argparse.Namespace(command="call", debug=False))
+        return cli._run_command(argparse.Namespace(command="call", debug=False))
     return cli.main(arguments)
 
 
@@ -187,9 +228,9 @@ def serve() -> None:
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    from tasks.config import load
+    from tasks.config import load_settings
 
-    load("test", import_code=False)  # fills caches that every case would fill for itself
+    load_settings("test", import_code=False)  # fills caches that every case would fill for itself
     for line in sys.stdin:
         channel.write(json.dumps(_answer(json.loads(line))) + "\n")
         channel.flush()

@@ -16,7 +16,9 @@ def modules(package: str) -> dict[str, Path]:
     """Dotted name -> file of every module; a package goes by its own name."""
     found = {}
     for path in sorted((ROOT / package).rglob("*.py")):
-        found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+        found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = (
+            path
+        )
     return found
 
 
@@ -35,7 +37,9 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{path}:{node.lineno}: a relative import; write the whole name"
+            assert node.level == 0 and node.module, (
+                f"{path}:{node.lineno}: a relative import; write the whole name"
+            )
             found.append((node.lineno, node.module))
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
     return found
@@ -45,7 +49,10 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
 def edges(package: str) -> dict[str, set[str]]:
     """Module -> modules of the same package that it imports."""
     known = modules(package)
-    return {name: {other for _, other in imports_of(path)} & known.keys() - {name} for name, path in known.items()}
+    return {
+        name: {other for _, other in imports_of(path)} & known.keys() - {name}
+        for name, path in known.items()
+    }
 
 
 def room_of(module: str) -> str:
@@ -57,14 +64,18 @@ def rooms_imported(package: str) -> dict[str, set[str]]:
     """Room -> other rooms of the package that it imports."""
     found: dict[str, set[str]] = {}
     for module, others in edges(package).items():
-        found.setdefault(room_of(module), set()).update({room_of(other) for other in others} - {room_of(module)})
+        found.setdefault(room_of(module), set()).update(
+            {room_of(other) for other in others} - {room_of(module)}
+        )
     return found
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Groups of nodes that reach each other, each sorted."""
     reached = {node: _reached(graph, node) for node in graph}
-    groups = {tuple(sorted(m for m in reached[n] if n in reached[m])) for n in graph if n in reached[n]}
+    groups = {
+        tuple(sorted(m for m in reached[n] if n in reached[m])) for n in graph if n in reached[n]
+    }
     return [list(group) for group in sorted(groups)]
 
 

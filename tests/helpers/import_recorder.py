@@ -20,12 +20,17 @@ def record(edges: dict[str, set[str]], packages: tuple[str, ...]) -> None:
 
     def note(importer: str, names: list[str]) -> None:
         if importer.partition(".")[0] in packages:
-            known = {name for name in names if name.partition(".")[0] in packages and name in sys.modules}
+            known = {
+                name for name in names if name.partition(".")[0] in packages and name in sys.modules
+            }
             edges.setdefault(importer, set()).update(known - {importer})
 
     def statement(name, globals=None, locals=None, fromlist=(), level=0):
         found = plain(name, globals, locals, fromlist, level)
-        note((globals or {}).get("__name__", ""), [name, *(f"{name}.{part}" for part in fromlist or ())])
+        note(
+            (globals or {}).get("__name__", ""),
+            [name, *(f"{name}.{part}" for part in fromlist or ())],
+        )
         return found
 
     def call(name, package=None):
@@ -40,7 +45,7 @@ def main() -> int:
     out, *arguments = sys.argv[1:]
     edges: dict[str, set[str]] = {}
     record(edges, ("rl_core", "tasks"))
-    from flows.cli.main import main as posttrain
+    from posttrain.cli.main import main as posttrain
 
     code = posttrain(arguments)
     Path(out).write_text(json.dumps({name: sorted(found) for name, found in edges.items()}))

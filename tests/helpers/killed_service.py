@@ -21,10 +21,10 @@ import httpx
 from helpers import ROOT
 from helpers.serving import make_folder_of_model
 from helpers.waiting import free_ports, wait_for
-from rl_core.online.experience_log import LogReader, LogRecord
-from rl_core.online.service_files import GATE, METRICS, read_gate, read_object
+from rl_core.online.experience_log import ExperienceLogReader, ExperienceLogRecord
+from rl_core.online.service_files import GATE_FILE, METRICS_FILE, read_gate_state, read_json_object
 from rl_core.online.weight_snapshots import WeightSnapshots
-from rl_core.storage.single_files import write_json_atomic
+from rl_core.storage.atomic_files import write_json_atomic
 
 CONFIG = """
 name: tiny
@@ -74,7 +74,9 @@ class KilledService:
         self.model = make_folder_of_model(self.folder / "model")
         (self.port,) = free_ports(1)
         self.config = self.folder / "learn ü.yaml"
-        self.config.write_text(CONFIG.format(output=self.folder / "out", model=self.model, every=self.every))
+        self.config.write_text(
+            CONFIG.format(output=self.folder / "out", model=self.model, every=self.every)
+        )
         self.segments = set(os.listdir("/dev/shm"))
         self.is_over = threading.Event()
         self.lock = threading.Lock()
@@ -83,11 +85,21 @@ class KilledService:
 
     def start(self) -> None:
         """Start the server, and wait until it answers."""
-        command = [sys.executable, "-m", "flows.cli.main", "serve", str(self.config), "--learn", "--port",
-                   str(self.port)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "posttrain.cli.main",
+            "serve",
+            str(self.config),
+            "--learn",
+            "--port",
+            str(self.port),
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with (self.folder / "server.log").open("ab") as out:
-            self.server = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+            self.server = subprocess.Popen(
+                command, env=environment, stdout=out, stderr=out, start_new_session=True
+            )
         wait_for(self._is_ready, "the server", 300, every=0.2)
 
     def _is_ready(self) -> bool:
@@ -115,7 +127,7 @@ class KilledService:
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 words = path.read_bytes().decode(errors="replace").replace("\0", " ")
-                if str(self.folder) in words and "flows.cli.main" in words:
+                if str(self.folder) in words and "posttrain.cli.main" in words:
                     found.append(words)
         return found
 
@@ -140,9 +152,17 @@ class KilledService:
     def _ask(self, text: str, seed: int) -> None:
         token = (self.folder / "out" / "serving" / "token").read_text().strip()
         headers = {"Authorization": f"Bearer {token}"}
-        with httpx.Client(base_url=f"http://127.0.0.1:{self.port}", headers=headers, timeout=60) as client:
-            body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "n": 2, "max_tokens": 6,
-                    "seed": seed, "user": f"u{seed % 7}"}  # fmt: skip
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}", headers=headers, timeout=60
+        ) as client:
+            body = {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": text}],
+                "n": 2,
+                "max_tokens": 6,
+                "seed": seed,
+                "user": f"u{seed % 7}",
+            }
             found = client.post("/v1/chat/completions", json=body)
             self.statuses[found.status_code] += 1
             if found.status_code != 200:
@@ -167,13 +187,15 @@ class KilledService:
     def order_newest(self) -> None:
         """Have the newest snapshot served, as the gate would."""
         with contextlib.suppress(ValueError):
-            orders = read_gate(self.service).get("orders", [])
-            versions = WeightSnapshots(self.service / "snapshots").versions()
+            orders = read_gate_state(self.service).get("orders", [])
+            versions = WeightSnapshots(self.service / "snapshots").list_versions()
             last = orders[-1]["order"]["version"] if orders else 0
             if versions and versions[-1] > last:
                 number = orders[-1]["number"] + 1 if orders else 1
-                orders.append({"number": number, "order": {"order": "live", "version": versions[-1]}})
-                write_json_atomic(self.service / GATE, {"orders": orders})
+                orders.append(
+                    {"number": number, "order": {"order": "live", "version": versions[-1]}}
+                )
+                write_json_atomic(self.service / GATE_FILE, {"orders": orders})
 
     # Kills
 
@@ -184,11 +206,13 @@ class KilledService:
             longest: seconds between two kills; each gap is drawn evenly from 0 on.
         """
         self.start()
-        threads = [threading.Thread(target=self._client, args=(n,), daemon=True) for n in range(CLIENTS)]
+        threads = [
+            threading.Thread(target=self._client, args=(n,), daemon=True) for n in range(CLIENTS)
+        ]
         for thread in threads:
             thread.start()
         try:
-            wait_for(lambda: read_object(self.service / METRICS), "the worker", 300)
+            wait_for(lambda: read_json_object(self.service / METRICS_FILE), "the worker", 300)
             while self.kills.total() < kills:
                 time.sleep(self.rng.uniform(0, longest))
                 self.order_newest()
@@ -213,7 +237,9 @@ class KilledService:
             self.server.kill()
             self.server.wait()
             self.kills["server"] += 1
-            wait_for(lambda: not self.left(), "an end to what the server left", 150)  # one may still be importing
+            wait_for(
+                lambda: not self.left(), "an end to what the server left", 150
+            )  # one may still be importing
             self.start()
             return
         part = self.rng.choice(sorted(children))
@@ -231,13 +257,13 @@ class KilledService:
                 self.server.kill()
                 self.server.wait()
 
-    def records(self) -> list[LogRecord]:
+    def records(self) -> list[ExperienceLogRecord]:
         """Everything in the log."""
-        return list(LogReader(self.service / "buffer").read())
+        return list(ExperienceLogReader(self.service / "buffer").read_records())
 
     def _has_learned(self) -> bool:
         wanted = sum(record.kind != "control" for record in self.records())
-        return read_object(self.service / METRICS).get("online/records") == wanted
+        return read_json_object(self.service / METRICS_FILE).get("online/records") == wanted
 
     # Afterwards
 
@@ -248,73 +274,102 @@ class KilledService:
             checked: answers whose every token is computed again under the version that they name.
         """
         records = self.records()
-        kept = Counter(record.value["request_id"] for record in records if record.kind == "experience")
-        labelled = Counter(record.value["request_id"] for record in records if record.kind == "label")
+        kept = Counter(
+            record.value["request_id"] for record in records if record.kind == "experience"
+        )
+        labelled = Counter(
+            record.value["request_id"] for record in records if record.kind == "label"
+        )
         ids = [one.answer_id for one in self.acknowledged]
         return {
-            "kills": dict(self.kills), "acknowledged": len(ids), "statuses": dict(self.statuses),
-            "updates": read_object(self.service / METRICS)["online/updates"],
-            "fresh_rollouts": read_object(self.service / METRICS)["online/fresh/rollouts"],
+            "kills": dict(self.kills),
+            "acknowledged": len(ids),
+            "statuses": dict(self.statuses),
+            "updates": read_json_object(self.service / METRICS_FILE)["online/updates"],
+            "fresh_rollouts": read_json_object(self.service / METRICS_FILE)[
+                "online/fresh/rollouts"
+            ],
             "versions": len({one.version for one in self.acknowledged}),
             "lost": sum(not kept[one] or not labelled[one] for one in ids),
             "kept_twice": sum(count > 1 for count in [*kept.values(), *labelled.values()]),
-            "mixed": len(self.mixed), "other_answers": self._other_answers(records, checked),
-            "other_weights": self._other_weights(), "left_processes": len(self.left()),
-            "left_segments": len({name for name in os.listdir("/dev/shm") if name.startswith("posttrain")}
-                                 - self.segments),
-        }  # fmt: skip
+            "mixed": len(self.mixed),
+            "other_answers": self._other_answers(records, checked),
+            "other_weights": self._other_weights(),
+            "left_processes": len(self.left()),
+            "left_segments": len(
+                {name for name in os.listdir("/dev/shm") if name.startswith("posttrain")}
+                - self.segments
+            ),
+        }
 
-    def _other_answers(self, records: list[LogRecord], checked: int) -> int:
+    def _other_answers(self, records: list[ExperienceLogRecord], checked: int) -> int:
         """Answers that are not those of the log, or whose log-probs are not those of their version's weights."""
         import torch
 
         from rl_core import load_policy
         from rl_core.models.logprobs import completion_logprobs
         from rl_core.models.trainable_weights import load_trainable_weights
-        from rl_core.rollouts.batching import make_batches, train_row
+        from rl_core.rollouts.batching import build_batches, build_train_row
         from rl_core.settings import ModelSettings
 
         policy = load_policy(ModelSettings(path=str(self.model), device="cpu"))
         snapshots = WeightSnapshots(self.service / "snapshots")
-        logged = {record.value["request_id"]: record.experience() for record in records if record.kind == "experience"}
+        logged = {
+            record.value["request_id"]: record.parse_experience()
+            for record in records
+            if record.kind == "experience"
+        }
         wrong = 0
         for one in self.rng.sample(self.acknowledged, min(checked, len(self.acknowledged))):
             experience = logged[one.answer_id]
             said = [rollout.trajectory.turns[-1].action for rollout in experience.rollouts]
-            load_trainable_weights(policy.model, snapshots.weights(one.version))
-            (batch,) = make_batches([train_row(r) for r in experience.rollouts], 10_000, policy.renderer.pad_id or 0)
+            load_trainable_weights(policy.model, snapshots.load_weights(one.version))
+            (batch,) = build_batches(
+                [build_train_row(r) for r in experience.rollouts],
+                10_000,
+                policy.renderer.pad_id or 0,
+            )
             with torch.no_grad():
                 found_BS = completion_logprobs(policy.model, batch)[0]
             assert batch.sampler_logprobs_BS is not None
             mask_BS = batch.loss_mask_BS
-            is_equal = torch.allclose(found_BS[mask_BS], batch.sampler_logprobs_BS[mask_BS], atol=2e-4)
-            wrong += not (is_equal and said == one.texts and experience.policy_version == one.version)
+            is_equal = torch.allclose(
+                found_BS[mask_BS], batch.sampler_logprobs_BS[mask_BS], atol=2e-4
+            )
+            wrong += not (
+                is_equal and said == one.texts and experience.policy_version == one.version
+            )
         return wrong
 
     def _other_weights(self) -> int:
         """Snapshots and final weights that differ from those of an unkilled run of the same records, on one thread."""
         import torch
 
-        from flows.online.online_settings import load_online_settings
-        from flows.online.worker_process import replay_buffer
-        from rl_core.models.trainable_weights import trainable_weights
-        from rl_core.online.assembly import assemble_worker
-        from rl_core.online.weight_snapshots import weights_digest
+        from posttrain.online.worker_processes import replay_buffer
+        from posttrain.settings_files import load_online_settings
+        from rl_core.models.trainable_weights import collect_trainable_weights
+        from rl_core.online.build_worker import build_update_worker
+        from rl_core.online.weight_snapshots import digest_weights
 
         settings = load_online_settings(self.service / "online.yaml")
         output = self.folder / "replayed"
         torch.set_num_threads(1)  # as in the service
         replayed = replay_buffer(settings, self.service / "buffer", output, lambda text: None)
-        with assemble_worker(settings, self.service) as worker:  # as it was saved at the end
+        with build_update_worker(settings, self.service) as worker:  # as it was saved at the end
             final = {
-                "weights": weights_digest(trainable_weights(worker.learner.model)),
-                "average": weights_digest(worker.learner.served_weights()), **worker.metrics(),
-            }  # fmt: skip
+                "weights": digest_weights(collect_trainable_weights(worker.learner.model)),
+                "average": digest_weights(worker.learner.copy_served_weights()),
+                **worker.collect_metrics(),
+            }
         digests = [
-            {path.parent.name: json.loads(path.read_text())["files"] for path in one.glob("snapshots/*/manifest.json")}
+            {
+                path.parent.name: json.loads(path.read_text())["files"]
+                for path in one.glob("snapshots/*/manifest.json")
+            }
             for one in (self.service, output)
         ]
         names = {name for name in final if name in replayed and "time" not in name}
         return sum(final[name] != replayed[name] for name in names) + sum(
-            digests[0].get(name) != digests[1].get(name) for name in digests[0].keys() | digests[1].keys()
+            digests[0].get(name) != digests[1].get(name)
+            for name in digests[0].keys() | digests[1].keys()
         )

@@ -13,7 +13,7 @@ from helpers.tiny import PAD, nano
 from rl_core.api.recipes import Recipe
 from rl_core.errors import RecordsError
 from rl_core.tracking import MemoryTracker
-from tasks.config import from_dict
+from tasks.config import build_settings
 from tasks.pipeline.stage import StageContext
 
 
@@ -35,7 +35,9 @@ def context_of(folder, tracker=None, **options):
     sft = {"batch_size": 4, "epochs": 4.0, "warmup_steps": 0, "checkpoint_every": 1, **options}
     sft["launch"] = {"kind": "torchrun", "processes": 2, "timeout_seconds": 120.0}
     stages = {"prepare_data": {}, "sft": sft}
-    pipeline = from_dict({"name": "launch", "output": str(folder), "stages": stages}, check_files=False)
+    pipeline = build_settings(
+        {"name": "launch", "output": str(folder), "stages": stages}, check_files=False
+    )
     folder.mkdir(parents=True, exist_ok=True)
     return StageContext(
         name="sft",
@@ -58,7 +60,13 @@ def train(context):
 
     rows = [([1 + i % 9, 2, 3, 1 + i % 7], [False, False, True, True]) for i in range(16)]
     trainer = SFTTrainer(
-        nano(tie_word_embeddings=True), PAD, rows, rows[:3], context.settings, context.seed, context.process_group
+        nano(tie_word_embeddings=True),
+        PAD,
+        rows,
+        rows[:3],
+        context.settings,
+        context.seed,
+        context.process_group,
     )
     step = trainer.step
 

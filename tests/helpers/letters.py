@@ -6,7 +6,7 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.distributed import SINGLE_PROCESS
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
-from rl_core.inference.engine import make_backend
+from rl_core.inference.engine import create_rollout_backend
 from rl_core.models import causal_lm
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import CurriculumStage, ModelSettings, PolicySettings, SamplingSettings
@@ -84,12 +84,14 @@ def make_trainer(
     }
     rewards = rewards or RewardOrchestrator({"task": 1.0})
     torch.manual_seed(0)
-    model = model or causal_lm.create(
+    model = model or causal_lm.create_model(
         ModelSettings(preset="nano", context=context, device="cpu"), tokenizer, model_seed
     )
     renderer = ChatRenderer(tokenizer)
     # Every other token ends an action, so that an untrained policy writes actions of 1 to 3 tokens and is heard.
-    backend = make_backend(model, eos_ids=range(0, len(tokenizer), 2), pad_id=renderer.pad_id, max_length=context)
+    backend = create_rollout_backend(
+        model, eos_ids=range(0, len(tokenizer), 2), pad_id=renderer.pad_id, max_length=context
+    )
     return PolicyGradientTrainer(
         model,
         reference,
@@ -101,7 +103,7 @@ def make_trainer(
         backend,
         process_group=process_group,
         teacher=teacher,
-        own=own,
+        custom_functions=own,
     )
 
 
@@ -142,7 +144,9 @@ def kept_update(monkeypatch):
 
 
 def comparable(metrics):
-    return {name: float(value).hex() for name, value in metrics.items() if not name.startswith("perf/")}
+    return {
+        name: float(value).hex() for name, value in metrics.items() if not name.startswith("perf/")
+    }
 
 
 def resumes_bit_for_bit(make):

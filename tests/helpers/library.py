@@ -6,16 +6,25 @@ TEXTS = ["Say e and nothing else: eeee. 1 + 2 = 3"] * 4
 
 
 def small_policy(seed=0, **options):
-    settings = rl_core.ModelSettings(preset="nano", vocab_size=300, context=64, device="cpu", **options)
+    settings = rl_core.ModelSettings(
+        preset="nano", vocab_size=300, context=64, device="cpu", **options
+    )
     return rl_core.create_policy(TEXTS, settings, seed=seed)
 
 
 def settings(**options):
     options = {"sampling": rl_core.SamplingSettings(max_completion_tokens=4), **options}
     return rl_core.PolicySettings(
-        **{"iterations": 3, "prompts_per_iteration": 2, "group_size": 3, "learning_rate": 1e-2, "warmup_steps": 0,
-           "checkpoint_every": 1, **options}
-    )  # fmt: skip
+        **{
+            "iterations": 3,
+            "prompts_per_iteration": 2,
+            "group_size": 3,
+            "learning_rate": 1e-2,
+            "warmup_steps": 0,
+            "checkpoint_every": 1,
+            **options,
+        }
+    )
 
 
 def length(trajectories):

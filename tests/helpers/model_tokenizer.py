@@ -11,5 +11,6 @@ def make_tokenizer(size: int = 300, **special: str) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel(vocab, unk_token="t2"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, **{"pad_token": "t0", "eos_token": "t1", "unk_token": "t2", **special}
+        tokenizer_object=core,
+        **{"pad_token": "t0", "eos_token": "t1", "unk_token": "t2", **special},
     )

@@ -47,7 +47,9 @@ def postgres() -> Iterator[str]:
     """A running server; gives `USER:PASSWORD@HOST:PORT` as part of an address."""
     programs = _programs()
     assert programs is not None
-    folder = Path(tempfile.mkdtemp(prefix="posttrain-pg-"))  # a user who is not us cannot enter pytest's own folder
+    folder = Path(
+        tempfile.mkdtemp(prefix="posttrain-pg-")
+    )  # a user who is not us cannot enter pytest's own folder
     prefix: list[str] = []
     if os.geteuid() == 0:
         user = _user()
@@ -62,16 +64,45 @@ def postgres() -> Iterator[str]:
 
     def call(*command: str) -> None:
         environment = {"PATH": os.environ["PATH"], "LC_ALL": "C", "HOME": str(folder)}
-        subprocess.run([*prefix, *command], cwd=folder, env=environment, check=True, capture_output=True, timeout=240)
+        subprocess.run(
+            [*prefix, *command],
+            cwd=folder,
+            env=environment,
+            check=True,
+            capture_output=True,
+            timeout=240,
+        )
 
     data = str(folder / "data")
     try:
         call(
-            str(programs / "initdb"), "-D", data, "-U", "team", "--pwfile", str(folder / "password"), "-A",
-            "scram-sha-256", "--no-sync", "-E", "UTF8",
-        )  # fmt: skip
+            str(programs / "initdb"),
+            "-D",
+            data,
+            "-U",
+            "team",
+            "--pwfile",
+            str(folder / "password"),
+            "-A",
+            "scram-sha-256",
+            "--no-sync",
+            "-E",
+            "UTF8",
+        )
         options = f"-h 127.0.0.1 -p {port} -k {folder} -F"
-        call(str(programs / "pg_ctl"), "-D", data, "-l", str(folder / "log"), "-w", "-t", "120", "-o", options, "start")
+        call(
+            str(programs / "pg_ctl"),
+            "-D",
+            data,
+            "-l",
+            str(folder / "log"),
+            "-w",
+            "-t",
+            "120",
+            "-o",
+            options,
+            "start",
+        )
         try:
             yield f"team:{PASSWORD.replace('/', '%2F')}@127.0.0.1:{port}"
         finally:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.operations.ports import is_free
-from flows.service.configuration import service_settings
-from flows.service.store import ServiceStore
 from helpers import ROOT
-from rl_core.storage.single_files import write_json_atomic
-from tasks.config import resolve
+from posttrain.operations.processes import is_port_free
+from posttrain.settings_files import parse_service_settings
+from posttrain.training_service.store import ServiceStore
+from rl_core.storage.atomic_files import write_json_atomic
+from tasks.config import dump_settings
 
 
 def sdk_environments(folder):
@@ -27,10 +27,18 @@ def sdk_environments(folder):
         place = folder / version
         if not (place / "installed").exists():
             subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
-            pip = [str(place / "bin" / "pip"), "install", "--quiet", "--no-input", f"tinker=={version}.*"]
+            pip = [
+                str(place / "bin" / "pip"),
+                "install",
+                "--quiet",
+                "--no-input",
+                f"tinker=={version}.*",
+            ]
             done = subprocess.run(pip, capture_output=True, text=True)
             if done.returncode:
-                pytest.skip(f"tinker {version} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
+                pytest.skip(
+                    f"tinker {version} cannot be installed: {done.stderr.strip().splitlines()[-1]}"
+                )
             (place / "installed").touch()
         return str(place / "bin" / "python")
 
@@ -40,18 +48,28 @@ def sdk_environments(folder):
 @contextlib.contextmanager
 def serving(folder, bases):
     """(address, key) of a service in a folder, as two processes."""
-    port = next(number for number in range(8400, 8500) if is_free(number))
-    values = {"folder": str(folder / "service"), "mlflow_runs": False, "server": {"port": port},
-              "engine": {"bases": bases, "device": "cpu"}}  # fmt: skip
-    settings = service_settings(values)
+    port = next(number for number in range(8400, 8500) if is_port_free(number))
+    values = {
+        "folder": str(folder / "service"),
+        "mlflow_runs": False,
+        "server": {"port": port},
+        "engine": {"bases": bases, "device": "cpu"},
+    }
+    settings = parse_service_settings(values)
     store = ServiceStore(settings.store_url)
     _, secret = store.create_key("sdk")
     store.close()
-    write_json_atomic(folder / "settings.json", resolve(settings))
+    write_json_atomic(folder / "settings.json", dump_settings(settings))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     processes = []
     for role in ("server", "worker"):
-        command = [sys.executable, "-m", "flows.service.process", role, str(folder / "settings.json")]
+        command = [
+            sys.executable,
+            "-m",
+            "posttrain.training_service.process",
+            role,
+            str(folder / "settings.json"),
+        ]
         with open(folder / f"{role}.log", "wb") as log:
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     address = f"http://127.0.0.1:{port}"

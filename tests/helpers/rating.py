@@ -8,10 +8,10 @@ import sys
 import threading
 import time
 
-from flows.monitor.server import free_port
-from flows.preferences.rating_room import RatingRoom
-from flows.preferences.rating_routes import make_rating_app
 from helpers import ROOT
+from posttrain.monitor.server import find_free_port
+from posttrain.preferences.rating_routes import build_rating_app
+from posttrain.preferences.rating_session import RatingSession
 from rl_core.preferences.items import RatedItem
 from rl_core.settings import RatingSettings
 
@@ -27,15 +27,22 @@ def items(count, answers=2):
     """Items with texts, code-like marks, and a trajectory at every fourth place."""
     made = []
     for number in range(count):
-        texts = (f"the answer is {number}", f"perhaps {number + 1}?\n\n  indented\nü \u202e <script>alert(1)</script>")
+        texts = (
+            f"the answer is {number}",
+            f"perhaps {number + 1}?\n\n  indented\nü \u202e <script>alert(1)</script>",
+        )
         first = TURNS if number % 4 == 0 else texts[0]
-        made.append(RatedItem(f"What is {number} + 0?", (first, texts[1])[:answers], ("m/1", "m/2")[:answers]))
+        made.append(
+            RatedItem(
+                f"What is {number} + 0?", (first, texts[1])[:answers], ("m/1", "m/2")[:answers]
+            )
+        )
     return made
 
 
 def room_of(folder, count=12, answers=2, **options):
     given = {"overlap": 0.5, "repeat": 0.0, **options}
-    return RatingRoom(folder, items(count, answers), RatingSettings(**given), seed=0)
+    return RatingSession(folder, items(count, answers), RatingSettings(**given), seed=0)
 
 
 @contextlib.contextmanager
@@ -43,9 +50,11 @@ def served(room):
     """Address of the room's page, token included."""
     import uvicorn
 
-    port = free_port(18330)
+    port = find_free_port(18330)
     server = uvicorn.Server(
-        uvicorn.Config(make_rating_app(room, TOKEN), host="127.0.0.1", port=port, log_level="error")
+        uvicorn.Config(
+            build_rating_app(room, TOKEN), host="127.0.0.1", port=port, log_level="error"
+        )
     )
     thread = threading.Thread(target=server.run, daemon=True)
     with room:
@@ -73,16 +82,30 @@ class Command:
 
     def __init__(self, folder, count=6):
         (folder / "rated.yaml").write_text(CONFIG)
-        rows = [{"prompt": i.prompt, "answers": i.answers, "sources": i.sources} for i in items(count)]
+        rows = [
+            {"prompt": i.prompt, "answers": i.answers, "sources": i.sources} for i in items(count)
+        ]
         (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.folder = folder
         self.process = None
 
     def start(self, *more):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "flows.cli.main", "prefer", "rated.yaml", "--answers", "answers.jsonl"]
+        command = [
+            sys.executable,
+            "-m",
+            "posttrain.cli.main",
+            "prefer",
+            "rated.yaml",
+            "--answers",
+            "answers.jsonl",
+        ]
         self.process = subprocess.Popen(
-            [*command, "--port", "18430", *more], cwd=self.folder, env=environment, stdout=subprocess.PIPE, text=True
+            [*command, "--port", "18430", *more],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for line in self.process.stdout:
             if line.startswith("page"):

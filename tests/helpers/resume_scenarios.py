@@ -19,7 +19,7 @@ from helpers.letters import FewLetters, Letters, make_trainer
 from helpers.thinkers import make_trainer as make_thinker
 from helpers.thinkers import renderer_of_texts, teach
 from helpers.tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
-from rl_core.data.pairs import Pair, PairSide
+from rl_core.data.pairs import PairSide, PreferencePair
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
 from rl_core.errors import Stopped
@@ -107,7 +107,9 @@ class _Cut:
         self.at = at
 
     def __call__(self, event):
-        if event.kind == "iteration" and event.iteration == self.at + 1:  # the checkpoint of `at` has been saved
+        if (
+            event.kind == "iteration" and event.iteration == self.at + 1
+        ):  # the checkpoint of `at` has been saved
             raise Stopped("cut", 15)
 
 
@@ -117,15 +119,27 @@ def run(scenario, store=None, *, cut=None, best_metric="eval/chosen"):
     callbacks = [disturb, *([_Cut(cut)] if cut else [])]
     try:
         outcome = run_loop(
-            trainer, trainer.settings, iterations=ITERATIONS, tracker=tracker, checkpoints=store,
-            best_metric=best_metric, fingerprint={"settings": "same"}, callbacks=callbacks,
-        )  # fmt: skip
+            trainer,
+            trainer.settings,
+            iterations=ITERATIONS,
+            tracker=tracker,
+            checkpoints=store,
+            best_metric=best_metric,
+            fingerprint={"settings": "same"},
+            callbacks=callbacks,
+        )
     except Stopped:
         return None, logged_bits(tracker)
-    facts = dataclasses.asdict(dataclasses.replace(outcome, seconds=0.0, resumed_iteration=0, history=None))
+    facts = dataclasses.asdict(
+        dataclasses.replace(outcome, seconds=0.0, resumed_iteration=0, history=None)
+    )
     if hasattr(trainer, "curriculum"):
         facts["curriculum"] = trainer.curriculum.history_json()
-    history = {name: outcome.history.points(name) for name in outcome.history.names if not name.startswith("perf/")}
+    history = {
+        name: outcome.history.list_points(name)
+        for name in outcome.history.names
+        if not name.startswith("perf/")
+    }
     return (weights_digest(trainer.model), facts, history), logged_bits(tracker)
 
 
@@ -137,7 +151,11 @@ def chosen(evaluate, trainer):
 
 def weighed(model):
     """An evaluation that sees the weights in the model, averaged ones too."""
-    return {"eval/weights": sum(float(parameter.double().abs().sum()) for parameter in model.parameters())}
+    return {
+        "eval/weights": sum(
+            float(parameter.double().abs().sum()) for parameter in model.parameters()
+        )
+    }
 
 
 def with_choice(trainer):
@@ -148,7 +166,13 @@ def with_choice(trainer):
 # ---------------------------------------------------------------------------------------------------------- supervised
 
 LOOP = {"eval_every": 1, "checkpoint_every": 1, "patience": 4, "keep_checkpoints": 2}
-OPTIMIZER = {"learning_rate": 5e-3, "warmup_steps": 3, "schedule": "cosine", "batch_size": 4, "micro_batch_tokens": 28}
+OPTIMIZER = {
+    "learning_rate": 5e-3,
+    "warmup_steps": 3,
+    "schedule": "cosine",
+    "batch_size": 4,
+    "micro_batch_tokens": 28,
+}
 EVERYTHING = {"ema_decay": 0.6, "grokfast_lambda": 0.5, "grokfast_alpha": 0.9}
 
 
@@ -166,8 +190,11 @@ def pairs_of(count, seed=0, labelled=False):
     pairs = []
     for index in range(count):
         prompt = torch.randint(1, VOCABULARY, (2 + index % 2,), generator=generator).tolist()
-        sides = [torch.randint(1, VOCABULARY, (1 + index % 3,), generator=generator).tolist() for _ in range(2)]
-        pair = Pair(*(PairSide(prompt, ids, [True] * len(ids)) for ids in sides))
+        sides = [
+            torch.randint(1, VOCABULARY, (1 + index % 3,), generator=generator).tolist()
+            for _ in range(2)
+        ]
+        pair = PreferencePair(*(PairSide(prompt, ids, [True] * len(ids)) for ids in sides))
         pairs.append(dataclasses.replace(pair, desirable=index % 3 != 0) if labelled else pair)
     return pairs
 
@@ -186,7 +213,9 @@ def sft(model=None, **changes):
 
 
 def reward_model(**changes):
-    settings = RewardModelSettings(**{**OPTIMIZER, **LOOP, "epochs": 9.0, "dropout": True, **changes})
+    settings = RewardModelSettings(
+        **{**OPTIMIZER, **LOOP, "epochs": 9.0, "dropout": True, **changes}
+    )
     pairs = [(pair.chosen_ids, pair.rejected_ids) for pair in pairs_of(14)]
     model = nano(0, 0.2, LlamaForSequenceClassification, num_labels=1)
     return with_choice(RewardModelTrainer(model, PAD, pairs, pairs[:5], settings, 7))
@@ -209,7 +238,9 @@ def tokenizer():
 
 @functools.cache
 def started(seed=0):
-    return causal_lm.create(ModelSettings(preset="nano", context=32, device="cpu"), tokenizer(), seed)
+    return causal_lm.create_model(
+        ModelSettings(preset="nano", context=32, device="cpu"), tokenizer(), seed
+    )
 
 
 def adapted_policy():
@@ -233,25 +264,42 @@ def two_stages(**options):
 
 def policy(environment=None, rewards=None, reference=False, evaluator=None, **changes):
     options = {
-        **LOOP, "iterations": ITERATIONS, "prompts_per_iteration": 3, "group_size": 4, "learning_rate": 5e-3,
-        "warmup_steps": 3, "schedule": "cosine", "micro_batch_tokens": 60, "entropy_coef": 0.02, "entropy_decay": 0.9,
-        "sampling": SamplingSettings(max_completion_tokens=3, temperature=0.8), "curriculum": two_stages(), **changes,
-    }  # fmt: skip
+        **LOOP,
+        "iterations": ITERATIONS,
+        "prompts_per_iteration": 3,
+        "group_size": 4,
+        "learning_rate": 5e-3,
+        "warmup_steps": 3,
+        "schedule": "cosine",
+        "micro_batch_tokens": 60,
+        "entropy_coef": 0.02,
+        "entropy_decay": 0.9,
+        "sampling": SamplingSettings(max_completion_tokens=3, temperature=0.8),
+        "curriculum": two_stages(),
+        **changes,
+    }
     reference_model = copy.deepcopy(started(1)) if reference else None
     model = options.pop("model", None)
     trainer = make_trainer(
-        tokenizer(), environment or FewLetters(), rewards=rewards, reference=reference_model,
-        model=model() if model else None, **options,
-    )  # fmt: skip
+        tokenizer(),
+        environment or FewLetters(),
+        rewards=rewards,
+        reference=reference_model,
+        model=model() if model else None,
+        **options,
+    )
     trainer.evaluator = functools.partial(weighed, trainer.model)
     return with_choice(trainer)
 
 
 def all_rewards():
     options = RewardSettings(
-        normalise=("length", "task"), clip=4.0, window=3,
-        length=LengthSettings(free=1, limit=6), curiosity=CuriositySettings(hidden=4),
-    )  # fmt: skip
+        normalise=("length", "task"),
+        clip=4.0,
+        window=3,
+        length=LengthSettings(free=1, limit=6),
+        curiosity=CuriositySettings(hidden=4),
+    )
     parts = {
         "task": 1.0,
         "curiosity": 0.5,
@@ -261,7 +309,9 @@ def all_rewards():
         "luck": 0.1,
     }
     scorer = lambda rows: [sum(row) % 7 for row in rows]  # noqa: E731
-    return RewardOrchestrator(parts, options=options, seed=3, scorer=scorer, functions={"luck": with_luck})
+    return RewardOrchestrator(
+        parts, options=options, seed=3, scorer=scorer, functions={"luck": with_luck}
+    )
 
 
 class _TwoTurns(Letters):
@@ -275,7 +325,9 @@ class _TwoTurns(Letters):
             turns.append(text)
             step = act(text)
             if len(turns) == 1:
-                return Step([{"role": "user", "content": "b"}], reward=step.reward, success=step.success)
+                return Step(
+                    [{"role": "user", "content": "b"}], reward=step.reward, success=step.success
+                )
             return step
 
         episode.act = first
@@ -287,7 +339,13 @@ def rewarded():
     return policy(_TwoTurns(), all_rewards(), sampling=sampling, curriculum=two_stages())
 
 
-ADAPTIVE = {"reference": True, "kl_coef": 0.1, "kl_controller": "adaptive", "kl_target": 1e-3, "kl_horizon": 12}
+ADAPTIVE = {
+    "reference": True,
+    "kl_coef": 0.1,
+    "kl_controller": "adaptive",
+    "kl_target": 1e-3,
+    "kl_horizon": 12,
+}
 REPLAY = {"replay": ReplaySettings(iterations=2, share=0.7), "importance": "token"}
 
 
@@ -297,25 +355,31 @@ def rolled_back():
     exit_condition = ExitCondition(metric="completion_tokens", window=4, threshold=0.0)
     stages = (
         CurriculumStage(name="one", levels={"low": 1.0}, max_iterations=1),
-        CurriculumStage(name="two", levels={"low": 1.0, "high": 1.0}, exit_conditions=(exit_condition,)),
+        CurriculumStage(
+            name="two", levels={"low": 1.0, "high": 1.0}, exit_conditions=(exit_condition,)
+        ),
     )
     trainer = policy(curriculum=stages, rollback=rollback, **ADAPTIVE, **REPLAY)
-    watch = trainer.curriculum.watch
-    plain = watch.check
+    watch = trainer.curriculum.rollback_monitor
+    plain = watch.check_iteration
 
     def check(index, history, known=()):
         if trainer.curriculum.iteration == CUT + 1:
-            return watch._decide(index, rollback, "asked for", {})
+            return watch._decide_rollback(index, rollback, "asked for", {})
         return plain(index, history, known)
 
-    watch.check = check
+    watch.check_iteration = check
     return trainer
 
 
 def doubted():
     """Goes back to the weights of the first comparison with the sampler, as the second one, behind the cut, fails."""
-    trainer = policy(numerics=NumericsGateSettings(every=CUT, action="rollback", bound=1e-3), **ADAPTIVE, **REPLAY)
-    measure, failed = trainer._numerics.measure, []
+    trainer = policy(
+        numerics=NumericsGateSettings(every=CUT, action="rollback", bound=1e-3),
+        **ADAPTIVE,
+        **REPLAY,
+    )
+    measure, failed = trainer._numerics.measure_difference, []
 
     def measured(sampling):
         if trainer.iteration == CUT and not failed:
@@ -323,19 +387,28 @@ def doubted():
             return 1.0
         return measure(sampling)
 
-    trainer._numerics.measure = measured
+    trainer._numerics.measure_difference = measured
     return trainer
 
 
 def distilled():
     settings = DistillationSettings(
-        iterations=ITERATIONS, prompts_per_iteration=10, learning_rate=5e-3, warmup_steps=3, schedule="cosine",
-        sampling=SamplingSettings(max_completion_tokens=3, temperature=0.8), micro_batch_tokens=30, **LOOP,
-    ).policy()  # fmt: skip
+        iterations=ITERATIONS,
+        prompts_per_iteration=10,
+        learning_rate=5e-3,
+        warmup_steps=3,
+        schedule="cosine",
+        sampling=SamplingSettings(max_completion_tokens=3, temperature=0.8),
+        micro_batch_tokens=30,
+        **LOOP,
+    ).build_policy_settings()
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     del values["rewards"]
     trainer = make_trainer(
-        tokenizer(), teacher=LocalTeacher(copy.deepcopy(started(1))), kind=DistilledPolicySettings, **values
+        tokenizer(),
+        teacher=LocalTeacher(copy.deepcopy(started(1))),
+        kind=DistilledPolicySettings,
+        **values,
     )
     trainer.evaluator = functools.partial(weighed, trainer.model)
     return with_choice(trainer)
@@ -349,10 +422,17 @@ def thinking():
 
 def thoughts(**changes):
     options = {
-        **LOOP, "iterations": ITERATIONS, "episodes_per_iteration": 5, "learning_rate": 3e-3, "warmup_steps": 3,
-        "schedule": "cosine", "entropy_coef": 0.05, "micro_batch_tokens": 200,
-        "sampling": SamplingSettings(max_completion_tokens=30, temperature=0.8), **changes,
-    }  # fmt: skip
+        **LOOP,
+        "iterations": ITERATIONS,
+        "episodes_per_iteration": 5,
+        "learning_rate": 3e-3,
+        "warmup_steps": 3,
+        "schedule": "cosine",
+        "entropy_coef": 0.05,
+        "micro_batch_tokens": 200,
+        "sampling": SamplingSettings(max_completion_tokens=30, temperature=0.8),
+        **changes,
+    }
     return with_choice(make_thinker(*thinking(), **options))
 
 
@@ -364,10 +444,14 @@ def adapted_thoughts():
         model = lora.add_adapter(copy.deepcopy(taught), settings)
     return with_choice(
         make_thinker(
-            renderer, model, **LOOP, iterations=ITERATIONS, episodes_per_iteration=5,
+            renderer,
+            model,
+            **LOOP,
+            iterations=ITERATIONS,
+            episodes_per_iteration=5,
             sampling=SamplingSettings(max_completion_tokens=30, temperature=1.3),
         )
-    )  # fmt: skip
+    )
 
 
 SCENARIOS = {
@@ -388,7 +472,9 @@ SCENARIOS = {
     "grpo rollback": Scenario(rolled_back),
     "grpo numerics": Scenario(doubted),
     "ppo": Scenario(lambda: policy(algorithm="ppo", epochs=2, minibatches=2, **REPLAY)),
-    "ppo shared": Scenario(lambda: policy(algorithm="ppo", critic=CriticSettings(kind="shared"), epochs=2)),
+    "ppo shared": Scenario(
+        lambda: policy(algorithm="ppo", critic=CriticSettings(kind="shared"), epochs=2)
+    ),
     "dr_grpo": Scenario(lambda: policy(algorithm="dr_grpo")),
     "dapo": Scenario(lambda: policy(algorithm="dapo", overlong_buffer=0)),
     "gspo": Scenario(lambda: policy(algorithm="gspo", epochs=2)),

@@ -2,7 +2,7 @@
 
 import torch
 
-from rl_core.models.turn_states import TurnStates
+from rl_core.models.hidden_states import TurnEmbeddings
 from rl_core.types import Rollout, RolloutGroup, ToolCall, Trajectory, Turn
 
 
@@ -15,11 +15,23 @@ def say(text, error=False, observation=None):
     return Turn(text, observation=observation, is_error=error)
 
 
-def rollout(turns=(), *, task=0.0, success=False, seed=0, mask=(True, True), stop="terminated", answer=None):
+def rollout(
+    turns=(), *, task=0.0, success=False, seed=0, mask=(True, True), stop="terminated", answer=None
+):
     trajectory = Trajectory(
-        environment="fake", level="easy", kind="k", seed=seed, prompt="p", target="t", turns=list(turns), answer=answer,
-        success=success, reward=task, rewards={"task": task}, stop_reason=stop,
-    )  # fmt: skip
+        environment="fake",
+        level="easy",
+        kind="k",
+        seed=seed,
+        prompt="p",
+        target="t",
+        turns=list(turns),
+        answer=answer,
+        success=success,
+        reward=task,
+        rewards={"task": task},
+        stop_reason=stop,
+    )
     ids = list(range(1, len(mask) + 1))
     return Rollout([0], ids, list(mask), [-1.0] * len(mask), trajectory)
 
@@ -32,5 +44,11 @@ def walk(*states, actions=None, observed=None):
     """States of the prompt and of each turn; actions default to zeros, and all turns but the last are observed."""
     states_NH = torch.tensor(states, dtype=torch.float32)
     turns = len(states) - 1
-    actions_NH = torch.zeros(turns, states_NH.shape[1]) if actions is None else torch.tensor(actions).float()
-    return TurnStates(states_NH, actions_NH, [True] * (turns - 1) + [False] if observed is None else list(observed))
+    actions_NH = (
+        torch.zeros(turns, states_NH.shape[1]) if actions is None else torch.tensor(actions).float()
+    )
+    return TurnEmbeddings(
+        states_NH,
+        actions_NH,
+        [True] * (turns - 1) + [False] if observed is None else list(observed),
+    )

@@ -30,26 +30,38 @@ def server_settings(url, **options):
     """Rollout settings for a server at this address."""
     options = {"key_variable": KEY, "patience_s": 0.0, **options}
     address = re.sub("^http://", "", url)
-    return RolloutSettings(workers="server", address=address, server=RolloutServerSettings(**options))
+    return RolloutSettings(
+        workers="server", address=address, server=RolloutServerSettings(**options)
+    )
 
 
 def with_server(trainer, url, *, max_length=32, bound=None, **options):
     """The trainer with its backend exchanged for a server, as the recipe does it."""
     tokenizer = trainer.renderer.tokenizer
     backend = ServerBackend(
-        trainer.policy, tokenizer, server_settings(url, **options),
-        eos_ids=range(0, trainer.policy.config.vocab_size, 2), max_length=max_length, bound=bound,
-    )  # fmt: skip
+        trainer.policy,
+        tokenizer,
+        server_settings(url, **options),
+        eos_ids=range(0, trainer.policy.config.vocab_size, 2),
+        max_length=max_length,
+        bound=bound,
+    )
     trainer.backend = trainer.server = trainer._numerics.backend = backend
     return trainer
 
 
 def served_trainer(tokenizer, url, **options):
     """A trainer of letters on a server."""
-    of_server = {name: options.pop(name) for name in list(options) if name in RolloutServerSettings.__annotations__}
+    of_server = {
+        name: options.pop(name)
+        for name in list(options)
+        if name in RolloutServerSettings.__annotations__
+    }
     return with_server(letters_trainer(tokenizer, **options), url, **of_server)
 
 
 def sampled(trainer):
     """Tokens and log-probabilities of the newest rollouts."""
-    return [(r.completion_ids, r.sampler_logprobs) for group in trainer.groups for r in group.rollouts]
+    return [
+        (r.completion_ids, r.sampler_logprobs) for group in trainer.groups for r in group.rollouts
+    ]

@@ -56,10 +56,19 @@ def make_model(family: str, **options: object) -> PreTrainedModel:
 
 MODELS = {
     "llama": ("llama", {}),
-    "llama tied, with biases": ("llama", dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
+    "llama tied, with biases": (
+        "llama",
+        dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    ),
     "llama, wide heads": ("llama", dict(head_dim=16)),
-    "llama, wide heads and biases": ("llama", dict(head_dim=32, attention_bias=True, mlp_bias=True)),
-    "llama, wider heads": ("llama", dict(head_dim=64, num_attention_heads=4, num_key_value_heads=1)),
+    "llama, wide heads and biases": (
+        "llama",
+        dict(head_dim=32, attention_bias=True, mlp_bias=True),
+    ),
+    "llama, wider heads": (
+        "llama",
+        dict(head_dim=64, num_attention_heads=4, num_key_value_heads=1),
+    ),
     "llama, scaled rope": (
         "llama",
         dict(
@@ -88,7 +97,11 @@ class ScriptedSequence:
     """A sequence that answers its first actions with prepared observations, where they fit, and records everything."""
 
     def __init__(
-        self, prompt_ids: Sequence[int], seed: int, observations: Sequence[Sequence[int]] = (), room: int = 10**9
+        self,
+        prompt_ids: Sequence[int],
+        seed: int,
+        observations: Sequence[Sequence[int]] = (),
+        room: int = 10**9,
     ) -> None:
         self.prompt_ids = list(prompt_ids)
         self.seed = seed
@@ -99,7 +112,9 @@ class ScriptedSequence:
         self._observations = [list(observation) for observation in observations]
         self._room = room
 
-    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> list[int] | None:
+    def take_action(
+        self, action_ids: list[int], logprobs: list[float], hit_limit: bool
+    ) -> list[int] | None:
         """See `RolloutSequence`."""
         assert len(action_ids) == len(logprobs) > 0
         self.turns.append((action_ids, hit_limit))
@@ -125,8 +140,12 @@ def make_sessions(num_prompts: int = 4, group: int = 3) -> list[ScriptedSequence
     for index in range(num_prompts):
         prompt = generator.integers(3, VOCAB, 1 + 2 * index).tolist()
         for sample in range(group):
-            observations = [generator.integers(3, VOCAB, generator.integers(1, 8)).tolist() for _ in range(3)]
-            sequences.append(ScriptedSequence(prompt, 1000 * index + sample, observations, room=ROOM))
+            observations = [
+                generator.integers(3, VOCAB, generator.integers(1, 8)).tolist() for _ in range(3)
+            ]
+            sequences.append(
+                ScriptedSequence(prompt, 1000 * index + sample, observations, room=ROOM)
+            )
     return sequences
 
 

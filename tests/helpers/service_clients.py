@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flows.service.store import NewRequest
-from flows.service.wire.arrays import write_tensor
-from flows.service.wire.message_table import message
 from helpers.service import VOCAB, random_data
+from posttrain.training_service.store import NewRequest
+from posttrain.training_service.wire.protobuf_messages import create_message, write_tensor
 
 OWNER, SESSION = "key-1", "s"
 
@@ -18,20 +17,31 @@ OWNER, SESSION = "key-1", "s"
 def _new(kind, target, seq, body, **more):
     payload = json.dumps(body).encode()
     return NewRequest(
-        kind=kind, owner=OWNER, session_id=SESSION, target=target, seq=seq, payload=payload,
-        content_type="json", **more,
-    )  # fmt: skip
+        kind=kind,
+        owner=OWNER,
+        session_id=SESSION,
+        target=target,
+        seq=seq,
+        payload=payload,
+        content_type="json",
+        **more,
+    )
 
 
 def create(run, *, base="base", rank=4, seed=0, optimizer="adamw", full=False):
     lora = None if full else {"rank": rank, "seed": seed}
-    body = {"session_id": SESSION, "model_seq_id": 0, "base_model": base, "lora_config": lora,
-            "optimizer_config": {"type": optimizer}}  # fmt: skip
+    body = {
+        "session_id": SESSION,
+        "model_seq_id": 0,
+        "base_model": base,
+        "lora_config": lora,
+        "optimizer_config": {"type": optimizer},
+    }
     return _new("create_model", run, 0, body, facts={"seed": seed})
 
 
 def loss(run, seq, data, loss_fn="cross_entropy", forward_only=False, **options):
-    body = message("ForwardBackwardRequest")
+    body = create_message("ForwardBackwardRequest")
     body.model_id, body.seq_id, body.loss_fn, body.forward_only = run, seq, loss_fn, forward_only
     for name, value in options.items():
         body.loss_fn_config[name] = value
@@ -42,9 +52,14 @@ def loss(run, seq, data, loss_fn="cross_entropy", forward_only=False, **options)
             write_tensor(one.loss_fn_inputs[name], np.asarray(array))
     payload = body.SerializeToString(deterministic=True)
     return NewRequest(
-        kind="forward_backward", owner=OWNER, session_id=SESSION, target=run, seq=seq, payload=payload,
+        kind="forward_backward",
+        owner=OWNER,
+        session_id=SESSION,
+        target=run,
+        seq=seq,
+        payload=payload,
         content_type="protobuf",
-    )  # fmt: skip
+    )
 
 
 def update(run, seq, learning_rate=1e-2, **adam):
@@ -65,7 +80,9 @@ def save_external(run, seq, name):
 
 
 def save_for_sampler(run, seq, name):
-    return _new("save_weights_for_sampler", run, seq, {"model_id": run, "seq_id": seq, "path": name})
+    return _new(
+        "save_weights_for_sampler", run, seq, {"model_id": run, "seq_id": seq, "path": name}
+    )
 
 
 def publish(run, seq, sampler, kind="snapshot"):
@@ -79,26 +96,43 @@ def load(run, seq, path, optimizer=True):
 
 
 def open_sampler(sampler, *, base=None, path=None):
-    body = {"session_id": SESSION, "sampling_session_seq_id": 0, "base_model": base, "model_path": path}
+    body = {
+        "session_id": SESSION,
+        "sampling_session_seq_id": 0,
+        "base_model": base,
+        "model_path": path,
+    }
     return _new("create_sampler", sampler, 0, body)
 
 
 def sample(sampler, seq, prompt=(5, 6, 7), num_samples=2, max_tokens=4, temperature=1.0, **more):
     body = {
-        "sampling_session_id": sampler, "seq_id": seq, "num_samples": num_samples,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [int(token) for token in prompt]}]},
-        "sampling_params": {"max_tokens": max_tokens, "temperature": temperature, "stop": []}, **more,
-    }  # fmt: skip
+        "sampling_session_id": sampler,
+        "seq_id": seq,
+        "num_samples": num_samples,
+        "prompt": {
+            "chunks": [{"type": "encoded_text", "tokens": [int(token) for token in prompt]}]
+        },
+        "sampling_params": {"max_tokens": max_tokens, "temperature": temperature, "stop": []},
+        **more,
+    }
     return _new("sample", sampler, seq, body, facts={"seed": 1000 + seq})
 
 
-def evaluate(run, number, model, against=None, texts=((5, 6, 7, 8), (9, 8, 7)), prompts=((5, 6),), **more):
+def evaluate(
+    run, number, model, against=None, texts=((5, 6, 7, 8), (9, 8, 7)), prompts=((5, 6),), **more
+):
     """number: of the evaluation among its run's; the server draws it from the evaluation's id."""
     body = {
-        "model": model, "against": against, "texts": [[int(token) for token in text] for text in texts],
-        "prompts": [[int(token) for token in prompt] for prompt in prompts], "num_samples": 2, "resamples": 20,
-        "sampling": {"max_tokens": 4, "stop": []}, **more,
-    }  # fmt: skip
+        "model": model,
+        "against": against,
+        "texts": [[int(token) for token in text] for text in texts],
+        "prompts": [[int(token) for token in prompt] for prompt in prompts],
+        "num_samples": 2,
+        "resamples": 20,
+        "sampling": {"max_tokens": 4, "stop": []},
+        **more,
+    }
     return _new("evaluate", run, number, body, facts={"evaluation_id": f"e-{run}-{number}"})
 
 
@@ -143,7 +177,9 @@ def script(run: str, number: int, steps: int) -> list[Line]:
             add(loss(run, seq, data, name, forward_only=step % 5 == 4 and part == 0), made)
         if step == 2:
             seq += 1
-            add(loss(run, seq, random_data(number, rows=1), "no_such_loss"), made)  # fails, and the run goes on
+            add(
+                loss(run, seq, random_data(number, rows=1), "no_such_loss"), made
+            )  # fails, and the run goes on
         seq += 1
         add(update(run, seq, weight_decay=0.1, grad_clip_norm=float(step % 2)), made)
         if step % 3 == 2:
@@ -151,15 +187,28 @@ def script(run: str, number: int, steps: int) -> list[Line]:
             name = f"{run}.fresh.{step}"
             published = add(publish(run, seq, name), made)
             add(sample(name, 0, rng.integers(2, VOCAB, 4)), published)
-            add(sample(f"{run}.base", sampler_seq, rng.integers(2, VOCAB, 3), prompt_logprobs=True), opened)
+            add(
+                sample(f"{run}.base", sampler_seq, rng.integers(2, VOCAB, 3), prompt_logprobs=True),
+                opened,
+            )
             sampler_seq += 1
         if step % 4 == 3:
             seq += 1
             saved = add(save(run, seq, f"at-{step}"), made)
             texts = rng.integers(2, VOCAB, (3, 5))
-            add(evaluate(run, step, f"tinker://{run}/weights/at-{step}", "base", texts, seed=number), saved)
+            add(
+                evaluate(
+                    run, step, f"tinker://{run}/weights/at-{step}", "base", texts, seed=number
+                ),
+                saved,
+            )
             if step % 8 == 7:
                 seq += 1
-                add(load(run, seq, f"tinker://{run}/weights/at-{step - 4}", optimizer=number % 2 == 0), saved)
+                add(
+                    load(
+                        run, seq, f"tinker://{run}/weights/at-{step - 4}", optimizer=number % 2 == 0
+                    ),
+                    saved,
+                )
     add(save(run, seq + 1, "last"), made)
     return lines

@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 from starlette.testclient import TestClient
 
-from flows.service.configuration import service_settings
-from flows.service.http.application import make_service_app
-from flows.service.store import ServiceStore
-from flows.service.worker.engine_process import EngineProcess
 from helpers.service_clients import loss
+from posttrain.settings_files import parse_service_settings
+from posttrain.training_service.http.application import build_service_app
+from posttrain.training_service.store import ServiceStore
+from posttrain.training_service.worker.engine_process import EngineProcess
 
 ADDRESS = "http://127.0.0.1:8123"
 
@@ -25,7 +25,7 @@ class Service:
     """A running service. `client`: HTTP with the key of 'me'."""
 
     def __init__(self, folder: Path, base: Path, **server: Any) -> None:
-        self.settings = service_settings(
+        self.settings = parse_service_settings(
             {
                 "folder": str(folder),
                 "mlflow_runs": False,
@@ -37,19 +37,21 @@ class Service:
         self.store = ServiceStore(self.settings.store_url)
         self.key, secret = self.store.create_key("me")
         self.client = TestClient(
-            make_service_app(self.settings, self.store), base_url=ADDRESS, headers={"X-API-Key": secret}
+            build_service_app(self.settings, self.store),
+            base_url=ADDRESS,
+            headers={"X-API-Key": secret},
         )
         self._worker: EngineProcess | None = None
         self._thread: threading.Thread | None = None
 
     def start_worker(self) -> None:
         self._worker = EngineProcess(self.settings, self.store)
-        self._thread = threading.Thread(target=self._worker.run, daemon=True)
+        self._thread = threading.Thread(target=self._worker.run_until_stopped, daemon=True)
         self._thread.start()
 
     def stop_worker(self) -> None:
         if self._worker is not None and self._thread is not None:
-            self._worker.stop()
+            self._worker.request_stop()
             self._thread.join(60)
             assert not self._thread.is_alive()
         self._worker = self._thread = None
@@ -70,17 +72,26 @@ class Service:
         return str(self.post("create_session", {"tags": [], "sdk_version": "test"})["session_id"])
 
     def new_run(self, session: str, number: int = 0, **lora: Any) -> str:
-        body = {"session_id": session, "model_seq_id": number, "base_model": "base",
-                "lora_config": {"rank": 4, "seed": 1, **lora}}  # fmt: skip
+        body = {
+            "session_id": session,
+            "model_seq_id": number,
+            "base_model": "base",
+            "lora_config": {"rank": 4, "seed": 1, **lora},
+        }
         return str(self.result(self.post("create_model", body))["model_id"])
 
-    def forward_backward(self, run: str, seq: int, data: Any, *, status: int = 200, **options: Any) -> Any:
+    def forward_backward(
+        self, run: str, seq: int, data: Any, *, status: int = 200, **options: Any
+    ) -> Any:
         payload = loss(run, seq, data, **options).payload
         return self.raw("forward_backward", payload, status=status)
 
     def raw(self, path: str, payload: bytes, *, status: int = 200, **headers: str) -> Any:
         """The answer to a protobuf body."""
-        sent = {"content-type": "application/x-protobuf", **{name.replace("_", "-"): v for name, v in headers.items()}}
+        sent = {
+            "content-type": "application/x-protobuf",
+            **{name.replace("_", "-"): v for name, v in headers.items()},
+        }
         return self.call("POST", path, status=status, content=payload, headers=sent)
 
     def result(self, promise: Any) -> Any:
@@ -91,12 +102,18 @@ class Service:
             )
             if found.status_code != 408:
                 assert found.status_code == 200, found.text
-                return found.content if "protobuf" in found.headers["content-type"] else json.loads(found.text)
+                return (
+                    found.content
+                    if "protobuf" in found.headers["content-type"]
+                    else json.loads(found.text)
+                )
         raise AssertionError(f"no result of {promise}")
 
 
 @contextlib.contextmanager
-def running_service(folder: Path, base: Path, *, worker: bool = True, **server: Any) -> Iterator[Service]:
+def running_service(
+    folder: Path, base: Path, *, worker: bool = True, **server: Any
+) -> Iterator[Service]:
     """A service until the block ends."""
     service = Service(folder, base, **server)
     with contextlib.closing(service.store), service.client:

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from flows.service.store import ServiceStore, StoredRequest
 from helpers.service import bits
 from helpers.service_clients import Line
+from posttrain.training_service.store import ServiceStore, StoredRequest
 from rl_core.service.saved_weights import read_state
 
 AHEAD = 6  # requests of a client that are accepted before their answers are there
@@ -20,7 +20,9 @@ class Clients:
     def __init__(self, store: ServiceStore, scripts: Sequence[Sequence[Line]]) -> None:
         self.store, self.scripts = store, scripts
         self.ids: list[list[str]] = [[] for _ in scripts]
-        self._open: list[list[int]] = [[] for _ in scripts]  # places of accepted requests without an answer
+        self._open: list[list[int]] = [
+            [] for _ in scripts
+        ]  # places of accepted requests without an answer
 
     def step(self) -> bool:
         """Send all that may be sent now. Returns False when every script has all its answers."""
@@ -31,24 +33,28 @@ class Clients:
                 line = script[len(ids)]
                 if any(place <= line.after for place in open_places):
                     break
-                stored = self.store.accept(line.request)
+                stored = self.store.accept_request(line.request)
                 open_places.append(len(ids))
                 ids.append(stored.request_id)
             going |= len(ids) < len(script) or bool(open_places)
         return going
 
     def _is_final(self, request_id: str) -> bool:
-        found = self.store.result(request_id)
+        found = self.store.find_result(request_id)
         assert found is not None, f"{request_id} is lost"
         return found.is_final
 
 
-def answers(store: ServiceStore, scripts: Sequence[Sequence[Line]]) -> dict[tuple[str, str, int], tuple]:
+def answers(
+    store: ServiceStore, scripts: Sequence[Sequence[Line]]
+) -> dict[tuple[str, str, int], tuple]:
     """(kind, target, seq) -> state, answer, error of every request."""
     found = {}
     for script in scripts:
         for line in script:
-            one: StoredRequest = store.accept(line.request)  # the same request again: its answer
+            one: StoredRequest = store.accept_request(
+                line.request
+            )  # the same request again: its answer
             assert one.is_final, f"{one.kind} {one.target} {one.seq} has no answer"
             found[one.kind, one.target, one.seq] = (one.state, one.answer, one.error, one.category)
     return found
@@ -57,9 +63,12 @@ def answers(store: ServiceStore, scripts: Sequence[Sequence[Line]]) -> dict[tupl
 def weights(store: ServiceStore, folder: Path) -> dict[str, object]:
     """All that was saved with its optimizer: path -> bits."""
     found = {}
-    for record in store.checkpoints(limit=10_000).items:
+    for record in store.list_checkpoints(limit=10_000).items:
         state = read_state(folder / record.folder)
-        found[record.path] = (record.steps, bits({key: value for key, value in state.items() if key != "note"}))
+        found[record.path] = (
+            record.steps,
+            bits({key: value for key, value in state.items() if key != "note"}),
+        )
     return found
 
 

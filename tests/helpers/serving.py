@@ -12,24 +12,31 @@ from typing import Any
 import httpx
 import uvicorn
 
-from flows.serving.chat_application import make_chat_app
-from flows.serving.chat_server import ChatServer
-from flows.serving.connections import bounded_connections
-from flows.serving.served_model import ModelPlace, ServedModel, load_served
 from helpers.waiting import free_ports, wait_for
+from posttrain.serving.application import build_chat_app
+from posttrain.serving.chat_server import ChatServer
+from posttrain.serving.served_model import ModelSource, ServedModel, load_served_model
+from posttrain.web.server_setup import limit_connections
 from rl_core import create_policy
-from rl_core.inference.engine import make_backend
-from rl_core.inference.sampling import sequence_seed
-from rl_core.inference.served_requests import AnswerSequence
+from rl_core.inference.engine import create_rollout_backend
+from rl_core.inference.sampling import compute_sequence_seed
+from rl_core.inference.serving_requests import AnswerSequence
 from rl_core.settings import ModelSettings, SamplingSettings, ServingSettings
 
 TOKEN = "a token of tests"
-TEXTS = ["User:\ncolour at row 2 column 3?\n\nAssistant:\nzoom 2 3\n", "answer red 5 grüße 你好 😀 naïve\n"] * 30
+TEXTS = [
+    "User:\ncolour at row 2 column 3?\n\nAssistant:\nzoom 2 3\n",
+    "answer red 5 grüße 你好 😀 naïve\n",
+] * 30
 
 
-def make_folder_of_model(folder: Path, seed: int = 0, texts: list[str] = TEXTS, **settings: Any) -> Path:
+def make_folder_of_model(
+    folder: Path, seed: int = 0, texts: list[str] = TEXTS, **settings: Any
+) -> Path:
     """A model folder: byte-level tokenizer, random weights that are sharp enough for answers to differ."""
-    made = ModelSettings(**{"preset": "nano", "vocab_size": 400, "context": 256, "device": "cpu", **settings})
+    made = ModelSettings(
+        **{"preset": "nano", "vocab_size": 400, "context": 256, "device": "cpu", **settings}
+    )
     policy = create_policy(texts, made, seed=seed)
     for parameter in policy.model.parameters():
         parameter.data.mul_(3.0 if parameter.ndim > 1 else 1.0)
@@ -39,23 +46,44 @@ def make_folder_of_model(folder: Path, seed: int = 0, texts: list[str] = TEXTS, 
 class RunningServer:
     """A server, a client with its token, and answers of the offline engine to compare with."""
 
-    def __init__(self, folder: Path, model: Path, *, begins: bool = True, answers: Any = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        *,
+        begins: bool = True,
+        answers: Any = None,
+        **settings: Any,
+    ) -> None:
         (port,) = free_ports(1)
-        self.settings = ServingSettings(**{"port": port, "slots": 4, "context": 200, "threads": 1, **settings})
-        self.place = ModelPlace(str(model), folder)
+        self.settings = ServingSettings(
+            **{"port": port, "slots": 4, "context": 200, "threads": 1, **settings}
+        )
+        self.place = ModelSource(str(model), folder)
         self.server = ChatServer(self.settings, "small", folder, TOKEN, answers=answers)
         if begins:
-            self.server.begin(self.loaded(model))
-        protocol: Any = bounded_connections(self.settings.max_connections, self.settings.idle_seconds)
-        config = uvicorn.Config(make_chat_app(self.server), http=protocol, host="127.0.0.1", port=port,
-                                log_level="error", timeout_graceful_shutdown=1, lifespan="on")  # fmt: skip
+            self.server.start_serving(self.loaded(model))
+        protocol: Any = limit_connections(self.settings.max_connections, self.settings.idle_seconds)
+        config = uvicorn.Config(
+            build_chat_app(self.server),
+            http=protocol,
+            host="127.0.0.1",
+            port=port,
+            log_level="error",
+            timeout_graceful_shutdown=1,
+            lifespan="on",
+        )
         self.web = uvicorn.Server(config)
         self._thread = threading.Thread(target=self.web.run, daemon=True)
         self.url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+        self.client = httpx.Client(
+            base_url=self.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60
+        )
 
     def loaded(self, folder: Path, version: int = 0) -> ServedModel:
-        model = load_served(ModelPlace(str(folder), self.place.output), self.settings, ModelSettings(device="cpu"))
+        model = load_served_model(
+            ModelSource(str(folder), self.place.output), self.settings, ModelSettings(device="cpu")
+        )
         return ServedModel(model.model, model.renderer, version, model.context)
 
     def start(self) -> None:
@@ -77,29 +105,47 @@ class RunningServer:
 
     def stream(self, content: str = "row 2", **more: Any) -> list[Any]:
         """The parts of a stream."""
-        body = {"model": "small", "messages": [{"role": "user", "content": content}], "stream": True, **more}
+        body = {
+            "model": "small",
+            "messages": [{"role": "user", "content": content}],
+            "stream": True,
+            **more,
+        }
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
-            assert response.status_code == 200 and "event-stream" in response.headers["content-type"]
+            assert (
+                response.status_code == 200 and "event-stream" in response.headers["content-type"]
+            )
             lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
 
     @property
     def state(self) -> Any:
-        assert self.server.answering is not None
-        return self.server.answering.loop.state
+        assert self.server.engine is not None
+        return self.server.engine.loop.state
 
 
-def offline_answer(model: ServedModel, content: str, *, seed: int = 0, tokens: int = 200, temperature: float = 1.0,
-                   choice: int = 0, **sampling: Any) -> AnswerSequence:  # fmt: skip
+def offline_answer(
+    model: ServedModel,
+    content: str,
+    *,
+    seed: int = 0,
+    tokens: int = 200,
+    temperature: float = 1.0,
+    choice: int = 0,
+    **sampling: Any,
+) -> AnswerSequence:
     """Answer of the offline engine to a question on the same weights."""
     renderer = model.renderer
-    backend = make_backend(
+    backend = create_rollout_backend(
         model.model, eos_ids=renderer.eos_ids, pad_id=renderer.pad_id, max_length=model.context
-    )  # fmt: skip
+    )
     ids = renderer.prompt_ids([{"role": "user", "content": content}])
-    sequence = AnswerSequence(ids, sequence_seed("chat", seed, choice))
-    backend.run([sequence], SamplingSettings(max_completion_tokens=tokens, temperature=temperature, **sampling))
+    sequence = AnswerSequence(ids, compute_sequence_seed("chat", seed, choice))
+    backend.run_sequences(
+        [sequence],
+        SamplingSettings(max_completion_tokens=tokens, temperature=temperature, **sampling),
+    )
     return sequence
 
 

@@ -14,7 +14,7 @@ from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models import causal_lm
 from rl_core.models.lora import add_adapter
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import (
     CriticSettings,
     CurriculumStage,
@@ -27,7 +27,13 @@ from rl_core.settings import (
 from rl_core.settings.distillation import DistilledPolicySettings
 
 # 5 groups for two processes: one of them plays three. Micro-batches hold a few rows.
-OPTIONS = {"iterations": 4, "prompts_per_iteration": 5, "group_size": 4, "micro_batch_tokens": 60, "eval_every": 2}
+OPTIONS = {
+    "iterations": 4,
+    "prompts_per_iteration": 5,
+    "group_size": 4,
+    "micro_batch_tokens": 60,
+    "eval_every": 2,
+}
 TWICE = {"epochs": 2, "minibatches": 2}
 
 
@@ -37,7 +43,7 @@ def tokenizer():
 
 def model_of(seed=0, lora=None):
     settings = ModelSettings(preset="nano", context=32, device="cpu")
-    model = causal_lm.create(settings, tokenizer(), seed)
+    model = causal_lm.create_model(settings, tokenizer(), seed)
     if lora is not None:
         model = add_adapter(model, lora)
     return model
@@ -45,14 +51,22 @@ def model_of(seed=0, lora=None):
 
 def policy_trainer(process_group, **options):
     model = options.pop("model", None) or model_of()
-    trainer = make_trainer(tokenizer(), model=model, process_group=process_group, **{**OPTIONS, **options})
+    trainer = make_trainer(
+        tokenizer(), model=model, process_group=process_group, **{**OPTIONS, **options}
+    )
     requests = [EpisodeRequest(level, seed) for seed in range(3) for level in Letters.levels]
 
     def validate():
         result = evaluate(
-            Letters(), trainer.backend, trainer.renderer, requests,
-            samples=1, sampling=SamplingSettings(max_completion_tokens=3), seed=3, process_group=process_group,
-        )  # fmt: skip
+            Letters(),
+            trainer.backend,
+            trainer.renderer,
+            requests,
+            samples=1,
+            sampling=SamplingSettings(max_completion_tokens=3),
+            seed=3,
+            process_group=process_group,
+        )
         return {name: value for name, value in result.metrics().items() if "second" not in name}
 
     trainer.evaluator = validate
@@ -62,7 +76,10 @@ def policy_trainer(process_group, **options):
 def with_other_backend(trainer):
     """The processes generate different numbers of tokens with the modules themselves."""
     trainer.backend = TransformersBackend(
-        trainer.policy, eos_ids=range(0, trainer.policy.config.vocab_size, 2), pad_id=0, max_length=32
+        trainer.policy,
+        eos_ids=range(0, trainer.policy.config.vocab_size, 2),
+        pad_id=0,
+        max_length=32,
     )
     return trainer
 
@@ -87,7 +104,9 @@ def inner_rewards():
     return RewardOrchestrator({"task": 1.0, "curiosity": 0.3, "coherence": 0.2})
 
 
-ROLLBACK = RollbackSettings(metric="reward/mean", margin=0.01, patience=1, window=1, max_rollbacks=1, cooldown=0)
+ROLLBACK = RollbackSettings(
+    metric="reward/mean", margin=0.01, patience=1, window=1, max_rollbacks=1, cooldown=0
+)
 STAGES = (
     CurriculumStage(name="one", levels={"low": 1.0}, max_iterations=2),
     CurriculumStage(name="two", levels={"high": 1.0}),
@@ -111,8 +130,14 @@ def scenarios(process_group, folder, numbers):
     yield "grpo", lambda: run(of(reference=model_of(1), **held, **TWICE))
     soft = {"algorithm": "sapo", "importance": "geometric", "importance_mask": "token"}
     yield "sapo", lambda: run(of(reference=model_of(1), **soft, **held, **TWICE))
-    own = {"loss": "rl_core.losses.policy:sapo_loss", "advantages": "helpers.sharded_policies:centred"}
-    yield "own parts", lambda: run(of(loss_aggregation="sequence_mean", importance="token", **own, **TWICE))
+    own = {
+        "loss": "rl_core.losses.policy:sapo_loss",
+        "advantages": "helpers.sharded_policies:centred",
+    }
+    yield (
+        "own parts",
+        lambda: run(of(loss_aggregation="sequence_mean", importance="token", **own, **TWICE)),
+    )
     taught = {
         "kind": DistilledPolicySettings,
         "teacher": LocalTeacher(model_of(1)),
@@ -126,7 +151,14 @@ def scenarios(process_group, folder, numbers):
         yield (
             f"ppo {kind}",
             lambda critic=critic: run(
-                of(algorithm="ppo", critic=critic, reference=model_of(1), kl_coef=0.1, kl_in="reward", **TWICE)
+                of(
+                    algorithm="ppo",
+                    critic=critic,
+                    reference=model_of(1),
+                    kl_coef=0.1,
+                    kl_in="reward",
+                    **TWICE,
+                )
             ),
         )
     yield "limited", lambda: run(of(kl_max=0.15, **TWICE))
@@ -134,13 +166,20 @@ def scenarios(process_group, folder, numbers):
     lora = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
     yield "policy adapters", lambda: run(of(model=model_of(lora=lora), learning_rate=5e-2))
     noisy = dataclasses.replace(lora, dropout=0.3)
-    yield "dropout", lambda: run(of(model=model_of(lora=noisy), learning_rate=5e-2, dropout=True, **TWICE))
+    yield (
+        "dropout",
+        lambda: run(of(model=model_of(lora=noisy), learning_rate=5e-2, dropout=True, **TWICE)),
+    )
     renderer = thinkers.renderer_of_texts()
     yield (
         "thoughts",
         lambda: run(
             thinkers.make_trainer(
-                renderer, thinkers.teach(renderer), process_group=process_group, episodes_per_iteration=5, eval_every=2
+                renderer,
+                thinkers.teach(renderer),
+                process_group=process_group,
+                episodes_per_iteration=5,
+                eval_every=2,
             )
         ),
     )
@@ -149,17 +188,33 @@ def scenarios(process_group, folder, numbers):
         lambda: run(
             with_own_reference(
                 thinkers.make_trainer(
-                    renderer, with_adapter(thinkers.teach(renderer), lora), process_group=process_group,
-                    episodes_per_iteration=5, kl_coef=0.5, check_every_episodes=8, baseline_layers=2, baseline_width=8,
-                    bootstrap_samples=100, advantages="returns", reference=model_of(0), learning_rate=1e-3,
+                    renderer,
+                    with_adapter(thinkers.teach(renderer), lora),
+                    process_group=process_group,
+                    episodes_per_iteration=5,
+                    kl_coef=0.5,
+                    check_every_episodes=8,
+                    baseline_layers=2,
+                    baseline_width=8,
+                    bootstrap_samples=100,
+                    advantages="returns",
+                    reference=model_of(0),
+                    learning_rate=1e-3,
                 )
             )
         ),
-    )  # fmt: skip
+    )
     stateful = {
-        "algorithm": "ppo", "critic": CriticSettings(kind="separate"), "replay": ReplaySettings(), "kl_coef": 0.1,
-        "importance": "vtrace", "curriculum": STAGES, "rollback": ROLLBACK, "checkpoint_every": 3, "iterations": 7,
-    }  # fmt: skip
+        "algorithm": "ppo",
+        "critic": CriticSettings(kind="separate"),
+        "replay": ReplaySettings(),
+        "kl_coef": 0.1,
+        "importance": "vtrace",
+        "curriculum": STAGES,
+        "rollback": ROLLBACK,
+        "checkpoint_every": 3,
+        "iterations": 7,
+    }
 
     def long(iterations, place=None):
         trainer = of(reference=model_of(2), rewards=inner_rewards(), **stateful)
@@ -173,7 +228,15 @@ def scenarios(process_group, folder, numbers):
 def by_layer(process_group, numbers):
     """The same where the weights of one block at a time are collected."""
     of = functools.partial(
-        policy_trainer, process_group, reference=model_of(1), kl_coef=0.1, entropy_coef=0.01, **TWICE
+        policy_trainer,
+        process_group,
+        reference=model_of(1),
+        kl_coef=0.1,
+        entropy_coef=0.01,
+        **TWICE,
     )
     yield "by layer grpo", lambda: numbers(of(), process_group, iterations=4)
-    yield "by layer other backend", lambda: numbers(with_other_backend(of()), process_group, iterations=4)
+    yield (
+        "by layer other backend",
+        lambda: numbers(with_other_backend(of()), process_group, iterations=4),
+    )

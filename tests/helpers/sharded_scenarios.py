@@ -22,11 +22,11 @@ from transformers import LlamaForSequenceClassification
 
 from helpers import sharded_policies
 from helpers.tiny import PAD, VOCABULARY, nano
-from rl_core.data.pairs import Pair, PairSide
-from rl_core.distributed import SINGLE_PROCESS, Shards, join
+from rl_core.data.pairs import PairSide, PreferencePair
+from rl_core.distributed import SINGLE_PROCESS, Shards, join_process_group
 from rl_core.errors import NonFiniteTensor, Stopped
 from rl_core.models import lora
-from rl_core.models.trainable_weights import trainable_weights
+from rl_core.models.trainable_weights import collect_trainable_weights
 from rl_core.settings import LoraSettings, PreferenceSettings, RewardModelSettings, SFTSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import MemoryTracker
@@ -37,11 +37,28 @@ from rl_core.training import optimizer_step
 from rl_core.training.loop import run_loop
 
 # 11 rows in batches of 5: the last batch of an epoch has one row, so one process has nothing of its own to do.
-OPTIONS = {"learning_rate": 1e-2, "warmup_steps": 2, "batch_size": 5, "epochs": 2.0, "eval_every": 2}
+OPTIONS = {
+    "learning_rate": 1e-2,
+    "warmup_steps": 2,
+    "batch_size": 5,
+    "epochs": 2.0,
+    "eval_every": 2,
+}
 LONG = {
-    "cut muon", "rest muon", "whole muon", "own parts", "sapo", "distill", "dynamic", "ppo separate", "ppo shared",
-    "policy adapters", "thoughts adapters", "by layer other backend", "by layer recomputed",
-}  # fmt: skip
+    "cut muon",
+    "rest muon",
+    "whole muon",
+    "own parts",
+    "sapo",
+    "distill",
+    "dynamic",
+    "ppo separate",
+    "ppo shared",
+    "policy adapters",
+    "thoughts adapters",
+    "by layer other backend",
+    "by layer recomputed",
+}
 
 
 def model_of(kind=None):
@@ -54,7 +71,10 @@ def model_of(kind=None):
 
 def ids_of(count, seed):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, VOCABULARY - 1, (3 + 2 * (i % 4),), generator=generator).tolist() for i in range(count)]
+    return [
+        torch.randint(1, VOCABULARY - 1, (3 + 2 * (i % 4),), generator=generator).tolist()
+        for i in range(count)
+    ]
 
 
 def sft_trainer(process_group, model=None, **changes):
@@ -79,10 +99,17 @@ def preference_trainer(process_group, **changes):
         return PairSide(ids, more, [True] * len(more))
 
     def pairs(count, seed):
-        return [Pair(side(ids, [9, *ids[:2]]), side(ids, [2, 3])) for ids in ids_of(count, seed)]
+        return [
+            PreferencePair(side(ids, [9, *ids[:2]]), side(ids, [2, 3]))
+            for ids in ids_of(count, seed)
+        ]
 
-    settings = PreferenceSettings(**{**OPTIONS, "micro_batch_tokens": 40, "sft_coef": 0.1, **changes})
-    return PreferenceTrainer(model_of(), PAD, pairs(11, 0), pairs(5, 1), settings, 7, process_group=process_group)
+    settings = PreferenceSettings(
+        **{**OPTIONS, "micro_batch_tokens": 40, "sft_coef": 0.1, **changes}
+    )
+    return PreferenceTrainer(
+        model_of(), PAD, pairs(11, 0), pairs(5, 1), settings, 7, process_group=process_group
+    )
 
 
 def numbers(trainer, process_group, *, folder=None, iterations=None, **options):
@@ -91,31 +118,44 @@ def numbers(trainer, process_group, *, folder=None, iterations=None, **options):
     store = CheckpointStore(folder) if folder else None
     options["iterations"] = iterations or trainer.total_steps
     outcome = run_loop(trainer, trainer.settings, tracker=tracker, checkpoints=store, **options)
-    weights = trainer.optimizer_step.sharded.gather_state(trainable_weights(trainer.model))
+    weights = trainer.optimizer_step.sharded.gather_state(collect_trainable_weights(trainer.model))
     kept = {
         f"{name} {step}": value
         for step, row in tracker.metrics
         for name, value in row.items()
         if not name.startswith("perf/")
     }
-    size = sum(float(tensor.double().abs().sum()) for tensor in weights.values()) if process_group.is_rank_zero else 0.0
-    return {"metrics": kept, "weights": size, "iterations": outcome.iterations, "best": outcome.best_iteration}
+    size = (
+        sum(float(tensor.double().abs().sum()) for tensor in weights.values())
+        if process_group.is_rank_zero
+        else 0.0
+    )
+    return {
+        "metrics": kept,
+        "weights": size,
+        "iterations": outcome.iterations,
+        "best": outcome.best_iteration,
+    }
 
 
 def refusing(trainer):
     """The loss refuses one row of the second step, in whichever process has it; no other row holds the token 10."""
-    loss = trainer._loss
+    loss = trainer._compute_loss
     rows, place = list(trainer._train), trainer.order._rows[7]
     rows[place] = replace(rows[place], completion_ids=[*rows[place].completion_ids[:-1], 10])
     trainer._train = rows
 
     def refuse(batch, *counts):
         result = loss(batch, *counts)
-        if trainer.optimizer_step.num_steps == 1 and bool((batch.input_ids_BS == 10).any()) and torch.is_grad_enabled():
+        if (
+            trainer.optimizer_step.num_steps == 1
+            and bool((batch.input_ids_BS == 10).any())
+            and torch.is_grad_enabled()
+        ):
             raise NonFiniteTensor("logprobs: NaN")
         return result
 
-    trainer._loss = refuse
+    trainer._compute_loss = refuse
     return trainer
 
 
@@ -131,7 +171,9 @@ def adapters():
 
 def stopped(process_group):
     event = threading.Event()
-    if process_group.rank == process_group.size - 1:  # the other process hears of it only from this one
+    if (
+        process_group.rank == process_group.size - 1
+    ):  # the other process hears of it only from this one
         event.set()
     try:
         numbers(sft_trainer(process_group), process_group, stop_event=event)
@@ -141,9 +183,14 @@ def stopped(process_group):
 
 
 EXTRAS = {
-    "grokfast_lambda": 2.0, "ema_decay": 0.8, "max_grad_norm": 0.3, "schedule": "cosine", "patience": 1,
-    "learning_rate": 5e-2, "epochs": 6.0,
-}  # fmt: skip
+    "grokfast_lambda": 2.0,
+    "ema_decay": 0.8,
+    "max_grad_norm": 0.3,
+    "schedule": "cosine",
+    "patience": 1,
+    "learning_rate": 5e-2,
+    "epochs": 6.0,
+}
 
 
 def scenarios(process_group, folder):
@@ -155,7 +202,10 @@ def scenarios(process_group, folder):
     yield "preference", lambda: numbers(preference_trainer(process_group), process_group)
     yield "extras", lambda: numbers(sft_trainer(process_group, **EXTRAS), process_group, **best)
     yield "muon", lambda: numbers(sft_trainer(process_group, optimizer="muon"), process_group)
-    yield "bfloat16", lambda: numbers(sft_trainer(process_group, model_of().bfloat16()), process_group)
+    yield (
+        "bfloat16",
+        lambda: numbers(sft_trainer(process_group, model_of().bfloat16()), process_group),
+    )
     yield "adapters", lambda: numbers(sft_trainer(process_group, adapters()), process_group)
     yield "refused", lambda: numbers(refusing(sft_trainer(process_group)), process_group)
     yield "stopped", lambda: stopped(process_group)
@@ -182,7 +232,9 @@ def scenarios(process_group, folder):
 
 def long_run(process_group, iterations, folder=None, **changes):
     """Training with every kind of state; resumes from the folder."""
-    trainer = sft_trainer(process_group, **{**EXTRAS, "patience": None, "checkpoint_every": 3, **changes})
+    trainer = sft_trainer(
+        process_group, **{**EXTRAS, "patience": None, "checkpoint_every": 3, **changes}
+    )
     return numbers(trainer, process_group, folder=folder, iterations=iterations)
 
 
@@ -203,10 +255,15 @@ def fork(folder, rank, port, left_out, size):
     pid = os.fork()
     if pid:
         return pid
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+    }
     os.environ |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     try:
-        compute(join(timeout_s=120, on_cpu=True), folder, str(rank), left_out)
+        compute(join_process_group(timeout_s=120, on_cpu=True), folder, str(rank), left_out)
     finally:
         os._exit(0)
 
@@ -227,4 +284,6 @@ def main(folder, left_out, size):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), set() if "all" in sys.argv[2:] else LONG, 4 if "4" in sys.argv[2:] else 2)
+    main(
+        Path(sys.argv[1]), set() if "all" in sys.argv[2:] else LONG, 4 if "4" in sys.argv[2:] else 2
+    )

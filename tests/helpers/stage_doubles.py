@@ -3,14 +3,14 @@
 import dataclasses
 import threading
 
-from tasks.config import from_dict
+from tasks.config import build_settings
 from tasks.pipeline.run_options import RunOptions
 
 PIPELINE = {"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}
 
 
 def pipeline(**changes):
-    return from_dict({**PIPELINE, **changes})
+    return build_settings({**PIPELINE, **changes})
 
 
 class Tracker:
@@ -53,33 +53,39 @@ class PipelineRun:
 
     def __init__(self, folder, options=RunOptions(), environment_options=None, **changes):  # noqa: B008 frozen
         """`environment_options`: as they are, whether the environment has such options or not."""
-        self.settings, self.stages_folder, self.stop = pipeline(**changes), folder, threading.Event()
+        self.settings, self.stages_folder, self.stop = (
+            pipeline(**changes),
+            folder,
+            threading.Event(),
+        )
         if environment_options is not None:
-            environment = dataclasses.replace(self.settings.environment, options=environment_options)
+            environment = dataclasses.replace(
+                self.settings.environment, options=environment_options
+            )
             self.settings = dataclasses.replace(self.settings, environment=environment)
         self.tracker = self.models = self.tracking = self
         self.options, self.results = options, {}
         self.cached, self.trackers, self.computed = [], [], set()
 
-    def charts_url(self, stage):
+    def build_charts_url(self, stage):
         return ""
 
-    def tag_data(self, digests):
+    def record_data_inputs(self, digests):
         pass
 
-    def is_fresh(self, name, key):
+    def should_recompute(self, name, key):
         return self.options.fresh and self.options.only in (None, name) and key not in self.computed
 
-    def is_restarted(self, key):
+    def should_restart(self, key):
         return self.options.restart and key not in self.computed
 
     def mark_computed(self, key):
         self.computed.add(key)
 
-    def note_cached(self, label, source):
+    def record_cached_stage(self, label, source):
         self.cached.append((label, source))
 
-    def parent_tags(self, name):
+    def build_parent_tags(self, name):
         return {"parent_model_version": "org/name"}
 
     def open_stage(self, label, name, journal, settings, digests, key, tags):

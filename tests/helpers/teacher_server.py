@@ -24,7 +24,10 @@ def serving(model, *, before=lambda asked: None, change=lambda answer: answer):
             with lock:
                 asked.append({**body, "path": self.path})
                 refusal = before(asked)
-                status, text = refusal or (200, json.dumps(change({"choices": [choice(model, body)]})))
+                status, text = refusal or (
+                    200,
+                    json.dumps(change({"choices": [choice(model, body)]})),
+                )
             self.send_response(status)
             self.end_headers()
             self.wfile.write(text.encode())
@@ -49,9 +52,14 @@ def choice(model, body):
     logp = model(input_ids=ids).logits[0].log_softmax(-1)
     told = [None] + [float(logp[t - 1, ids[0, t]]) for t in range(1, ids.shape[1])]
     if body.get("echo"):
-        return {"text": "", "logprobs": {"token_logprobs": [*told, -0.5], "tokens": ["?"] * (len(told) + 1)}}
+        return {
+            "text": "",
+            "logprobs": {"token_logprobs": [*told, -0.5], "tokens": ["?"] * (len(told) + 1)},
+        }
     likeliest = logp.argmax(-1).tolist()
     places = [None]
     for t in range(1, ids.shape[1]):  # the token that was sent, and maybe a likelier one
-        places.append({str(likeliest[t - 1]): {"logprob": 0.0}, str(int(ids[0, t])): {"logprob": told[t]}})
+        places.append(
+            {str(likeliest[t - 1]): {"logprob": 0.0}, str(int(ids[0, t])): {"logprob": told[t]}}
+        )
     return {"text": "", "prompt_logprobs": places}

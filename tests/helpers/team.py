@@ -12,10 +12,10 @@ import time
 import urllib.error
 from pathlib import Path
 
-from flows.operations.processes import leftovers, mark_of
-from flows.operations.services import ask
-from flows.runtime.prefect_access import password
+from flows.runtime.prefect_access import load_or_create_password
 from helpers import ROOT, waiting
+from posttrain.operations.processes import find_marked_processes, format_mark
+from posttrain.operations.services import fetch_json
 
 FLOW = """
 import os, time
@@ -65,8 +65,12 @@ class Team:
         (self.project / "deployments" / "automations.yaml").write_text(AUTOMATIONS)
         self.prefect, self.mlflow = waiting.free_ports(2)
         elsewhere = ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "PREFECT_PROFILE", "PREFECT_HOME")
-        self.environment = {name: value for name, value in os.environ.items() if name not in elsewhere}
-        self.environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), self.environment.get("PYTHONPATH", "")])
+        self.environment = {
+            name: value for name, value in os.environ.items() if name not in elsewhere
+        }
+        self.environment["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT), self.environment.get("PYTHONPATH", "")]
+        )
         if database:
             self.environment["POSTTRAIN_DATABASE"] = database
 
@@ -75,15 +79,30 @@ class Team:
 
     def call(self, command: str, *options: str, code: int = 0) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "flows.cli.main", command, "--output", str(self.output), *options],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self.environment, cwd=ROOT, timeout=1500,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "posttrain.cli.main",
+                command,
+                "--output",
+                str(self.output),
+                *options,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.environment,
+            cwd=ROOT,
+            timeout=1500,
+        )
         assert done.returncode == code, done.stdout
         return done.stdout
 
     def up(self, *options: str, code: int = 0) -> str:
         ports = ("--prefect-port", str(self.prefect), "--mlflow-port", str(self.mlflow))
-        return self.call("up", *ports, "--deployments", str(self.project / "deployments"), *options, code=code)
+        return self.call(
+            "up", *ports, "--deployments", str(self.project / "deployments"), *options, code=code
+        )
 
     def service(self, name: str) -> dict:
         state = json.loads((self.output / "operations" / "state.json").read_text())
@@ -92,9 +111,16 @@ class Team:
     def api(self, path: str, body=None):
         for _ in range(20):
             try:
-                return ask(f"http://127.0.0.1:{self.prefect}/api{path}", body, timeout=60, auth=password(self.output))
+                return fetch_json(
+                    f"http://127.0.0.1:{self.prefect}/api{path}",
+                    body,
+                    timeout=60,
+                    auth=load_or_create_password(self.output),
+                )
             except urllib.error.HTTPError as error:
-                if error.code != 503:  # its sqlite file is busy; Prefect's own client tries again, too
+                if (
+                    error.code != 503
+                ):  # its sqlite file is busy; Prefect's own client tries again, too
                     raise
                 time.sleep(1)
         raise AssertionError(f"{path}: busy for too long")
@@ -102,18 +128,23 @@ class Team:
     def emit(self, event: str, resource: str, number: int) -> None:
         """Send an event to Prefect, as a flow does; `number`: its own digit, by which Prefect knows it."""
         body = {
-            "event": event, "resource": {"prefect.resource.id": resource}, "payload": {}, "related": [],
+            "event": event,
+            "resource": {"prefect.resource.id": resource},
+            "payload": {},
+            "related": [],
             "occurred": datetime.datetime.now(datetime.UTC).isoformat(),
             "id": f"00000000-0000-4000-8000-00000000000{number}",
-        }  # fmt: skip
+        }
         self.api("/events", [body])
 
     def run(self, **parameters) -> str:
         deployment = self.api("/deployments/name/wait/quick")["id"]
-        return self.api(f"/deployments/{deployment}/create_flow_run", {"parameters": parameters})["id"]
+        return self.api(f"/deployments/{deployment}/create_flow_run", {"parameters": parameters})[
+            "id"
+        ]
 
     def state_of(self, run: str) -> str:
         return self.api(f"/flow_runs/{run}")["state"]["type"]
 
     def left(self) -> list[int]:
-        return [process.pid for process in leftovers(mark_of(self.output))]
+        return [process.pid for process in find_marked_processes(format_mark(self.output))]

@@ -7,9 +7,9 @@ from rl_core.data.tokenizer import train_tokenizer
 from rl_core.distributed import SINGLE_PROCESS
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
-from rl_core.inference.engine import make_backend
+from rl_core.inference.engine import create_rollout_backend
 from rl_core.models import causal_lm
-from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import ModelSettings, SamplingSettings, SFTSettings, ThoughtsSettings
 from rl_core.thoughts.trainer import ThoughtsTrainer
 from rl_core.trainers.sft import SFTTrainer
@@ -56,7 +56,9 @@ def renderer_of_texts():
 
 def teach(renderer):
     """A policy that knows the format, thinks at random and answers at random."""
-    model = causal_lm.create(ModelSettings(preset="nano", context=64, device="cpu"), renderer.tokenizer, 0)
+    model = causal_lm.create_model(
+        ModelSettings(preset="nano", context=64, device="cpu"), renderer.tokenizer, 0
+    )
     rows = []
     for digit in range(3):
         for thought in ("", "0\n", "1\n", "2\n"):
@@ -66,14 +68,18 @@ def teach(renderer):
                     {"role": "assistant", "content": f"{thought}answer {answer}"},
                 ]
                 rows.append(renderer.conversation(turn + turn))
-    settings = SFTSettings(epochs=100, max_steps=40, batch_size=36, learning_rate=2e-2, warmup_steps=2)
+    settings = SFTSettings(
+        epochs=100, max_steps=40, batch_size=36, learning_rate=2e-2, warmup_steps=2
+    )
     trainer = SFTTrainer(model, renderer.pad_id, rows, [], settings, 0)
     for _ in range(40):
         trainer.step()
     return model
 
 
-def make_trainer(renderer, taught, *, process_group=SINGLE_PROCESS, backend=None, reference=None, **options):
+def make_trainer(
+    renderer, taught, *, process_group=SINGLE_PROCESS, backend=None, reference=None, **options
+):
     settings = ThoughtsSettings(
         **{
             "iterations": 6,
@@ -85,8 +91,12 @@ def make_trainer(renderer, taught, *, process_group=SINGLE_PROCESS, backend=None
         }
     )
     model = copy.deepcopy(taught)
-    backend = backend or make_backend(model, eos_ids=renderer.eos_ids, pad_id=renderer.pad_id, max_length=64)
-    heldout = [EpisodeRequest(level, seed) for level in Secrets.levels for seed in range(2**30, 2**30 + 4)]
+    backend = backend or create_rollout_backend(
+        model, eos_ids=renderer.eos_ids, pad_id=renderer.pad_id, max_length=64
+    )
+    heldout = [
+        EpisodeRequest(level, seed) for level in Secrets.levels for seed in range(2**30, 2**30 + 4)
+    ]
     return ThoughtsTrainer(
         model,
         renderer,

@@ -8,7 +8,7 @@ import hashlib
 from pathlib import Path
 from unittest import mock
 
-from rl_core.cpu import build, int8_gemm
+from rl_core.cpu import build, packed_gemm
 
 __all__ = ["tile_code"]
 
@@ -22,9 +22,9 @@ def _digest() -> str:
 @functools.cache
 def tile_code() -> ctypes.CDLL | None:
     """The library; None where there is no compiler."""
-    if int8_gemm.load() is not None:
-        return build.load()
+    if packed_gemm.load_int8_gemm() is not None:
+        return build.load_library()
     features = (f'-DTILE_STAND_IN="{_STAND_IN}"', f"-DSTAND_IN_DIGEST=0x{_digest()}")
     with mock.patch.object(build, "_FLAGS", (*build._FLAGS, *features)):
-        code: ctypes.CDLL | None = build.load.__wrapped__()
+        code: ctypes.CDLL | None = build.load_library.__wrapped__()
     return code

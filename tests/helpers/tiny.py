@@ -30,7 +30,10 @@ def nano(seed=0, dropout=0.0, model_class=LlamaForCausalLM, **options) -> PreTra
 def weights_digest(model):
     """SHA-256 over the bits of every weight and buffer."""
     return digest_bytes(
-        b"".join(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in model.state_dict().values())
+        b"".join(
+            tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            for tensor in model.state_dict().values()
+        )
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rl_core.environments.environment import Environment, Episode, Step
-from rl_core.environments.step_pool import resolve
+from rl_core.environments.step_pool import wait_for_observation
 from rl_core.environments.tools import Toolset
 from rl_core.inference.sampling import RolloutSequence
 from rl_core.settings import SamplingSettings
@@ -44,8 +44,16 @@ class LookThenAnswer(Episode):
         if text == "TRUNCATE":
             return Step(truncated=True, reward=-1.0, success=False)
         if text.startswith("L"):
-            observation = [Message(role="tool", content="O" * self.seed), Message(role="tool", content="P")]
-            return Step(messages=observation, reward=-0.25, tool_call=ToolCall("look", {}), is_error=text == "LX")
+            observation = [
+                Message(role="tool", content="O" * self.seed),
+                Message(role="tool", content="P"),
+            ]
+            return Step(
+                messages=observation,
+                reward=-0.25,
+                tool_call=ToolCall("look", {}),
+                is_error=text == "LX",
+            )
         return Step(terminated=True, reward=1.0 * (text == "A"), answer=text, success=text == "A")
 
 
@@ -78,7 +86,12 @@ class Typist:
             while True:
                 typed = self.script(sequence, turn)
                 ids = Renderer().action_ids(typed) if isinstance(typed, str) else typed
-                if resolve(sequence.advance(ids, [-0.5] * len(ids), ids[-1] != EOS)) is None:
+                if (
+                    wait_for_observation(
+                        sequence.take_action(ids, [-0.5] * len(ids), ids[-1] != EOS)
+                    )
+                    is None
+                ):
                     break
                 turn += 1
 

@@ -25,7 +25,9 @@ class Tuple:
 class Walker:
     """One walker; `start` of the action space is 0, or 5."""
 
-    def __init__(self, goal=4, limit=6, *, continuous=False, action_start=0, fails_at=None, drifts=False):
+    def __init__(
+        self, goal=4, limit=6, *, continuous=False, action_start=0, fails_at=None, drifts=False
+    ):
         self.goal, self.limit, self.continuous = goal, limit, continuous
         self.fails_at, self.drifts = fails_at, drifts
         self.observation_space = Box(-np.inf, np.inf, (2,))
@@ -46,7 +48,11 @@ class Walker:
         self.taken.append(np.array(action))
         if self.fails_at is not None and self.calls >= self.fails_at:
             raise ValueError("the floor gave way")
-        move = float(action[0]) if self.continuous else 2.0 * (int(action) - self.action_space.start) - 1
+        move = (
+            float(action[0])
+            if self.continuous
+            else 2.0 * (int(action) - self.action_space.start) - 1
+        )
         self.place, self.time = self.place + move + 0.1 * self.draw.random(), self.time + 1
         terminated = self.place >= self.goal
         return self._seen(), self.place, terminated, self.time >= self.limit and not terminated, {}
@@ -65,7 +71,10 @@ class WalkerVector:
         self.walkers, self.mode = walkers, mode
         self.num_envs = len(walkers)
         self.metadata = {"autoreset_mode": mode}
-        self.single_observation_space, self.single_action_space = walkers[0].observation_space, walkers[0].action_space
+        self.single_observation_space, self.single_action_space = (
+            walkers[0].observation_space,
+            walkers[0].action_space,
+        )
         self.ended = [False] * len(walkers)
         self.seen = [None] * len(walkers)
 
@@ -78,7 +87,11 @@ class WalkerVector:
         return np.stack(self.seen), {}
 
     def step(self, actions):
-        rewards, terminated, truncated = np.zeros(self.num_envs), [False] * self.num_envs, [False] * self.num_envs
+        rewards, terminated, truncated = (
+            np.zeros(self.num_envs),
+            [False] * self.num_envs,
+            [False] * self.num_envs,
+        )
         infos = {}
         for i, walker in enumerate(self.walkers):
             if self.ended[i]:
@@ -89,7 +102,9 @@ class WalkerVector:
             self.seen[i], rewards[i], terminated[i], truncated[i], _ = walker.step(actions[i])
             if terminated[i] or truncated[i]:
                 if self.mode == "SameStep":
-                    infos.setdefault("final_obs", np.full(self.num_envs, None, object))[i] = self.seen[i]
+                    infos.setdefault("final_obs", np.full(self.num_envs, None, object))[i] = (
+                        self.seen[i]
+                    )
                     self.seen[i], _ = walker.reset()
                 else:
                     self.ended[i] = True

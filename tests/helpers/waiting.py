@@ -16,7 +16,9 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def wait_for(condition: Callable[[], Any], what: str = "it", seconds: float = 60.0, every: float = 0.05) -> Any:
+def wait_for(
+    condition: Callable[[], Any], what: str = "it", seconds: float = 60.0, every: float = 0.05
+) -> Any:
     """First true value of the condition."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -28,5 +30,5 @@ def wait_for(condition: Callable[[], Any], what: str = "it", seconds: float = 60
 
 def delivered_run_id(run: Any) -> str:
     """The MLflow id of a run, as soon as the store has given it one."""
-    run._shipper.kick()
+    run._shipper.request_delivery()
     return str(wait_for(lambda: run.run_id, "the run's id"))

@@ -14,8 +14,8 @@ def load_model(folder: str) -> None:
 
     transformers.utils.logging.disable_progress_bar()  # as a pipeline run does
     transformers.utils.logging.set_verbosity_error()
-    model, _ = causal_lm.load(folder, ModelSettings(device="cpu"))
-    print(f"loaded {causal_lm.num_parameters(model)} parameters")
+    model, _ = causal_lm.load_model(folder, ModelSettings(device="cpu"))
+    print(f"loaded {causal_lm.count_parameters(model)} parameters")
 
 
 def render(folder: str) -> None:
@@ -35,7 +35,7 @@ def load_checkpoint(folder: str) -> None:
 
     store = CheckpointStore(folder)
     try:
-        store.load(1)
+        store.load_version(1)
     except CorruptError:
         assert Path(folder, "checkpoint-00000001").is_dir()
         if store.load_latest() is not None:
@@ -59,6 +59,6 @@ def read_rewards(file: str) -> None:
 
 def read_tokens(file: str) -> None:
     """Token ids of rollouts."""
-    from rl_core.rollouts.token_files import _rows
+    from rl_core.rollouts.rollout_files import _read_token_rows
 
-    print(len(list(_rows(Path(file)))))
+    print(len(list(_read_token_rows(Path(file)))))

@@ -21,7 +21,9 @@ def _command(name: str, arguments: tuple[str, ...], says: str | tuple[str, ...])
 _ARGUMENTS = [
     _command("stage with dots", ("stage", "../sft", CONFIG), "invalid choice"),
     _command("stage dunder", ("stage", "__init__", CONFIG), "invalid choice"),
-    _command("stage that is not in the config", ("stage", "policy", CONFIG), "has no stage 'policy'"),
+    _command(
+        "stage that is not in the config", ("stage", "policy", CONFIG), "has no stage 'policy'"
+    ),
     _command("unknown command", ("explode",), "there is no command 'explode'"),
     _command("command with escapes", ("\x1b[31mrun",), "there is no command"),
     _command("resume with dots", ("resume", "../../x"), "no runs in"),
@@ -35,8 +37,14 @@ _ARGUMENTS = [
     _command("analyze a NUL", ("analyze", "a\0b"), "no such file"),
     _command("analyze a long name", ("analyze", "x" * 5000), "File name too long"),
     _command("analyze with an unknown model", ("analyze", "a/b/c/d"), "no such file"),
-    _command("export of a run with dots", ("monitor", "--run", "../../x", "--export", "outputs/e"), "does not exist"),
-    _command("export from a file", ("monitor", "--output", CONFIG, "--export", "outputs/e"), "is a file"),
+    _command(
+        "export of a run with dots",
+        ("monitor", "--run", "../../x", "--export", "outputs/e"),
+        "does not exist",
+    ),
+    _command(
+        "export from a file", ("monitor", "--output", CONFIG, "--export", "outputs/e"), "is a file"
+    ),
     _command("monitor port", ("monitor", "--port", "99999999"), "port"),
     _command("monitor port a text", ("monitor", "--port", "1;ls"), "port"),
     _command("page for the world", ("ui", "--host", "0.0.0.0"), "is not loopback"),
@@ -56,21 +64,32 @@ _ARGUMENTS = [
     Case("init over a file", ("init", "there"), ("is a file",), {"there": b""}),
     Case("init over a device", ("init", "there"), ("is a file",), {"there": device("null")}),
     Case(
-        "init over planted links", ("init", "there"), ("has config.yaml already",),
+        "init over planted links",
+        ("init", "there"),
+        ("has config.yaml already",),
         {"there/config.yaml": link("../../outside/new.yaml")},
     ),
-]  # fmt: skip
+]
 
 _SETTINGS: dict[str, Any] = {
-    "name": "p", "output": "outputs", "threads": 1,
-    "stages": {"prepare_data": {"num_demonstrations": 50, "levels": ["easy"]}, "sft": {"max_steps": 2}},
-}  # fmt: skip
+    "name": "p",
+    "output": "outputs",
+    "threads": 1,
+    "stages": {
+        "prepare_data": {"num_demonstrations": 50, "levels": ["easy"]},
+        "sft": {"max_steps": 2},
+    },
+}
 
 
-def record(name: str, says: str | tuple[str, ...], *events: bytes | Mapping[str, Any], **files: Content) -> Case:
+def record(
+    name: str, says: str | tuple[str, ...], *events: bytes | Mapping[str, Any], **files: Content
+) -> Case:
     """A run in the output folder that `resume` looks at."""
     folder = "outputs/p/runs/2026-01-01-00-00-00"
-    lines = b"".join((e if isinstance(e, bytes) else json.dumps(e).encode()) + b"\n" for e in events)
+    lines = b"".join(
+        (e if isinstance(e, bytes) else json.dumps(e).encode()) + b"\n" for e in events
+    )
     made = {f"{folder}/.tracking/events.jsonl": lines, f"{folder}/metrics.jsonl": b""}
     made |= {f"{folder}/{key.replace('__', '.')}": content for key, content in files.items()}
     return Case(f"record: {name}", ("resume",), (says,) if isinstance(says, str) else says, made)
@@ -94,10 +113,18 @@ _RECORDS = [
     record("settings nested", "settings were recorded", _START, _text('{"a":' * 50_000), _END),
     record("settings null", "settings were recorded", _START, {**_text(""), "text": None}, _END),
     record("name with dots", "name", _START, _settings(name="../../x"), _END),
-    record("environment of the folder", "environment", _START, _settings(environment={"name": "os:system"}), _END),
+    record(
+        "environment of the folder",
+        "environment",
+        _START,
+        _settings(environment={"name": "os:system"}),
+        _END,
+    ),
     record("reserved name", "name", _START, _settings(name="mlflow"), _END),
     record("unknown key", "sead", _START, _settings(sead=1), _END),
-    record("steps of 1e30", "max_steps", _START, _settings(stages={"sft": {"max_steps": 10**30}}), _END),
+    record(
+        "steps of 1e30", "max_steps", _START, _settings(stages={"sft": {"max_steps": 10**30}}), _END
+    ),
     record("no event at all", "no runs in"),
     record("events no JSON", "no runs in", b"nonsense", b"\xff\xfe"),
     record("events nested", "no runs in", b'{"op":' * 50_000),
@@ -106,11 +133,23 @@ _RECORDS = [
     record("tags a list", "name", _START, {"op": "tags", "tags": [1]}, _settings(name=".."), _END),
     record("status a list", ("name",), _START, _settings(name=".."), {"op": "end", "status": [1]}),
     record("run.json a list", "name", _START, _settings(name=".."), _END, run__json=b"[1]"),
-    record("run.json nested", "name", _START, _settings(name=".."), _END, run__json=b'{"a":' * 50_000),
-    record("run.json given a text", "name", _START, _settings(name=".."), _END, run__json=b'{"given": "abc"}'),
-]  # fmt: skip
+    record(
+        "run.json nested", "name", _START, _settings(name=".."), _END, run__json=b'{"a":' * 50_000
+    ),
+    record(
+        "run.json given a text",
+        "name",
+        _START,
+        _settings(name=".."),
+        _END,
+        run__json=b'{"given": "abc"}',
+    ),
+]
 _PIPE = Case(
-    "record: events are a pipe", ("resume",), ("no runs in",), {"outputs/p/runs/x/.tracking/events.jsonl": fifo}
+    "record: events are a pipe",
+    ("resume",),
+    ("no runs in",),
+    {"outputs/p/runs/x/.tracking/events.jsonl": fifo},
 )
 
 CASES = [*_ARGUMENTS, *_RECORDS, _PIPE]

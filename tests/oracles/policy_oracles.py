@@ -35,10 +35,17 @@ def draw(seed: int) -> Case:
     near = lambda base: base + spread * rng.standard_normal((rows, width))  # noqa: E731
     old = -rng.exponential(2.0, (rows, width))
     case = Case(
-        mask=mask, old=old, new=near(old), sampler=near(old), reference=near(old),
-        advantages=rng.standard_normal((rows, width)), rewards=np.where(mask, rng.standard_normal((rows, width)), 0.0),
-        values=rng.standard_normal((rows, width)), bootstrap=rng.standard_normal(rows), max_tokens=width + 3,
-    )  # fmt: skip
+        mask=mask,
+        old=old,
+        new=near(old),
+        sampler=near(old),
+        reference=near(old),
+        advantages=rng.standard_normal((rows, width)),
+        rewards=np.where(mask, rng.standard_normal((rows, width)), 0.0),
+        values=rng.standard_normal((rows, width)),
+        bootstrap=rng.standard_normal(rows),
+        max_tokens=width + 3,
+    )
     for array in (case.new, case.old, case.sampler, case.reference, case.advantages, case.values):
         array[~mask] = np.nan  # what stands outside the mask is never read
     return case
@@ -65,13 +72,24 @@ def ratios(logprobs: np.ndarray, behavior: np.ndarray, mask: np.ndarray, level: 
         where = np.flatnonzero(row)
         for t in where:
             logs = logprobs[b, where] - behavior[b, where]
-            log = {"token": logprobs[b, t] - behavior[b, t], "sequence": logs.sum(), "geometric": logs.mean()
-                   if len(logs) else 0.0}[level]  # fmt: skip
+            log = {
+                "token": logprobs[b, t] - behavior[b, t],
+                "sequence": logs.sum(),
+                "geometric": logs.mean() if len(logs) else 0.0,
+            }[level]
             found[b, t] = np.exp(min(max(log, -20.0), 20.0))
     return found
 
 
-def importance(case: Case, weighting: str, cap: float, masking: str, low: float, high: float, target: np.ndarray):
+def importance(
+    case: Case,
+    weighting: str,
+    cap: float,
+    masking: str,
+    low: float,
+    high: float,
+    target: np.ndarray,
+):
     """Importance weight of each token, 0 where it is dropped."""
     found = np.where(case.mask, 1.0, 0.0)
     if weighting != "none":
@@ -139,7 +157,9 @@ def kl(case: Case, estimator: str, weight: np.ndarray) -> float:
     for b, t in zip(*np.nonzero(case.mask), strict=True):
         d = case.new[b, t] - case.reference[b, t]
         held = min(max(d, -10.0), 10.0)
-        total += weight[b, t] * {"k1": d, "k2": d * d / 2, "k3": np.exp(-held) - 1 + held}[estimator]
+        total += (
+            weight[b, t] * {"k1": d, "k2": d * d / 2, "k3": np.exp(-held) - 1 + held}[estimator]
+        )
     return total
 
 
@@ -167,8 +187,11 @@ def vtrace(case: Case, ratio: np.ndarray, gamma: float, lam: float, rho_cap: flo
         rho, c = np.minimum(ratio[b, where], rho_cap), lam * np.minimum(ratio[b, where], c_cap)
         delta = rho * (r + gamma * after - v)
         errors = np.array(
-            [sum(gamma ** (k - s) * np.prod(c[s:k]) * delta[k] for k in range(s, n)) for s in range(n)]
-        )  # fmt: skip
+            [
+                sum(gamma ** (k - s) * np.prod(c[s:k]) * delta[k] for k in range(s, n))
+                for s in range(n)
+            ]
+        )
         for i, t in enumerate(where):
             later = errors[i + 1] if i + 1 < n else 0.0
             targets[b, t] = v[i] + errors[i]
@@ -190,5 +213,7 @@ def discounted(rewards: np.ndarray, mask: np.ndarray, gamma: float) -> np.ndarra
     for b, row in enumerate(mask):
         where = np.flatnonzero(row)
         for i, t in enumerate(where):
-            found[b, t] = sum(rewards[b, u] * (gamma**k if k else 1.0) for k, u in enumerate(where[i:]))
+            found[b, t] = sum(
+                rewards[b, u] * (gamma**k if k else 1.0) for k, u in enumerate(where[i:])
+            )
     return found

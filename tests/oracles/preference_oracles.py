@@ -8,7 +8,18 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["bradley_terry", "cdpo", "dpo", "ipo", "kto", "kto_point", "odds", "orpo", "sigmoid", "simpo"]
+__all__ = [
+    "bradley_terry",
+    "cdpo",
+    "dpo",
+    "ipo",
+    "kto",
+    "kto_point",
+    "odds",
+    "orpo",
+    "sigmoid",
+    "simpo",
+]
 
 
 def sigmoid(x):
@@ -51,7 +62,10 @@ def simpo(pairs, beta, gamma):
     """arXiv:2405.14734, eq. 6: -log sigmoid(beta/|c| log pi(c) - beta/|r| log pi(r) - gamma)."""
     losses = []
     for (chosen, _), (rejected, _) in pairs:
-        reward_c, reward_r = beta / len(chosen) * np.sum(chosen), beta / len(rejected) * np.sum(rejected)
+        reward_c, reward_r = (
+            beta / len(chosen) * np.sum(chosen),
+            beta / len(rejected) * np.sum(rejected),
+        )
         losses.append(minus_log_sigmoid(reward_c - reward_r - gamma))
     return np.mean(losses)
 
@@ -67,13 +81,18 @@ def orpo(pairs, weight):
     losses = []
     for (chosen, _), (rejected, _) in pairs:
         ratio = odds(chosen) / odds(rejected)
-        losses.append(-np.mean(chosen) + weight * -np.log(ratio / (1 + ratio)))  # sigmoid(log x) = x / (1 + x)
+        losses.append(
+            -np.mean(chosen) + weight * -np.log(ratio / (1 + ratio))
+        )  # sigmoid(log x) = x / (1 + x)
     return np.mean(losses)
 
 
 def kto_point(mismatched):
     """arXiv:2402.01306, sec. 4.1: max(0, mean of the log-ratios of mismatched completions)."""
-    return max(0.0, float(np.mean([np.sum(policy) - np.sum(reference) for policy, reference in mismatched])))
+    return max(
+        0.0,
+        float(np.mean([np.sum(policy) - np.sum(reference) for policy, reference in mismatched])),
+    )
 
 
 def kto(rows, labels, point, beta, desirable_weight, undesirable_weight):
@@ -84,13 +103,16 @@ def kto(rows, labels, point, beta, desirable_weight, undesirable_weight):
         if label:
             losses.append(desirable_weight - desirable_weight * sigmoid(beta * (reward - point)))
         else:
-            losses.append(undesirable_weight - undesirable_weight * sigmoid(beta * (point - reward)))
+            losses.append(
+                undesirable_weight - undesirable_weight * sigmoid(beta * (point - reward))
+            )
     return np.mean(losses)
 
 
 def bradley_terry(chosen, rejected, margins, center):
     """arXiv:2307.09288, eq. 2 (margin), and arXiv:2312.09244 (centring)."""
     losses = [
-        minus_log_sigmoid(c - r - m) + center * (c + r) ** 2 for c, r, m in zip(chosen, rejected, margins, strict=True)
+        minus_log_sigmoid(c - r - m) + center * (c + r) ** 2
+        for c, r, m in zip(chosen, rejected, margins, strict=True)
     ]
     return np.mean(losses)

@@ -19,7 +19,9 @@ def cross_entropy(p: Rows, fixed: Rows, rows: list[dict], options: dict) -> floa
 
 
 def importance_sampling(p: Rows, fixed: Rows, rows: list[dict], options: dict) -> float:
-    return -sum(ratio(a, q) * w for part, row in zip(p, rows, strict=True) for a, q, w in tokens(part, row))
+    return -sum(
+        ratio(a, q) * w for part, row in zip(p, rows, strict=True) for a, q, w in tokens(part, row)
+    )
 
 
 def tokens(part: np.ndarray, row: dict):
@@ -85,26 +87,40 @@ def k3(p: float, other: float) -> float:
     return math.exp(-d) - 1 + d
 
 
-def enhanced_ppo(p: Rows, fixed: Rows, rows: list[dict], options: dict, values: Rows, entropy: Rows) -> float:
+def enhanced_ppo(
+    p: Rows, fixed: Rows, rows: list[dict], options: dict, values: Rows, entropy: Rows
+) -> float:
     total = 0.0
     for part, row, v, h in zip(p, rows, values, entropy, strict=True):
         mask = row["mask"] != 0
-        adv, ret = generalised_advantages(row["rewards"], row["values"], mask, options["gamma"], options["gae_lambda"])
+        adv, ret = generalised_advantages(
+            row["rewards"], row["values"], mask, options["gamma"], options["gae_lambda"]
+        )
         for t in np.flatnonzero(mask):
             low, high = limits(row, t, options)
             r, clip = ratio(part[t], row["logprobs"][t]), options["value_clip"]
             bounded = row["values"][t] + min(max(v[t] - row["values"][t], -clip), clip)
             total -= min(r * adv[t], min(max(r, low), high) * adv[t])
-            total += options["value_coef"] * 0.5 * max((v[t] - ret[t]) ** 2, (bounded - ret[t]) ** 2)
-            total += options["kl_coef"] * k3(part[t], row["ref_logprobs"][t]) - options["entropy_coef"] * h[t]
+            total += (
+                options["value_coef"] * 0.5 * max((v[t] - ret[t]) ** 2, (bounded - ret[t]) ** 2)
+            )
+            total += (
+                options["kl_coef"] * k3(part[t], row["ref_logprobs"][t])
+                - options["entropy_coef"] * h[t]
+            )
     return options["scale"] * total
 
 
-def conservative_ppo(p: Rows, fixed: Rows, rows: list[dict], options: dict, values: Rows, entropy: Rows) -> float:
+def conservative_ppo(
+    p: Rows, fixed: Rows, rows: list[dict], options: dict, values: Rows, entropy: Rows
+) -> float:
     total = ppo(p, fixed, rows, options)
     for part, row, h in zip(p, rows, entropy, strict=True):
         for t in np.flatnonzero(row["advantages"]):
-            total += options["kl_coef"] * k3(part[t], row["ref_logprobs"][t]) - options["entropy_coef"] * h[t]
+            total += (
+                options["kl_coef"] * k3(part[t], row["ref_logprobs"][t])
+                - options["entropy_coef"] * h[t]
+            )
     return options["scale"] * total
 
 

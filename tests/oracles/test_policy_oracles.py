@@ -12,25 +12,45 @@ from rl_core.losses.importance import importance_ratios
 from rl_core.losses.kl import kl_penalty
 from rl_core.losses.supervised import entropy_bonus, token_entropy
 from rl_core.settings import CriticSettings, PolicySettings, SamplingSettings
-from rl_core.trainers.policy_gradient.losses import StepCounts, importance_weights, policy_loss, token_weights_of
+from rl_core.trainers.policy_gradient.losses import (
+    LossDenominators,
+    compute_importance_weights,
+    compute_policy_loss,
+    compute_token_weights,
+)
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
-CASES = [pytest.param(range(30), id="30"), pytest.param(range(30, 230), id="200", marks=pytest.mark.slow)]
+CASES = [
+    pytest.param(range(30), id="30"),
+    pytest.param(range(30, 230), id="200", marks=pytest.mark.slow),
+]
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 LEVELS = ("none", "token", "sequence", "geometric")
 # name of the loss in the oracle, its options there, the settings that ask for it
 LOSSES = {
-    "clipped": ("clipped", dict(low=0.2, high=0.28), dict(algorithm="grpo", clip_eps=0.2, clip_eps_high=0.28)),
-    "dual clip": (
-        "clipped", dict(low=0.2, high=0.2, dual=1.5), dict(algorithm="ppo", critic=CriticSettings(), dual_clip=1.5)
+    "clipped": (
+        "clipped",
+        dict(low=0.2, high=0.28),
+        dict(algorithm="grpo", clip_eps=0.2, clip_eps_high=0.28),
     ),
-    "gspo": ("gspo", dict(low=0.1, high=0.15), dict(algorithm="gspo", clip_eps=0.1, clip_eps_high=0.15)),
+    "dual clip": (
+        "clipped",
+        dict(low=0.2, high=0.2, dual=1.5),
+        dict(algorithm="ppo", critic=CriticSettings(), dual_clip=1.5),
+    ),
+    "gspo": (
+        "gspo",
+        dict(low=0.1, high=0.15),
+        dict(algorithm="gspo", clip_eps=0.1, clip_eps_high=0.15),
+    ),
     "cispo": ("cispo", dict(high=0.3), dict(algorithm="cispo", clip_eps_high=0.3)),
     "sapo": (
-        "sapo", dict(positive=1.0, negative=1.4), dict(algorithm="sapo", sapo_tau_positive=1.0, sapo_tau_negative=1.4)
+        "sapo",
+        dict(positive=1.0, negative=1.4),
+        dict(algorithm="sapo", sapo_tau_positive=1.0, sapo_tau_negative=1.4),
     ),
     "reinforce": ("reinforce", {}, dict(algorithm="reinforce")),
-}  # fmt: skip
+}
 
 
 def tensor(array):
@@ -40,7 +60,7 @@ def tensor(array):
 def counts_of(case):
     sequences = int(case.mask.any(1).sum())
     tokens = int(case.mask.sum())
-    return StepCounts(tokens, tokens, sequences, sequences, num_rollouts=len(case.mask))
+    return LossDenominators(tokens, tokens, sequences, sequences, num_rollouts=len(case.mask))
 
 
 def settings_of(case, aggregation, **more):
@@ -51,7 +71,11 @@ def settings_of(case, aggregation, **more):
 def micro_batches(case, seed):
     """Row numbers of one to three micro-batches, in any order."""
     rng = np.random.default_rng(seed)
-    return [part for part in np.array_split(rng.permutation(len(case.mask)), int(rng.integers(1, 4))) if len(part)]
+    return [
+        part
+        for part in np.array_split(rng.permutation(len(case.mask)), int(rng.integers(1, 4)))
+        if len(part)
+    ]
 
 
 @pytest.mark.parametrize("cases", CASES)
@@ -65,19 +89,36 @@ def test_policy_losses(name, aggregation, cases):
         case = oracle.draw(seed)
         weighting, masking = weightings[seed % len(weightings)]
         settings = settings_of(
-            case, aggregation, importance=weighting, importance_cap=1.7, importance_mask=masking, importance_low=0.6,
-            importance_high=1.9, **chosen,
-        )  # fmt: skip
+            case,
+            aggregation,
+            importance=weighting,
+            importance_cap=1.7,
+            importance_mask=masking,
+            importance_low=0.6,
+            importance_high=1.9,
+            **chosen,
+        )
         target = case.new if kind == "reinforce" else case.old
-        multiplied = oracle.importance(case, weighting, 1.7, masking, 0.6, 1.9, target) * np.nan_to_num(case.advantages)
-        expected, slope = oracle.policy_loss(case, kind, oracle.weights(case, aggregation), multiplied, **options)
+        multiplied = oracle.importance(
+            case, weighting, 1.7, masking, 0.6, 1.9, target
+        ) * np.nan_to_num(case.advantages)
+        expected, slope = oracle.policy_loss(
+            case, kind, oracle.weights(case, aggregation), multiplied, **options
+        )
         new = tensor(case.new).requires_grad_()
         total, reported = 0.0, 0.0
         for rows in micro_batches(case, seed):
-            part = (new[rows], tensor(case.old)[rows], tensor(case.sampler)[rows], tensor(case.mask)[rows])
-            found = importance_weights(settings, *part)
+            part = (
+                new[rows],
+                tensor(case.old)[rows],
+                tensor(case.sampler)[rows],
+                tensor(case.mask)[rows],
+            )
+            found = compute_importance_weights(settings, *part)
             advantages = tensor(case.advantages)[rows] * (found if found is not None else 1.0)
-            loss, metrics = policy_loss(settings, part[0], part[1], advantages, part[3], counts_of(case))
+            loss, metrics = compute_policy_loss(
+                settings, part[0], part[1], advantages, part[3], counts_of(case)
+            )
             loss.backward()
             total += float(loss)
             reported += float(metrics["loss"])
@@ -92,24 +133,34 @@ def test_kl_and_entropy_terms_have_the_weights_of_the_policy_loss(cases):
         case = oracle.draw(seed)
         rng = np.random.default_rng(seed)
         logits = rng.standard_normal((*case.mask.shape, 7)) * 3
-        expected = np.array([[oracle.entropy(logits[b, t]) for t in range(case.mask.shape[1])]
-                             for b in range(len(case.mask))])  # fmt: skip
+        expected = np.array(
+            [
+                [oracle.entropy(logits[b, t]) for t in range(case.mask.shape[1])]
+                for b in range(len(case.mask))
+            ]
+        )
         weight, each = oracle.weights(case, aggregation), oracle.weights(case, "token_mean")
         settings, counts = settings_of(case, aggregation), counts_of(case)
         kl, bonus, kl_mean, entropy_mean = 0.0, 0.0, 0.0, 0.0
         for rows in micro_batches(case, seed):
             mask = tensor(case.mask)[rows]
-            found = token_weights_of(settings, mask, counts, torch.float64)
+            found = compute_token_weights(settings, mask, counts, torch.float64)
             arguments = {"num_loss_tokens": counts.num_loss_tokens, "loss_weights_BT": found}
             part, metrics = kl_penalty(
-                tensor(case.new)[rows], tensor(case.reference)[rows], mask, estimator=estimator, **arguments
+                tensor(case.new)[rows],
+                tensor(case.reference)[rows],
+                mask,
+                estimator=estimator,
+                **arguments,
             )
             kl, kl_mean = kl + float(part), kl_mean + float(metrics["ref_kl"])
             entropy = token_entropy(torch.log_softmax(tensor(logits)[rows], dim=-1))
             part, metrics = entropy_bonus(entropy, mask, **arguments)
             bonus, entropy_mean = bonus + float(part), entropy_mean + float(metrics["entropy"])
         assert kl == pytest.approx(oracle.kl(case, estimator, weight), rel=1e-9, abs=1e-9)
-        assert kl_mean == pytest.approx(oracle.kl(case, estimator, each), rel=1e-9, abs=1e-9)  # metrics stay per token
+        assert kl_mean == pytest.approx(
+            oracle.kl(case, estimator, each), rel=1e-9, abs=1e-9
+        )  # metrics stay per token
         assert bonus == pytest.approx(-(expected * weight).sum(), rel=1e-9, abs=1e-9)
         assert entropy_mean == pytest.approx((expected * each).sum(), rel=1e-9, abs=1e-9)
 
@@ -127,25 +178,40 @@ def test_gae_vtrace_and_returns(cases):
         for ours, theirs in zip(found, oracle.gae(case, gamma, lam), strict=True):
             np.testing.assert_allclose(ours.numpy(), theirs, **EXACT)
         ratio = importance_ratios(tensor(case.old), tensor(case.sampler), mask)
-        np.testing.assert_allclose(ratio, oracle.ratios(case.old, case.sampler, case.mask, "token"), **EXACT)
+        np.testing.assert_allclose(
+            ratio, oracle.ratios(case.old, case.sampler, case.mask, "token"), **EXACT
+        )
         traced = vtrace(
-            *arguments, ratio, mask, gamma=gamma, trace_lambda=lam, rho_cap=rho_cap, c_cap=c_cap, bootstrap_B=bootstrap
+            *arguments,
+            ratio,
+            mask,
+            gamma=gamma,
+            trace_lambda=lam,
+            rho_cap=rho_cap,
+            c_cap=c_cap,
+            bootstrap_B=bootstrap,
         )
         expected = oracle.vtrace(case, ratio.numpy(), gamma, lam, rho_cap, c_cap)
         for ours, theirs in zip(traced, expected, strict=True):
             np.testing.assert_allclose(ours.numpy(), theirs, **EXACT)
-        on_policy = vtrace(*arguments, mask.double(), mask, gamma=gamma, trace_lambda=lam, bootstrap_B=bootstrap)
+        on_policy = vtrace(
+            *arguments, mask.double(), mask, gamma=gamma, trace_lambda=lam, bootstrap_B=bootstrap
+        )
         for ours, theirs in zip(on_policy, found, strict=True):
             np.testing.assert_allclose(ours.numpy(), theirs.numpy(), **EXACT)
         sums = returns(tensor(case.rewards), mask, gamma=gamma)
-        np.testing.assert_allclose(sums.numpy(), oracle.discounted(case.rewards, case.mask, gamma), **EXACT)
+        np.testing.assert_allclose(
+            sums.numpy(), oracle.discounted(case.rewards, case.mask, gamma), **EXACT
+        )
 
 
 @pytest.mark.parametrize("cases", CASES)
 def test_distillation_advantages(cases):
     for seed, gamma in itertools.product(cases, (0.0, 0.9, 1.0)):
         case = oracle.draw(seed)
-        found = distillation_advantages(tensor(case.old), tensor(case.reference), tensor(case.mask), gamma=gamma)
+        found = distillation_advantages(
+            tensor(case.old), tensor(case.reference), tensor(case.mask), gamma=gamma
+        )
         np.testing.assert_allclose(found.numpy(), oracle.distillation(case, gamma), **EXACT)
 
 
@@ -163,4 +229,6 @@ def test_vtrace_over_hundreds_of_tokens():
         expected[t] = values[t] + error
     mask = torch.ones(1, width, dtype=torch.bool)
     arguments = [tensor(part[None]) for part in (rewards, values, ratio)]
-    np.testing.assert_allclose(vtrace(*arguments, mask, gamma=gamma, trace_lambda=lam)[1][0], expected, **EXACT)
+    np.testing.assert_allclose(
+        vtrace(*arguments, mask, gamma=gamma, trace_lambda=lam)[1][0], expected, **EXACT
+    )

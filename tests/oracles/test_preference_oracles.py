@@ -32,7 +32,10 @@ def ragged(rng, count):
 def columns(pairs, reduce):
     """(chosen, rejected, reference of both) as float64 tensors."""
     order = ((0, 0), (1, 0), (0, 1), (1, 1))
-    return [torch.tensor([reduce(pair[side][model]) for pair in pairs], dtype=torch.float64) for side, model in order]
+    return [
+        torch.tensor([reduce(pair[side][model]) for pair in pairs], dtype=torch.float64)
+        for side, model in order
+    ]
 
 
 def in_parts(rng, loss_fn, arrays, total):
@@ -61,15 +64,37 @@ def losses(rng):
     """(name, function of tensors, reduction over the tokens, oracle) with random settings."""
     beta, share, gamma = rng.uniform(0.05, 3), rng.uniform(0, 0.49), rng.uniform(0, 2)
     return [
-        ("dpo", lambda n: lambda *x: dpo_loss(*x, num_pairs=n, beta=beta), np.sum, lambda p: oracle.dpo(p, beta)),
-        ("cdpo", lambda n: lambda *x: dpo_loss(*x, num_pairs=n, beta=beta, label_smoothing=share), np.sum,
-         lambda p: oracle.cdpo(p, beta, share)),
-        ("ipo", lambda n: lambda *x: ipo_loss(*x, num_pairs=n, beta=beta), np.mean, lambda p: oracle.ipo(p, beta)),
-        ("simpo", lambda n: lambda *x: simpo_loss(*x[:2], num_pairs=n, beta=beta, gamma=gamma), np.mean,
-         lambda p: oracle.simpo(p, beta, gamma)),
-        ("orpo", lambda n: lambda *x: orpo_loss(*x[:2], num_pairs=n, beta=beta), np.mean,
-         lambda p: oracle.orpo(p, beta)),
-    ]  # fmt: skip
+        (
+            "dpo",
+            lambda n: lambda *x: dpo_loss(*x, num_pairs=n, beta=beta),
+            np.sum,
+            lambda p: oracle.dpo(p, beta),
+        ),
+        (
+            "cdpo",
+            lambda n: lambda *x: dpo_loss(*x, num_pairs=n, beta=beta, label_smoothing=share),
+            np.sum,
+            lambda p: oracle.cdpo(p, beta, share),
+        ),
+        (
+            "ipo",
+            lambda n: lambda *x: ipo_loss(*x, num_pairs=n, beta=beta),
+            np.mean,
+            lambda p: oracle.ipo(p, beta),
+        ),
+        (
+            "simpo",
+            lambda n: lambda *x: simpo_loss(*x[:2], num_pairs=n, beta=beta, gamma=gamma),
+            np.mean,
+            lambda p: oracle.simpo(p, beta, gamma),
+        ),
+        (
+            "orpo",
+            lambda n: lambda *x: orpo_loss(*x[:2], num_pairs=n, beta=beta),
+            np.mean,
+            lambda p: oracle.orpo(p, beta),
+        ),
+    ]
 
 
 @pytest.mark.parametrize("place", range(5), ids=["dpo", "cdpo", "ipo", "simpo", "orpo"])
@@ -96,22 +121,33 @@ def test_kto():
         mismatched = [pair[0] for pair in ragged(rng, count)]
         labels = rng.uniform(size=count) < rng.uniform()
         beta, good, bad = rng.uniform(0.05, 2), rng.uniform(0, 2), rng.uniform(0, 2)
-        sums = [sum(np.sum(policy) - np.sum(reference) for policy, reference in mismatched[k::2]) for k in (0, 1)]
+        sums = [
+            sum(np.sum(policy) - np.sum(reference) for policy, reference in mismatched[k::2])
+            for k in (0, 1)
+        ]
         point = kto_reference_point(sum(sums), num_rows=count)
         assert point == pytest.approx(oracle.kto_point(mismatched), **EXACT)
         seen.add(point > 0)
-        arrays = [torch.tensor([np.sum(row[k]) for row in rows], dtype=torch.float64) for k in (0, 1)]
+        arrays = [
+            torch.tensor([np.sum(row[k]) for row in rows], dtype=torch.float64) for k in (0, 1)
+        ]
         options = {
-            "reference_point": point, "beta": beta, "desirable_weight": good, "undesirable_weight": bad,
-            "num_desirable": int(labels.sum()), "num_undesirable": int((~labels).sum()),
-        }  # fmt: skip
+            "reference_point": point,
+            "beta": beta,
+            "desirable_weight": good,
+            "undesirable_weight": bad,
+            "num_desirable": int(labels.sum()),
+            "num_undesirable": int((~labels).sum()),
+        }
         loss_fn = functools.partial(kto_loss, **options)
         found, leaves = in_parts(rng, loss_fn, [*arrays, torch.tensor(labels)], count)
         assert found == pytest.approx(oracle.kto(rows, labels, point, beta, good, bad), **EXACT)
         if case % 20 == 0:
             pairs = [(row,) for row in rows]
             rest = (labels, point, beta, good, bad)
-            by_hand = slope(lambda p, rest=rest: oracle.kto([row for (row,) in p], *rest), pairs, 0, 0)
+            by_hand = slope(
+                lambda p, rest=rest: oracle.kto([row for (row,) in p], *rest), pairs, 0, 0
+            )
             assert float(leaves[0].grad[0]) == pytest.approx(by_hand, rel=1e-4, abs=1e-8)
     assert seen == {True, False}  # the clamp at 0 was at work, and was not
 
@@ -130,4 +166,6 @@ def test_bradley_terry_with_margins():
         arrays = [torch.tensor(values) for values in (chosen, rejected, margins)]
         loss_fn = functools.partial(with_margins, num_pairs=count, center_coef=center)
         found, _ = in_parts(rng, loss_fn, arrays, count)
-        assert found == pytest.approx(oracle.bradley_terry(chosen, rejected, margins, center), **EXACT)
+        assert found == pytest.approx(
+            oracle.bradley_terry(chosen, rejected, margins, center), **EXACT
+        )

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rl_core.cpu import attention_kernel, gemm, low_rank, norm_and_gate
+from rl_core.cpu import attention_kernel, gemm, layer_kernels, low_rank
 from rl_core.storage import faults
 
 
@@ -12,21 +12,23 @@ from rl_core.storage import faults
 def no_faults():
     """A fault point that one test set never fires in the next one."""
     yield
-    faults.configure(None)
+    faults.configure_faults(None)
 
 
 @pytest.fixture(params=["torch", "compiled", "vectors", "tiles"])
 def way(request, monkeypatch):
     """CPU implementation: torch's kernels, compiled code, compiled code with products by vectors or by tiles."""
-    products = {"vectors": gemm.load_vectors, "tiles": gemm.load_tiles}.get(request.param, lambda: None)
+    products = {"vectors": gemm.load_vectors, "tiles": gemm.load_tiles}.get(
+        request.param, lambda: None
+    )
     if request.param in ("vectors", "tiles") and products() is None:
         pytest.skip(f"needs a C compiler and a processor with {request.param}")
-    monkeypatch.setattr(gemm, "load", products)
+    monkeypatch.setattr(gemm, "load_gemm", products)
     if request.param == "torch":
-        monkeypatch.setattr(norm_and_gate, "load", lambda: None)
-        monkeypatch.setattr(attention_kernel, "load", lambda: None)
-        monkeypatch.setattr(low_rank, "load", lambda: None)
-    elif norm_and_gate.load() is None:
+        monkeypatch.setattr(layer_kernels, "load_norm_and_gate", lambda: None)
+        monkeypatch.setattr(attention_kernel, "load_attention_kernel", lambda: None)
+        monkeypatch.setattr(low_rank, "load_low_rank", lambda: None)
+    elif layer_kernels.load_norm_and_gate() is None:
         pytest.skip("needs a C compiler")
     return request.param
 

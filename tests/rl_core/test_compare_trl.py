@@ -18,5 +18,9 @@ def test_losses_agree_with_trl():
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    verdicts = [line.rsplit(None, 1)[-1] for line in done.stdout.splitlines() if line.endswith(("PASS", "CHOICE"))]
+    verdicts = [
+        line.rsplit(None, 1)[-1]
+        for line in done.stdout.splitlines()
+        if line.endswith(("PASS", "CHOICE"))
+    ]
     assert (verdicts.count("PASS"), verdicts.count("CHOICE")) == (28, 5)

@@ -7,18 +7,18 @@ from numpy.testing import assert_allclose
 
 from rl_core.analysis.statistics import wilson_interval
 from rl_core.environments.environment import Environment, Episode, Step
-from rl_core.environments.step_pool import resolve
+from rl_core.environments.step_pool import wait_for_observation
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.evaluation import (
     Evaluation,
     compare,
+    compute_paired_differences,
     evaluate,
-    paired_differences,
-    summarize,
+    summarize_trajectories,
 )
-from rl_core.rollouts.collect import EpisodeRequest
-from rl_core.rollouts.heldout_requests import heldout_requests, validation_requests
+from rl_core.rollouts.episode_sequence import EpisodeRequest
+from rl_core.rollouts.heldout_episodes import draw_heldout_requests, draw_validation_requests
 from rl_core.settings import EvaluationSettings, SamplingSettings
 from rl_core.types import StopReason, ToolCall, Trajectory, Turn
 
@@ -90,12 +90,20 @@ class Scripted:
             observation = ""
             while observation is not None:
                 ids = [*map(ord, self.policy(prompt, observation, sample)), 0]
-                after = resolve(sequence.advance(ids, [-0.5] * len(ids), False))
+                after = wait_for_observation(sequence.advance(ids, [-0.5] * len(ids), False))
                 observation = None if after is None else "".join(map(chr, after))
 
 
 def play(policy, requests, samples=1):
-    return evaluate(SumEnvironment(), Scripted(policy), Letters(), requests, samples=samples, sampling=SAMPLING, seed=0)
+    return evaluate(
+        SumEnvironment(),
+        Scripted(policy),
+        Letters(),
+        requests,
+        samples=samples,
+        sampling=SAMPLING,
+        seed=0,
+    )
 
 
 def test_failed_episodes_count_nowhere_but_by_themselves():
@@ -110,17 +118,37 @@ def test_failed_episodes_count_nowhere_but_by_themselves():
             return BreakingSum(seed, level)
 
     def zero_second(prompt, observation, sample):
-        return "answer 0" if sample or prompt.startswith("hard") else looks_first(prompt, observation, sample)
+        return (
+            "answer 0"
+            if sample or prompt.startswith("hard")
+            else looks_first(prompt, observation, sample)
+        )
 
-    result = evaluate(Breaking(), Scripted(zero_second), Letters(), REQUESTS, samples=2, sampling=SAMPLING, seed=0)
+    result = evaluate(
+        Breaking(), Scripted(zero_second), Letters(), REQUESTS, samples=2, sampling=SAMPLING, seed=0
+    )
     assert result.failed_episodes == 3  # easy 3: the second sample; hard 3: both
-    assert [(e.level, e.seed, e.samples, e.successes) for e in result.episodes if e.seed == 3] == [("easy", 3, 1, 1)]
+    assert [(e.level, e.seed, e.samples, e.successes) for e in result.episodes if e.seed == 3] == [
+        ("easy", 3, 1, 1)
+    ]
     assert result.samples == 17 and result.metrics()["eval/failed_episodes"] == 3.0
     assert result.reward_mean == pytest.approx(5 / 17)
     assert Evaluation.from_json(json.loads(json.dumps(result.to_json()))).failed_episodes == 3
-    strict = SamplingSettings(max_completion_tokens=100, max_turns=4, max_failed_share=0.05)  # of 50: two may fail
-    with pytest.raises(EnvironmentFault, match=r"3 of the newest 20 episodes failed .*TimeoutError: judge"):
-        evaluate(Breaking(), Scripted(zero_second), Letters(), REQUESTS, samples=2, sampling=strict, seed=0)
+    strict = SamplingSettings(
+        max_completion_tokens=100, max_turns=4, max_failed_share=0.05
+    )  # of 50: two may fail
+    with pytest.raises(
+        EnvironmentFault, match=r"3 of the newest 20 episodes failed .*TimeoutError: judge"
+    ):
+        evaluate(
+            Breaking(),
+            Scripted(zero_second),
+            Letters(),
+            REQUESTS,
+            samples=2,
+            sampling=strict,
+            seed=0,
+        )
 
 
 def looks_first(prompt, observation, sample):
@@ -136,24 +164,28 @@ REQUESTS = [EpisodeRequest(level, seed) for seed in range(1, 6) for level in ("e
 
 def test_requests_are_equal_shares_and_the_same_every_time():
     settings = EvaluationSettings(episodes=11, levels=("easy", "hard"))
-    requests = heldout_requests(SumEnvironment(), settings, seed=3)
+    requests = draw_heldout_requests(SumEnvironment(), settings, seed=3)
     assert [request.level for request in requests] == ["easy", "hard"] * 5 + ["easy"]
-    assert requests == heldout_requests(SumEnvironment(), settings, seed=3)
-    assert requests != heldout_requests(SumEnvironment(), settings, seed=4)
+    assert requests == draw_heldout_requests(SumEnvironment(), settings, seed=3)
+    assert requests != draw_heldout_requests(SumEnvironment(), settings, seed=4)
     assert len(set(requests)) == 11
     assert all(request.seed in SumEnvironment().seeds("heldout") for request in requests)
     assert not any(request.seed in SumEnvironment().seeds("train") for request in requests)
 
 
 def test_a_level_draws_the_same_seeds_whatever_the_other_levels():
-    both = heldout_requests(SumEnvironment(), EvaluationSettings(episodes=8, levels=("easy", "hard")), 0)
-    alone = heldout_requests(SumEnvironment(), EvaluationSettings(episodes=4, levels=("hard",)), 0)
+    both = draw_heldout_requests(
+        SumEnvironment(), EvaluationSettings(episodes=8, levels=("easy", "hard")), 0
+    )
+    alone = draw_heldout_requests(
+        SumEnvironment(), EvaluationSettings(episodes=4, levels=("hard",)), 0
+    )
     assert [r for r in both if r.level == "hard"] == alone
 
 
 def test_a_scarce_level_gives_all_it_has(caplog):
     with caplog.at_level(logging.WARNING):
-        requests = heldout_requests(SumEnvironment(), EvaluationSettings(episodes=30), 0)
+        requests = draw_heldout_requests(SumEnvironment(), EvaluationSettings(episodes=30), 0)
     assert sorted(r.seed for r in requests if r.level == "rare") == [5, 9, 13]
     assert len(requests) == 23 and "3 held-out episodes, fewer than 10" in caplog.text
 
@@ -168,14 +200,14 @@ def test_a_scarce_level_gives_all_it_has(caplog):
 )
 def test_requests_refuse(settings, message):
     with pytest.raises(SettingsError, match=message):
-        heldout_requests(SumEnvironment(), EvaluationSettings(**settings), 0)
+        draw_heldout_requests(SumEnvironment(), EvaluationSettings(**settings), 0)
 
 
 def test_requests_refuse_a_level_without_episodes():
     environment = SumEnvironment()
     environment.seeds_of = lambda split, level: []
     with pytest.raises(DataError, match="no held-out episodes of level 'easy'"):
-        heldout_requests(environment, EvaluationSettings(), 0)
+        draw_heldout_requests(environment, EvaluationSettings(), 0)
 
 
 def test_draws_share_no_episode_and_end_with_the_pool(caplog):
@@ -183,44 +215,59 @@ def test_draws_share_no_episode_and_end_with_the_pool(caplog):
     pool = range(2**30, 2**30 + 100)
     environment.seeds_of = lambda split, level: pool
     chosen = {"episodes": 20, "levels": ("easy",)}
-    first = heldout_requests(environment, EvaluationSettings(**chosen), 0)
-    excluded = [EpisodeRequest("easy", seed) for seed in pool if EpisodeRequest("easy", seed) not in first][:20]
+    first = draw_heldout_requests(environment, EvaluationSettings(**chosen), 0)
+    excluded = [
+        EpisodeRequest("easy", seed) for seed in pool if EpisodeRequest("easy", seed) not in first
+    ][:20]
     seen = {request.seed for request in first + excluded}
     for draw in (1, 2, 3):
-        requests = heldout_requests(environment, EvaluationSettings(**chosen, episodes_draw=draw), 0, excluded)
+        requests = draw_heldout_requests(
+            environment, EvaluationSettings(**chosen, episodes_draw=draw), 0, excluded
+        )
         assert len(requests) == 20 and not seen & {request.seed for request in requests}
-        assert requests == heldout_requests(environment, EvaluationSettings(**chosen, episodes_draw=draw), 0, excluded)
+        assert requests == draw_heldout_requests(
+            environment, EvaluationSettings(**chosen, episodes_draw=draw), 0, excluded
+        )
         seen |= {request.seed for request in requests}
     with pytest.raises(
-        DataError, match=r"level 'easy' has 100 held-out episodes, too few for draw 4 of 20 .*: 0 whose question is new"
+        DataError,
+        match=r"level 'easy' has 100 held-out episodes, too few for draw 4 of 20 .*: 0 whose question is new",
     ):
-        heldout_requests(environment, EvaluationSettings(**chosen, episodes_draw=4), 0, excluded)
+        draw_heldout_requests(
+            environment, EvaluationSettings(**chosen, episodes_draw=4), 0, excluded
+        )
 
 
 def test_differences_are_those_of_the_common_episodes():
     ours, theirs = evaluation([2, 1, 0, 2], samples=2), evaluation([1, 1, 2], samples=2, first=1)
-    assert paired_differences(ours, theirs) == [0.0, -0.5, 0.0]
-    assert paired_differences(ours, theirs, "reward") == [0.0, -0.5, 0.0]
+    assert compute_paired_differences(ours, theirs) == [0.0, -0.5, 0.0]
+    assert compute_paired_differences(ours, theirs, "reward") == [0.0, -0.5, 0.0]
     with pytest.raises(DataError, match="no episode in common"):
-        paired_differences(ours, evaluation([1], first=9))
+        compute_paired_differences(ours, evaluation([1], first=9))
 
 
 def test_validation_episodes_are_held_out_and_not_reported_on():
     environment, levels = SumEnvironment(), ("easy", "hard")
-    reported = heldout_requests(environment, EvaluationSettings(episodes=6), 3)
-    found = validation_requests(environment, len(levels) * 2, levels, 3, reported)
+    reported = draw_heldout_requests(environment, EvaluationSettings(episodes=6), 3)
+    found = draw_validation_requests(environment, len(levels) * 2, levels, 3, reported)
     assert len(found) == len(set(found)) == len(levels) * 2 and not set(found) & set(reported)
     assert all(request.seed in environment.seeds_of("heldout", request.level) for request in found)
-    assert found == validation_requests(environment, len(levels) * 2, levels, 3, reported)
+    assert found == draw_validation_requests(environment, len(levels) * 2, levels, 3, reported)
 
 
 def test_validation_needs_episodes_that_are_left():
     environment = SumEnvironment()
     scarce = min(environment.levels, key=lambda level: len(environment.seeds_of("heldout", level)))
     total = len(environment.seeds_of("heldout", scarce))
-    reported = [EpisodeRequest(scarce, seed) for seed in environment.seeds_of("heldout", scarce)[: total - 1]]
-    with pytest.raises(SettingsError, match=f"eval_episodes: level '{scarce}' has {total} held-out episodes; .* 1 are"):
-        validation_requests(environment, 2, [scarce], 0, reported)
+    reported = [
+        EpisodeRequest(scarce, seed)
+        for seed in environment.seeds_of("heldout", scarce)[: total - 1]
+    ]
+    with pytest.raises(
+        SettingsError,
+        match=f"eval_episodes: level '{scarce}' has {total} held-out episodes; .* 1 are",
+    ):
+        draw_validation_requests(environment, 2, [scarce], 0, reported)
 
 
 def test_evaluate_by_hand():
@@ -262,7 +309,9 @@ def test_metrics_are_flat_and_named():
     metrics = play(fails_hard, REQUESTS).metrics()
     assert metrics["eval/success_rate"] == 0.5 and metrics["eval/success_rate_by_level/hard"] == 0.0
     assert metrics["eval/pass_at_1"] == 0.5 and metrics["eval/episodes"] == 10
-    assert all(name.startswith("eval/") and isinstance(value, float) for name, value in metrics.items())
+    assert all(
+        name.startswith("eval/") and isinstance(value, float) for name, value in metrics.items()
+    )
     assert "greedy/success_rate" in play(fails_hard, REQUESTS).metrics("greedy")
 
 
@@ -275,16 +324,30 @@ def test_json_round_trip():
     result = play(fails_hard, REQUESTS, samples=2)
     back = Evaluation.from_json(json.loads(json.dumps(result.to_json(), allow_nan=False)))
     timed = {"eval/seconds": 0.0, "eval/tokens_per_second": 0.0}  # not kept
-    assert result.seconds > 0 and back.trajectories == [] and back.metrics() == result.metrics() | timed
-    assert back.episodes == result.episodes and back.by_level == result.by_level and back.interval == result.interval
+    assert (
+        result.seconds > 0
+        and back.trajectories == []
+        and back.metrics() == result.metrics() | timed
+    )
+    assert (
+        back.episodes == result.episodes
+        and back.by_level == result.by_level
+        and back.interval == result.interval
+    )
     assert compare(back, result).success.difference == 0.0
 
 
 def test_played_again_its_json_is_the_same():
     first, again = (play(fails_hard, REQUESTS) for _ in range(2))
-    again.seconds, again.tokens_per_second = 2 * first.seconds, first.tokens_per_second / 2  # on a busier machine
+    again.seconds, again.tokens_per_second = (
+        2 * first.seconds,
+        first.tokens_per_second / 2,
+    )  # on a busier machine
     assert first.to_json() == again.to_json()
-    kept = first.to_json() | {"seconds": 3.0, "tokens_per_second": 7.0}  # as earlier versions wrote it
+    kept = first.to_json() | {
+        "seconds": 3.0,
+        "tokens_per_second": 7.0,
+    }  # as earlier versions wrote it
     assert Evaluation.from_json(kept).seconds == 3.0
 
 
@@ -322,12 +385,24 @@ def test_compare_on_the_common_episodes():
 def test_summarize_needs_no_engine():
     rows = [
         Trajectory(
-            "sums", "easy", "odd", seed, "q", "1", [Turn("x")], success=seed > 1, stop_reason=StopReason.MAX_TURNS
+            "sums",
+            "easy",
+            "odd",
+            seed,
+            "q",
+            "1",
+            [Turn("x")],
+            success=seed > 1,
+            stop_reason=StopReason.MAX_TURNS,
         )
         for seed in range(4)
     ]
-    result = summarize(rows)
-    assert result.success_rate == 0.5 and result.tokens_per_second == 0.0 and result.truncated_rate == 1.0
+    result = summarize_trajectories(rows)
+    assert (
+        result.success_rate == 0.5
+        and result.tokens_per_second == 0.0
+        and result.truncated_rate == 1.0
+    )
 
 
 def test_nothing_to_play_is_refused():
@@ -336,4 +411,4 @@ def test_nothing_to_play_is_refused():
     with pytest.raises(SettingsError):
         play(looks_first, REQUESTS, samples=0)
     with pytest.raises(DataError):
-        summarize([])
+        summarize_trajectories([])

@@ -17,8 +17,8 @@ from helpers.tiny import PAD, nano
 from transformers import LlamaForSequenceClassification
 
 from rl_core import probe, timing
-from rl_core.cpu.allocator import pages
-from rl_core.data.pairs import Pair, PairSide
+from rl_core.cpu.allocator import allocate_huge_pages
+from rl_core.data.pairs import PairSide, PreferencePair
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.step_pool import PendingTurn
 from rl_core.errors import OutOfMemory
@@ -26,19 +26,18 @@ from rl_core.inference import decoder, teacher
 from rl_core.inference.engine import Engine
 from rl_core.inference.teacher import LocalTeacher
 from rl_core.inference.transformers_backend import TransformersBackend
-from rl_core.memory import MemoryFit, is_out_of_memory
 from rl_core.models import heads, logprobs
-from rl_core.models import turn_states as states_module
-from rl_core.models.turn_states import turn_states
+from rl_core.models import hidden_states as states_module
+from rl_core.models.hidden_states import compute_turn_embeddings
+from rl_core.out_of_memory import MemoryFit, is_out_of_memory
 from rl_core.rollouts.batching import TrainRow
 from rl_core.settings import PreferenceSettings, RewardModelSettings, SamplingSettings, SFTSettings
 from rl_core.thoughts import baseline, episodes
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers import pair_references
-from rl_core.trainers.pair_references import reference_logprobs
+from rl_core.trainers import preference
 from rl_core.trainers.policy_gradient import rollout_buffer
-from rl_core.trainers.policy_gradient.replay_buffer import Sample
-from rl_core.trainers.preference import PreferenceTrainer
+from rl_core.trainers.policy_gradient.samples import TrainingSample
+from rl_core.trainers.preference import PreferenceTrainer, compute_reference_logprobs
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.loop import run_loop
@@ -46,11 +45,21 @@ from rl_core.training.loop import run_loop
 CPU = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
 )
-ERRORS = [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), CPU, OSError(errno.ENOMEM, "mmap")]
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    MemoryError(),
+    CPU,
+    OSError(errno.ENOMEM, "mmap"),
+]
 
 
 @pytest.mark.parametrize(
-    "allocate", [lambda n: torch.empty(n, dtype=torch.uint8), lambda n: np.zeros(n, np.uint8), pages]
+    "allocate",
+    [
+        lambda n: torch.empty(n, dtype=torch.uint8),
+        lambda n: np.zeros(n, np.uint8),
+        allocate_huge_pages,
+    ],
 )
 def test_a_refused_allocation_is_recognised(allocate):
     """Real ones: the address space is limited to what is in use and 256 MiB."""
@@ -74,7 +83,7 @@ def test_other_errors_are_none():
     ]
     assert not any(map(is_out_of_memory, others))
     with pytest.raises(RuntimeError, match="mat1"):
-        MemoryFit("x").compute([[1, 2]], lambda part: (_ for _ in ()).throw(others[0]))
+        MemoryFit("x").compute_batches([[1, 2]], lambda part: (_ for _ in ()).throw(others[0]))
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -88,8 +97,8 @@ def test_halves_in_order_and_remembers_what_fits(caplog, error):
         return sum(part)
 
     fit = MemoryFit("sums")
-    with caplog.at_level(logging.WARNING), timing.collected() as counts:
-        found = fit.compute([list(range(8)), [8], list(range(10, 16))], compute)
+    with caplog.at_level(logging.WARNING), timing.collect_seconds() as counts:
+        found = fit.compute_batches([list(range(8)), [8], list(range(10, 16))], compute)
     # 8 fails, 4 fails, then 2 at a time; 6 is beyond 3, hence 3 at a time without a try
     assert tried == [8, 4, 2, 2, 2, 2, 1, 3, 3]
     assert found == [0 + 1, 2 + 3, 4 + 5, 6 + 7, 8, 10 + 11 + 12, 13 + 14 + 15]
@@ -102,9 +111,10 @@ def test_one_row_that_does_not_fit_names_what_it_was():
         raise CPU
 
     with pytest.raises(
-        OutOfMemory, match=r"scores: one row of 7 tokens does not fit into memory \(RuntimeError.*; rest"
+        OutOfMemory,
+        match=r"scores: one row of 7 tokens does not fit into memory \(RuntimeError.*; rest",
     ):
-        MemoryFit("scores", "rest").compute([[0, 1]], compute, lengths=[7, 5])
+        MemoryFit("scores", "rest").compute_batches([[0, 1]], compute, lengths=[7, 5])
 
 
 # ------------------------------------------------------------------------------------------------------------- rollouts
@@ -134,9 +144,13 @@ class Answered:
 class Waiting(ScriptedSequence):
     """Its environment takes its time."""
 
-    def advance(self, action_ids, logprobs, hit_limit):
-        observation = super().advance(action_ids, logprobs, hit_limit)
-        return observation if hit_limit else PendingTurn(Answered(observation), lambda result: result())
+    def take_action(self, action_ids, logprobs, hit_limit):
+        observation = super().take_action(action_ids, logprobs, hit_limit)
+        return (
+            observation
+            if hit_limit
+            else PendingTurn(Answered(observation), lambda result: result())
+        )
 
 
 def play(backend, kind=ScriptedSequence, slots=100, **options):
@@ -145,7 +159,9 @@ def play(backend, kind=ScriptedSequence, slots=100, **options):
     for index in range(4):
         prompt = generator.integers(3, VOCAB, 1 + 2 * index).tolist()
         for sample in range(3):
-            observations = [generator.integers(3, VOCAB, generator.integers(1, 8)).tolist() for _ in range(3)]
+            observations = [
+                generator.integers(3, VOCAB, generator.integers(1, 8)).tolist() for _ in range(3)
+            ]
             sequences.append(kind(prompt, 1000 * index + sample, observations, room=ROOM))
     backend.run(sequences, SamplingSettings(max_completion_tokens=ROOM, slots=slots, **options))
     return [(sequence.completion_ids, sequence.turns, sequence.logprobs) for sequence in sequences]
@@ -181,15 +197,18 @@ def short_of_memory(monkeypatch, where, most, error):
     ("kind", "rejoin"), [(ScriptedSequence, "together"), (Waiting, "together"), (Waiting, "ready")]
 )
 @pytest.mark.parametrize(
-    ("where", "most"), [("_zeros", 4), ("step", 5), ("step", 1), ("sample_steps", 2), ("prefill", 1), ("fill", 1)]
+    ("where", "most"),
+    [("_zeros", 4), ("step", 5), ("step", 1), ("sample_steps", 2), ("prefill", 1), ("fill", 1)],
 )
 def test_rollouts_in_fewer_slots_are_the_same(monkeypatch, caplog, where, most, rejoin, kind):
     expected = play(engine(), kind, rejoin=rejoin)
     asked = short_of_memory(monkeypatch, where, most, CPU)
     backend = engine()
-    with caplog.at_level(logging.WARNING), timing.collected() as counts:
+    with caplog.at_level(logging.WARNING), timing.collect_seconds() as counts:
         found = play(backend, kind, rejoin=rejoin)
-    if where == "prefill":  # prompts are read in other batches: the same tokens, log-probs to rounding
+    if (
+        where == "prefill"
+    ):  # prompts are read in other batches: the same tokens, log-probs to rounding
         assert [row[0] for row in found] == [row[0] for row in expected]
         for row, other in zip(found, expected, strict=True):
             assert row[2] == pytest.approx(other[2], abs=1e-5)
@@ -230,7 +249,7 @@ def test_weights_that_cannot_be_packed_are_a_typed_error(monkeypatch):
     def bind(self):
         raise MemoryError
 
-    monkeypatch.setattr(decoder.Decoder, "bind", bind)
+    monkeypatch.setattr(decoder.Decoder, "bind_weights", bind)
     with pytest.raises(OutOfMemory, match="rollouts do not fit into memory"):
         play(backend)
 
@@ -250,7 +269,9 @@ def test_the_fallback_halves_its_batches_too(monkeypatch):
     monkeypatch.setattr(type(model), "forward", limited)
     found = play(backend)
     assert max(calls) == 12 and len(calls) > 40
-    for (ids, turns, logs), (other_ids, other_turns, other_logs) in zip(found, expected, strict=True):
+    for (ids, turns, logs), (other_ids, other_turns, other_logs) in zip(
+        found, expected, strict=True
+    ):
         assert (ids, turns and [t[1] for t in turns]) == (other_ids, [t[1] for t in other_turns])
         assert logs == pytest.approx(other_logs, abs=1e-5)  # other shapes: to rounding
 
@@ -265,10 +286,13 @@ def tokenizer():
 
 def pairs_of(count):
     sides = [
-        (PairSide([1, 2], [3] * (1 + i % 3), [True] * (1 + i % 3)), PairSide([1, 2], [4, 5], [True, True]))
+        (
+            PairSide([1, 2], [3] * (1 + i % 3), [True] * (1 + i % 3)),
+            PairSide([1, 2], [4, 5], [True, True]),
+        )
         for i in range(count)
     ]
-    return [Pair(*both) for both in sides]
+    return [PreferencePair(*both) for both in sides]
 
 
 def limited(function, rows_of, most, calls):
@@ -294,22 +318,29 @@ def scoring_of(name, tokenizer):
         model = nano()
         pairs = pairs_of(8)
         return (
-            lambda: reference_logprobs(model, pairs, pad_id=PAD, max_tokens=10**6),
-            pair_references,
+            lambda: compute_reference_logprobs(model, pairs, pad_id=PAD, max_tokens=10**6),
+            preference,
             "completion_logprobs",
         )
     if name == "reward model":
         model = nano(model_class=LlamaForSequenceClassification, num_labels=1)
-        return lambda: heads.score(model, rows), heads, "sequence_scores"
+        return lambda: heads.score_rows(model, rows), heads, "sequence_scores"
     if name == "answers":
         model = nano()
-        spans = [episodes.Span(i, 1, len(row)) for i, row in enumerate(rows)]
-        return lambda: episodes.span_logprobs(model, rows, spans, pad_id=PAD).tolist(), episodes, "completion_logprobs"
+        spans = [episodes.TokenSpan(i, 1, len(row)) for i, row in enumerate(rows)]
+        return (
+            lambda: episodes.compute_span_logprobs(model, rows, spans, pad_id=PAD).tolist(),
+            episodes,
+            "completion_logprobs",
+        )
     model = nano()
     ends = [[1, len(row)] for row in rows]
 
     def pooled():
-        return [tuple(t.flatten().tolist()) for t in baseline.pooled_states(model, rows, ends, pad_id=PAD)]
+        return [
+            tuple(t.flatten().tolist())
+            for t in baseline.compute_pooled_states(model, rows, ends, pad_id=PAD)
+        ]
 
     return pooled, baseline, "hidden_states"
 
@@ -320,7 +351,7 @@ def test_scoring_in_halves_gives_the_same_numbers(monkeypatch, tokenizer, name):
     expected, calls = compute(), []
     rows_of = (lambda model, ids, *rest: len(ids)) if name == "reward model" else rows_of_batch
     monkeypatch.setattr(module, function, limited(getattr(module, function), rows_of, 3, calls))
-    with timing.collected() as counts:
+    with timing.collect_seconds() as counts:
         found = compute()
     assert max(calls) > 3 and counts["out_of_memory"] >= 1
     flat = [np.ravel(np.array(part, dtype=float)) for part in (found, expected)]
@@ -339,17 +370,25 @@ def test_evaluation_in_halves_gives_the_same_metrics(monkeypatch, kind):
         if kind == "reward_model":
             pairs = [([1, 2, 3 + i % 4], [1, 2]) for i in range(9)]
             model = nano(model_class=LlamaForSequenceClassification, num_labels=1)
-            return RewardModelTrainer(model, PAD, pairs, pairs, RewardModelSettings(batch_size=9), 0)
+            return RewardModelTrainer(
+                model, PAD, pairs, pairs, RewardModelSettings(batch_size=9), 0
+            )
         pairs = pairs_of(9)
         if kind == "kto":
-            pairs = [dataclasses.replace(pair, desirable=i % 2 == 0) for i, pair in enumerate(pairs)]
-        return PreferenceTrainer(nano(), PAD, pairs, pairs, PreferenceSettings(loss=kind, batch_size=9), 0)
+            pairs = [
+                dataclasses.replace(pair, desirable=i % 2 == 0) for i, pair in enumerate(pairs)
+            ]
+        return PreferenceTrainer(
+            nano(), PAD, pairs, pairs, PreferenceSettings(loss=kind, batch_size=9), 0
+        )
 
     trainer = made()
     expected = trainer.evaluate()
     calls = []
     for module in (logprobs, heads):
-        monkeypatch.setattr(module, "hidden_states", limited(module.hidden_states, rows_of_batch, 4, calls))
+        monkeypatch.setattr(
+            module, "hidden_states", limited(module.hidden_states, rows_of_batch, 4, calls)
+        )
     found = trainer.evaluate()
     assert max(calls) > 4
     assert found == {name: pytest.approx(value, abs=1e-5) for name, value in expected.items()}
@@ -359,8 +398,13 @@ def test_evaluation_in_halves_gives_the_same_metrics(monkeypatch, kind):
 
 def test_passes_of_a_policy_over_its_rollouts_in_halves(monkeypatch, tokenizer):
     """Old and reference log-probs, and a local teacher's."""
-    trainer = make_trainer(tokenizer, reference=make_trainer(tokenizer).policy, kl_coef=0.1, epochs=2)
-    samples = [[Sample(TrainRow([5, 6], [7 + i, 8], [True, True], [-5.0, -5.0]), 0.0, False)] for i in range(8)]
+    trainer = make_trainer(
+        tokenizer, reference=make_trainer(tokenizer).policy, kl_coef=0.1, epochs=2
+    )
+    samples = [
+        [TrainingSample(TrainRow([5, 6], [7 + i, 8], [True, True], [-5.0, -5.0]), 0.0, False)]
+        for i in range(8)
+    ]
     trainer.actor_critic.teacher = LocalTeacher(copy.deepcopy(trainer.policy))
 
     def measured():
@@ -374,7 +418,9 @@ def test_passes_of_a_policy_over_its_rollouts_in_halves(monkeypatch, tokenizer):
     expected, calls = measured(), []
     for module in (rollout_buffer, teacher):
         monkeypatch.setattr(
-            module, "completion_logprobs", limited(logprobs.completion_logprobs, rows_of_batch, 3, calls)
+            module,
+            "completion_logprobs",
+            limited(logprobs.completion_logprobs, rows_of_batch, 3, calls),
         )
     for found, plain in zip(measured(), expected, strict=True):
         torch.testing.assert_close(found, plain, atol=1e-6, rtol=0)
@@ -388,13 +434,21 @@ def test_probe_and_turn_states_in_halves(monkeypatch, tokenizer):
     other = make_trainer(tokenizer, model_seed=1).policy
 
     def measured():
-        spread = probe.divergence(trainer.policy, other, rollouts, trainer.pad_id)
-        states = turn_states(trainer.policy, rollouts, pad_id=trainer.pad_id)
+        spread = probe.measure_divergence(trainer.policy, other, rollouts, trainer.pad_id)
+        states = compute_turn_embeddings(trainer.policy, rollouts, pad_id=trainer.pad_id)
         return [spread.entropy, spread.kl, *(float(s.states_NH.sum()) for s in states)]
 
     expected, calls = measured(), []
-    monkeypatch.setattr(probe, "next_token_logprobs", limited(logprobs.next_token_logprobs, rows_of_batch, 4, calls))
-    monkeypatch.setattr(states_module, "hidden_states", limited(states_module.hidden_states, rows_of_batch, 4, calls))
+    monkeypatch.setattr(
+        probe,
+        "iter_next_token_logprobs",
+        limited(logprobs.iter_next_token_logprobs, rows_of_batch, 4, calls),
+    )
+    monkeypatch.setattr(
+        states_module,
+        "compute_hidden_states",
+        limited(states_module.compute_hidden_states, rows_of_batch, 4, calls),
+    )
     assert measured() == pytest.approx(expected, abs=1e-4)
     assert max(calls) == 9 and not any(map(math.isnan, expected))
 
@@ -402,7 +456,11 @@ def test_probe_and_turn_states_in_halves(monkeypatch, tokenizer):
 def test_the_loop_reports_how_often_memory_ran_out(monkeypatch):
     rows = [([1, 2, 3 + i % 5, 4], [False, True, True, True]) for i in range(9)]
     trainer = SFTTrainer(nano(), PAD, rows, rows, SFTSettings(batch_size=9, eval_every=1), 0)
-    monkeypatch.setattr(logprobs, "hidden_states", limited(logprobs.hidden_states, rows_of_batch, 4, []))
+    monkeypatch.setattr(
+        logprobs,
+        "compute_hidden_states",
+        limited(logprobs.compute_hidden_states, rows_of_batch, 4, []),
+    )
     tracker = MemoryTracker()
     run_loop(trainer, trainer.settings, iterations=2, tracker=tracker)
     # neither 9 rows fit nor 5 of their halves of 4 and 5; training keeps the limit, an evaluation finds it out again

@@ -5,28 +5,28 @@ import threading
 import pytest
 
 from rl_core.errors import DataError
-from rl_core.metrics import MetricHistory
+from rl_core.metric_history import MetricHistory
 
 
 def history(*values, limit=1000, start=0):
     made = MetricHistory(limit)
     for step, value in enumerate(values, start):
-        made.observe({"x": value}, step)
+        made.record_values({"x": value}, step)
     return made
 
 
 def test_moving_average_and_full_windows():
     made = history(1.0, 2.0, 6.0)
-    assert made.mean("x", 2) == 4.0 and made.mean("x", 3) == 3.0
-    assert made.mean("x", 5) == 3.0  # of what there is
+    assert made.compute_mean("x", 2) == 4.0 and made.compute_mean("x", 3) == 3.0
+    assert made.compute_mean("x", 5) == 3.0  # of what there is
     assert made.is_full("x", 3) and not made.is_full("x", 4)
-    assert made.mean("y", 2) is None and not made.is_full("y", 1)
-    assert made.values("x", 2) == [2.0, 6.0]
+    assert made.compute_mean("y", 2) is None and not made.is_full("y", 1)
+    assert made.list_values("x", 2) == [2.0, 6.0]
 
 
 def test_windows_are_bounded():
     made = history(*range(10), limit=3)
-    assert made.values("x") == [7.0, 8.0, 9.0] and made.count("x") == 3
+    assert made.list_values("x") == [7.0, 8.0, 9.0] and made.count_points("x") == 3
     for window in (0, 4):
         with pytest.raises(DataError, match="window"):
             made.is_full("x", window)
@@ -35,8 +35,8 @@ def test_windows_are_bounded():
 def test_names_are_bounded_too(caplog):
     made = MetricHistory(3, max_metrics=2)
     for step in range(4):
-        made.observe({"x": 1.0, f"seed/{step}": 2.0}, step)
-    assert made.names == ["seed/0", "x"] and made.count("x") == 3
+        made.record_values({"x": 1.0, f"seed/{step}": 2.0}, step)
+    assert made.names == ["seed/0", "x"] and made.count_points("x") == 3
     assert [record.getMessage() for record in caplog.records] == [
         "more than 2 metrics: 'seed/1' and later ones are not kept"
     ]
@@ -45,39 +45,45 @@ def test_names_are_bounded_too(caplog):
 
 
 def test_slope_by_hand_up_and_down():
-    assert history(1.0, 3.0, 5.0, start=7).slope("x", 3) == pytest.approx(2.0)
-    assert history(9.0, 1.0, 0.0, -1.0).slope("x", 3) == pytest.approx(-1.0)  # the 9 is outside the window
-    assert history(0.0, 1.0, 0.0, 5.0).slope("x", 4) == pytest.approx(
+    assert history(1.0, 3.0, 5.0, start=7).compute_slope("x", 3) == pytest.approx(2.0)
+    assert history(9.0, 1.0, 0.0, -1.0).compute_slope("x", 3) == pytest.approx(
+        -1.0
+    )  # the 9 is outside the window
+    assert history(0.0, 1.0, 0.0, 5.0).compute_slope("x", 4) == pytest.approx(
         (-1.5 * -1.5 - 0.5 * -0.5 + 0.5 * -1.5 + 1.5 * 3.5) / 5
     )
-    assert history(4.0).slope("x", 3) is None and history().slope("x", 3) is None
+    assert history(4.0).compute_slope("x", 3) is None and history().compute_slope("x", 3) is None
     uneven = MetricHistory()
     for step, value in ((0, 0.0), (10, 5.0), (30, 15.0)):
-        uneven.observe({"x": value}, step)
-    assert uneven.slope("x", 3) == pytest.approx(0.5)  # per step, not per observation
+        uneven.record_values({"x": value}, step)
+    assert uneven.compute_slope("x", 3) == pytest.approx(0.5)  # per step, not per observation
 
 
 def test_quantiles_are_linear_between_neighbours():
     made = history(4.0, 1.0, 3.0, 2.0)
-    assert made.quantile("x", 0.5, 4) == 2.5 and made.quantile("x", 0.0, 4) == 1.0 and made.quantile("x", 1.0, 2) == 3.0
-    assert made.quantile("y", 0.5, 4) is None
+    assert (
+        made.compute_quantile("x", 0.5, 4) == 2.5
+        and made.compute_quantile("x", 0.0, 4) == 1.0
+        and made.compute_quantile("x", 1.0, 2) == 3.0
+    )
+    assert made.compute_quantile("y", 0.5, 4) is None
     with pytest.raises(DataError):
-        made.quantile("x", 1.5, 4)
+        made.compute_quantile("x", 1.5, 4)
 
 
 def test_what_is_not_finite_is_left_out():
     made = MetricHistory()
-    made.observe({"x": math.nan, "y": 1.0}, 0)
-    made.observe({"x": math.inf, "y": 2.0}, 1)
-    assert made.names == ["y"] and made.count("x") == 0
+    made.record_values({"x": math.nan, "y": 1.0}, 0)
+    made.record_values({"x": math.inf, "y": 2.0}, 1)
+    assert made.names == ["y"] and made.count_points("x") == 0
 
 
 def test_clear_forgets():
     made = history(1.0, 2.0)
-    made.observe({"y": 1.0}, 3)
-    made.clear(["x"])
+    made.record_values({"y": 1.0}, 3)
+    made.clear_metrics(["x"])
     assert made.names == ["y"] and not made.is_full("x", 1)
-    made.clear()
+    made.clear_metrics()
     assert made.names == []
 
 
@@ -86,16 +92,24 @@ def test_state_goes_through_json_and_continues_equally():
     other = MetricHistory(3)
     other.load_state_dict(json.loads(json.dumps(made.state_dict())))
     for one in (made, other):
-        one.observe({"x": 0.1}, 4)
+        one.record_values({"x": 0.1}, 4)
     assert other.state_dict() == made.state_dict()
-    assert other.mean("x", 3) == made.mean("x", 3) and other.count("x") == 3
+    assert other.compute_mean("x", 3) == made.compute_mean("x", 3) and other.count_points("x") == 3
 
 
 def test_json_for_a_dashboard():
     assert json.loads(history(1.0, 2.5).to_json()) == {
         "window": 10,
         "summary": {
-            "x": {"last": 2.5, "mean": 1.75, "slope": 1.5, "p10": 1.15, "p50": 1.75, "p90": 2.35, "is_full": False}
+            "x": {
+                "last": 2.5,
+                "mean": 1.75,
+                "slope": 1.5,
+                "p10": 1.15,
+                "p50": 1.75,
+                "p90": 2.35,
+                "is_full": False,
+            }
         },
         "metrics": {"x": [[0.0, 1.0], [1.0, 2.5]]},
     }
@@ -103,8 +117,8 @@ def test_json_for_a_dashboard():
 
 def test_the_summary_is_of_the_newest_window():
     made = history(100.0, 1.0, 2.0, 6.0)
-    made.observe({"y": 5.0}, 9)
-    summary = made.summary(3)
+    made.record_values({"y": 5.0}, 9)
+    summary = made.summarize_window(3)
     # (-1 1 + 0 2 + 1 6) / 2 = 2.5; a quantile q lies at 2 q of the three in order
     assert summary["x"] == {
         "last": 6.0,
@@ -123,25 +137,25 @@ def test_threads_lose_nothing():
 
     def work():
         for step in range(500):
-            made.observe({"x": 1.0}, step)
-            made.mean("x", 50)
+            made.record_values({"x": 1.0}, step)
+            made.compute_mean("x", 50)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert made.count("x") == 2000 and made.mean("x", 100) == 1.0
+    assert made.count_points("x") == 2000 and made.compute_mean("x", 100) == 1.0
 
 
 def test_the_json_is_of_one_moment():
     made = MetricHistory(50)
-    made.observe({f"m{number}": 0.0 for number in range(40)}, 0)
+    made.record_values({f"m{number}": 0.0 for number in range(40)}, 0)
     done = threading.Event()
 
     def train():
         for step in range(1, 60):
-            made.observe({f"m{number}": float(step) for number in range(40)}, step)
+            made.record_values({f"m{number}": float(step) for number in range(40)}, step)
         done.set()
 
     writer = threading.Thread(target=train)
@@ -149,7 +163,9 @@ def test_the_json_is_of_one_moment():
     lasts = []
     while not done.is_set():
         row = json.loads(made.to_json())
-        assert len({summary["last"] for summary in row["summary"].values()}) == 1  # all of one moment
+        assert (
+            len({summary["last"] for summary in row["summary"].values()}) == 1
+        )  # all of one moment
         lasts.append(row["summary"]["m0"]["last"])
     writer.join()
     assert lasts == sorted(lasts) and json.loads(made.to_json())["summary"]["m39"]["last"] == 59.0

@@ -23,7 +23,7 @@ from rl_core.settings import (
     ThoughtsSettings,
     resolve_defaults,
 )
-from rl_core.settings.defaults import DEFAULTS, is_open, markdown
+from rl_core.settings.defaults import MODEL_DEFAULTS, is_unresolved, render_defaults_table
 
 PRESET, FULL = ModelSettings(), ModelSettings(path="org/name")
 LORA = ModelSettings(path="org/name", lora=LoraSettings())
@@ -57,21 +57,32 @@ def test_lengths_and_epochs():
 @pytest.mark.parametrize(("context", "expected"), [(None, 512), (4096, 512), (600, 300), (1, 1)])
 def test_a_default_length_leaves_room_in_a_short_context(context, expected):
     assert resolve_defaults(SamplingSettings(), FULL, context).max_completion_tokens == expected
-    assert resolve_defaults(SamplingSettings(max_completion_tokens=500), FULL, context).max_completion_tokens == 500
+    assert (
+        resolve_defaults(
+            SamplingSettings(max_completion_tokens=500), FULL, context
+        ).max_completion_tokens
+        == 500
+    )
     assert resolve_defaults(SamplingSettings(), PRESET, context).max_completion_tokens == 64
 
 
 @pytest.mark.parametrize("model", [PRESET, FULL, LORA])
 def test_an_explicit_value_wins_though_it_is_another_column_s(model):
-    settings = PolicySettings(learning_rate=3e-4, sampling=SamplingSettings(max_completion_tokens=64))
+    settings = PolicySettings(
+        learning_rate=3e-4, sampling=SamplingSettings(max_completion_tokens=64)
+    )
     found = resolve_defaults(settings, model)
     assert (found.learning_rate, found.sampling.max_completion_tokens) == (3e-4, 64)
 
 
 def test_what_was_resolved_once_stays():
     settings = resolve_defaults(PolicySettings(algorithm="ppo", critic=CriticSettings()), PRESET)
-    assert not is_open(settings.learning_rate) and not is_open(settings.sampling.max_completion_tokens)
-    assert resolve_defaults(settings, FULL) == settings  # as when a retraining starts from the champion
+    assert not is_unresolved(settings.learning_rate) and not is_unresolved(
+        settings.sampling.max_completion_tokens
+    )
+    assert (
+        resolve_defaults(settings, FULL) == settings
+    )  # as when a retraining starts from the champion
 
 
 @pytest.mark.parametrize(
@@ -84,12 +95,18 @@ def test_a_copy_is_as_open_as_the_original(copied):
 
 def test_the_critic_has_a_rate_of_its_own_where_nobody_set_one():
     ppo = PolicySettings(algorithm="ppo")
-    assert [resolve_defaults(ppo, model).value_function.learning_rate for model in (PRESET, FULL, LORA)] == [
-        None, 1e-5, 1e-4,
-    ]  # fmt: skip
+    assert [
+        resolve_defaults(ppo, model).value_function.learning_rate for model in (PRESET, FULL, LORA)
+    ] == [
+        None,
+        1e-5,
+        1e-4,
+    ]
     given = PolicySettings(algorithm="ppo", learning_rate=2e-6)
     assert resolve_defaults(given, FULL).value_function.learning_rate is None  # the policy's
-    own = PolicySettings(algorithm="ppo", critic=CriticSettings(learning_rate=3e-5, warmup_iterations=2))
+    own = PolicySettings(
+        algorithm="ppo", critic=CriticSettings(learning_rate=3e-5, warmup_iterations=2)
+    )
     assert resolve_defaults(own, FULL).critic == own.critic
     assert resolve_defaults(PolicySettings(), FULL).critic is None
 
@@ -100,10 +117,16 @@ def test_checks_wait_for_the_default_that_they_need():
         resolve_defaults(LengthSettings(free=100), PRESET)
     wide = PolicySettings(overlong_buffer=100)
     assert resolve_defaults(wide, FULL).overlong_tokens == 100
-    with pytest.raises(SettingsError, match="overlong_buffer: 100 is more than max_completion_tokens 64"):
+    with pytest.raises(
+        SettingsError, match="overlong_buffer: 100 is more than max_completion_tokens 64"
+    ):
         resolve_defaults(wide, PRESET)
-    with pytest.raises(SettingsError, match=r"^reward_options\.length\.free: 600 must be below limit 512"):
-        resolve_defaults(PolicySettings(reward_options=RewardSettings(length=LengthSettings(free=600))), FULL)
+    with pytest.raises(
+        SettingsError, match=r"^reward_options\.length\.free: 600 must be below limit 512"
+    ):
+        resolve_defaults(
+            PolicySettings(reward_options=RewardSettings(length=LengthSettings(free=600))), FULL
+        )
 
 
 def test_the_meaning_of_a_setting_tells_its_defaults():
@@ -112,7 +135,7 @@ def test_the_meaning_of_a_setting_tells_its_defaults():
 
 
 def test_every_row_is_a_setting_and_every_source_is_named():
-    for name, row in DEFAULTS.items():
+    for name, row in MODEL_DEFAULTS.items():
         block, _, field = name.partition(".")
         found = getattr(rl_core.settings, block).__dataclass_fields__[field]
         assert found.default == row.preset and row.source, name
@@ -120,5 +143,5 @@ def test_every_row_is_a_setting_and_every_source_is_named():
 
 def test_the_document_is_the_table():
     document = Path(__file__).parents[2] / "docs" / "defaults.md"
-    assert document.read_text(encoding="utf-8") == markdown()
-    assert "| `PolicySettings.learning_rate` | 3e-4 | 1e-6 | 1e-5 | TRL" in markdown()
+    assert document.read_text(encoding="utf-8") == render_defaults_table()
+    assert "| `PolicySettings.learning_rate` | 3e-4 | 1e-6 | 1e-5 | TRL" in render_defaults_table()

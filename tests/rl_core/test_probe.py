@@ -9,11 +9,11 @@ from helpers.tiny import PAD, VOCABULARY, nano
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.models import causal_lm
-from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
-from rl_core.models.turn_states import turn_states
-from rl_core.probe import Subject, divergence, mean_nll, probe
-from rl_core.rewards.coherence import CoherenceReward
-from rl_core.rollouts.batching import make_batches
+from rl_core.models.hidden_states import compute_turn_embeddings
+from rl_core.models.logprobs import completion_logprobs, iter_next_token_logprobs
+from rl_core.probe import ProbedModel, compute_mean_nll, measure_divergence, probe_model
+from rl_core.rewards.state_components import CoherenceReward
+from rl_core.rollouts.batching import build_batches
 from rl_core.settings import CoherenceSettings, ModelSettings, SFTSettings
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.types import Rollout, Trajectory, Turn
@@ -46,88 +46,126 @@ def brute_force(model, reference):
             if sampled:
                 here = len(rollout.prompt_ids) + place - 1
                 weights = p[here].exp()
-                rows.append((-(weights * p[here]).sum(), (weights * (p[here] - q[here])).sum(), turn))
+                rows.append(
+                    (-(weights * p[here]).sum(), (weights * (p[here] - q[here])).sum(), turn)
+                )
     return [(float(h), float(kl), t) for h, kl, t in rows]
 
 
 def test_entropy_and_kl_agree_with_brute_force():
     model, other = nano(0), nano(1)
-    found = divergence(model, other, rollouts(), PAD)
+    found = measure_divergence(model, other, rollouts(), PAD)
     rows = brute_force(model, other)
     assert len(rows) == 8
     assert found.entropy == pytest.approx(sum(h for h, _, _ in rows) / 8, abs=1e-5)
     assert found.kl == pytest.approx(sum(kl for _, kl, _ in rows) / 8, abs=1e-6) and found.kl > 0
     for turn in range(3):
         chosen = [(h, kl) for h, kl, t in rows if t == turn]
-        assert found.entropy_by_turn[turn] == pytest.approx(sum(h for h, _ in chosen) / len(chosen), abs=1e-5)
-        assert found.kl_by_turn[turn] == pytest.approx(sum(kl for _, kl in chosen) / len(chosen), abs=1e-6)
+        assert found.entropy_by_turn[turn] == pytest.approx(
+            sum(h for h, _ in chosen) / len(chosen), abs=1e-5
+        )
+        assert found.kl_by_turn[turn] == pytest.approx(
+            sum(kl for _, kl in chosen) / len(chosen), abs=1e-6
+        )
     assert len(found.kl_by_turn) == 3
 
 
 def test_kl_from_itself_is_zero_and_of_a_flat_model_entropy_is_log_v():
     model = nano(0)
-    assert divergence(model, nano(0), rollouts(), PAD).kl == pytest.approx(0, abs=1e-7)
+    assert measure_divergence(model, nano(0), rollouts(), PAD).kl == pytest.approx(0, abs=1e-7)
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
-    assert divergence(model, None, rollouts(), PAD).entropy == pytest.approx(math.log(VOCABULARY), rel=1e-6)
-    assert divergence(model, None, [], PAD) is None
+    assert measure_divergence(model, None, rollouts(), PAD).entropy == pytest.approx(
+        math.log(VOCABULARY), rel=1e-6
+    )
+    assert measure_divergence(model, None, [], PAD) is None
 
 
 def test_distributions_do_not_depend_on_the_chunk_and_hold_the_training_log_probabilities():
     model = nano(0).eval()
-    [batch] = make_batches(rollouts(), 1000, PAD)
-    whole = torch.cat(list(next_token_logprobs(model, batch)))
-    assert [len(part) for part in next_token_logprobs(model, batch, chunk_tokens=3)] == [3, 3, 2]
-    torch.testing.assert_close(torch.cat(list(next_token_logprobs(model, batch, chunk_tokens=3))), whole)
+    [batch] = build_batches(rollouts(), 1000, PAD)
+    whole = torch.cat(list(iter_next_token_logprobs(model, batch)))
+    assert [len(part) for part in iter_next_token_logprobs(model, batch, chunk_tokens=3)] == [
+        3,
+        3,
+        2,
+    ]
+    torch.testing.assert_close(
+        torch.cat(list(iter_next_token_logprobs(model, batch, chunk_tokens=3))), whole
+    )
     torch.testing.assert_close(whole.exp().sum(-1), torch.ones(8))
     targets = batch.input_ids_BS[batch.loss_mask_BS]
     logprobs, _ = completion_logprobs(model, batch)
-    torch.testing.assert_close(whole.gather(1, targets[:, None]).squeeze(1), logprobs[batch.loss_mask_BS].detach())
+    torch.testing.assert_close(
+        whole.gather(1, targets[:, None]).squeeze(1), logprobs[batch.loss_mask_BS].detach()
+    )
 
 
 @pytest.fixture(scope="module")
 def subject():
     tokenizer = train_tokenizer(["zoom 1 2", "answer red", "colour at row 1?"] * 4, 300)
-    model = causal_lm.create(ModelSettings(preset="nano", context=64, device="cpu"), tokenizer, 0)
-    return Subject(model, ChatRenderer(tokenizer))
+    model = causal_lm.create_model(
+        ModelSettings(preset="nano", context=64, device="cpu"), tokenizer, 0
+    )
+    return ProbedModel(model, ChatRenderer(tokenizer))
 
 
 def conversation(answer):
-    return {"messages": [{"role": "user", "content": "colour?"}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": "colour?"},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def test_perplexity_is_that_of_the_sft_trainer(subject):
     talks = [conversation("answer red"), conversation("zoom 1 2")]
-    rows = [subject.renderer.conversation(talk["messages"]) for talk in talks]
-    trainer = SFTTrainer(subject.model, subject.renderer.pad_id, rows, rows, SFTSettings(packing=False), 0)
-    found = probe(subject, None, [], talks)
+    rows = [subject.renderer.encode_conversation(talk["messages"]) for talk in talks]
+    trainer = SFTTrainer(
+        subject.model, subject.renderer.pad_id, rows, rows, SFTSettings(packing=False), 0
+    )
+    found = probe_model(subject, None, [], talks)
     assert found.perplexity == pytest.approx(trainer.evaluate()["eval/perplexity"], rel=1e-5)
-    assert found.demonstrations == 2 and found.metrics().keys() == {"perplexity"}
+    assert found.demonstrations == 2 and found.collect_metrics().keys() == {"perplexity"}
 
 
 def test_what_does_not_fit_the_context_is_passed_over(subject):
-    assert mean_nll(subject, [conversation("x" * 500)]) == (None, 0)
-    nll, count = mean_nll(subject, [conversation("x" * 500), conversation("answer red")])
+    assert compute_mean_nll(subject, [conversation("x" * 500)]) == (None, 0)
+    nll, count = compute_mean_nll(subject, [conversation("x" * 500), conversation("answer red")])
     assert count == 1 and nll > 0
 
 
 def test_states_and_kl_are_the_first_models(subject):
     """Coherence is measured with one yardstick for all models; entropy is the model's own."""
-    other = causal_lm.create(ModelSettings(preset="nano", context=64, device="cpu"), subject.renderer.tokenizer, 1)
-    first = Subject(other, subject.renderer)
+    other = causal_lm.create_model(
+        ModelSettings(preset="nano", context=64, device="cpu"), subject.renderer.tokenizer, 1
+    )
+    first = ProbedModel(other, subject.renderer)
     played = [
-        Rollout([5, 6], [7, 8, 9, 10, 11, 12], [True, True, False, False, True, True], [0.0] * 6,
-                Trajectory("fake", "easy", "k", 0, "p", "t", turns=[Turn("a", observation="b"), Turn("c")]))
-    ]  # fmt: skip
-    narrow = CoherenceSettings(low=0.99, high=1.0)  # a band in which no two states of these models lie
+        Rollout(
+            [5, 6],
+            [7, 8, 9, 10, 11, 12],
+            [True, True, False, False, True, True],
+            [0.0] * 6,
+            Trajectory(
+                "fake", "easy", "k", 0, "p", "t", turns=[Turn("a", observation="b"), Turn("c")]
+            ),
+        )
+    ]
+    narrow = CoherenceSettings(
+        low=0.99, high=1.0
+    )  # a band in which no two states of these models lie
     score = CoherenceReward(narrow)
     expected = {
-        which: score(played, turn_states(model, played, pad_id=subject.renderer.pad_id))[0]
+        which: score(
+            played, compute_turn_embeddings(model, played, pad_id=subject.renderer.pad_id)
+        )[0]
         for which, model in (("first", first.model), ("own", subject.model))
     }
     assert expected["first"] != pytest.approx(expected["own"], abs=1e-4)
-    found = probe(subject, first, played, coherence=narrow)
+    found = probe_model(subject, first, played, coherence=narrow)
     assert found.coherence == pytest.approx(expected["first"], abs=1e-6)
-    alone = probe(subject, None, played, coherence=narrow)
+    alone = probe_model(subject, None, played, coherence=narrow)
     assert alone.coherence == pytest.approx(expected["own"], abs=1e-6) and alone.kl_to_first == 0.0
-    spread = divergence(subject.model, first.model, played, subject.renderer.pad_id)
+    spread = measure_divergence(subject.model, first.model, played, subject.renderer.pad_id)
     assert (found.entropy, found.kl_to_first) == (spread.entropy, spread.kl) and spread.kl > 0

@@ -15,12 +15,15 @@ def lines(path, rows):
 
 
 def test_metrics_are_one_row_a_step(tmp_path):
-    lines(tmp_path / "metrics.jsonl", [
-        {"step": 2, "time": 1, "metrics": {"train/loss": 0.5}},
-        {"step": 2, "time": 2, "metrics": {"eval/loss": 0.25}},
-        {"step": 1, "time": 3, "metrics": {"train/loss": 1.0}},
-        {"step": 2, "time": 4, "metrics": {"train/loss": 0.75}},
-    ])  # fmt: skip
+    lines(
+        tmp_path / "metrics.jsonl",
+        [
+            {"step": 2, "time": 1, "metrics": {"train/loss": 0.5}},
+            {"step": 2, "time": 2, "metrics": {"eval/loss": 0.25}},
+            {"step": 1, "time": 3, "metrics": {"train/loss": 1.0}},
+            {"step": 2, "time": 4, "metrics": {"train/loss": 0.75}},
+        ],
+    )
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "metr')  # being written just now
     frame = rl_core.read_metrics(tmp_path)
@@ -30,7 +33,15 @@ def test_metrics_are_one_row_a_step(tmp_path):
 
 
 def test_rewards_are_one_row_a_rollout(tmp_path):
-    row = {"iteration": 0, "level": "easy", "seed": 3, "sample": 1, "success": True, "reward": 0.5, "masked": False}
+    row = {
+        "iteration": 0,
+        "level": "easy",
+        "seed": 3,
+        "sample": 1,
+        "success": True,
+        "reward": 0.5,
+        "masked": False,
+    }
     lines(tmp_path / "rewards.jsonl", [{**row, "rewards": {"task": 1.0, "weighted/task": 0.5}}])
     frame = rl_core.read_rewards(tmp_path)
     assert frame.iloc[0].to_dict() == {**row, "reward/task": 1.0, "weighted/task": 0.5}
@@ -49,12 +60,21 @@ def test_trajectories_are_one_row_an_episode_or_a_turn(tmp_path):
     for name in ("base", "policy"):
         write_trajectories(
             tmp_path / f"trajectories_{name}.jsonl",
-            [trajectory(1, "answer red", row={"n": 7}, rewards={"task": 1.0}), trajectory(2, "answer blue")],
+            [
+                trajectory(1, "answer red", row={"n": 7}, rewards={"task": 1.0}),
+                trajectory(2, "answer blue"),
+            ],
         )
     frame = rl_core.read_trajectories(tmp_path)
     assert frame["model"].tolist() == ["base", "base", "policy", "policy"]
     first = frame.iloc[0]
-    assert (first["seed"], first["num_turns"], first["tool_calls"], first["reward/task"], first["row/n"]) == (
+    assert (
+        first["seed"],
+        first["num_turns"],
+        first["tool_calls"],
+        first["reward/task"],
+        first["row/n"],
+    ) == (
         1,
         2,
         1,
@@ -64,25 +84,36 @@ def test_trajectories_are_one_row_an_episode_or_a_turn(tmp_path):
     assert first["completion"] == "look 1\nanswer red"
     turns = rl_core.read_trajectories(tmp_path / "trajectories_base.jsonl", turns=True)
     assert turns["turn"].tolist() == [0, 1, 0, 1]
-    assert turns["tool"].tolist()[:1] == ["look"] and turns["observation"].tolist()[0] == "it is red"
+    assert (
+        turns["tool"].tolist()[:1] == ["look"] and turns["observation"].tolist()[0] == "it is red"
+    )
 
 
 def test_an_analysis_is_a_tidy_table(tmp_path):
-    path = write_trajectories(tmp_path / "a.jsonl", [trajectory(n, "answer red", success=n < 2) for n in range(4)])
+    path = write_trajectories(
+        tmp_path / "a.jsonl", [trajectory(n, "answer red", success=n < 2) for n in range(4)]
+    )
     assert path == 4
     settings = rl_core.AnalysisSettings(bootstrap_samples=100)
     result = rl_core.analyze({"a": tmp_path / "a.jsonl"}, tmp_path / "out", settings)
-    assert result.frame().loc["a", "success_rate"] == 0.5
+    assert result.to_frame().loc["a", "success_rate"] == 0.5
     frame = rl_core.read_analysis(tmp_path / "out")
-    found = frame.query("model == 'a' and group == 'level' and name == 'easy' and metric == 'success_rate'").iloc[0]
+    found = frame.query(
+        "model == 'a' and group == 'level' and name == 'easy' and metric == 'success_rate'"
+    ).iloc[0]
     assert (found["value"], found["n"]) == (0.5, 4) and 0 < found["low"] < 0.5 < found["high"] < 1
 
 
-@pytest.mark.parametrize(("read", "text", "message"), [
-    (rl_core.read_metrics, '{"a": 1}\n', "holds no metrics"), (rl_core.read_metrics, "no\n", ":1: is not JSON"),
-    (rl_core.read_rewards, '{"a": 1}\n', "holds no rewards"), (rl_core.read_rewards, "[1]\n", ":1: has to be an obj"),
-    (rl_core.read_analysis, "a,b\n1,2\n", "is no analysis.csv"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("read", "text", "message"),
+    [
+        (rl_core.read_metrics, '{"a": 1}\n', "holds no metrics"),
+        (rl_core.read_metrics, "no\n", ":1: is not JSON"),
+        (rl_core.read_rewards, '{"a": 1}\n', "holds no rewards"),
+        (rl_core.read_rewards, "[1]\n", ":1: has to be an obj"),
+        (rl_core.read_analysis, "a,b\n1,2\n", "is no analysis.csv"),
+    ],
+)
 def test_other_files_are_named(read, text, message, tmp_path):
     (tmp_path / "file").write_text(text)
     with pytest.raises(rl_core.DataError, match=message):
@@ -118,7 +149,10 @@ def test_a_pipelines_folder_is_read_by_stage_and_newest_result(tmp_path):
     row = {"iteration": 0, "rewards": {"task": 1.0}}
     policy = result("policy", "cc", 0, "metrics.jsonl", loss(0.125))
     lines(policy / "rewards.jsonl", [row])
-    lines(policy / "recent_rollouts.jsonl", [{**trajectory(1, "answer red").to_json(), "iteration": 3}])
+    lines(
+        policy / "recent_rollouts.jsonl",
+        [{**trajectory(1, "answer red").to_json(), "iteration": 3}],
+    )
     (policy / "metrics_history.json").write_text('{"window": 10}')
     assert rl_core.read_metrics(tmp_path, stage="policy")["train/loss"].tolist() == [0.125]
     assert rl_core.read_metrics(tmp_path, stage="sft")["train/loss"].tolist() == [0.25]
@@ -127,11 +161,16 @@ def test_a_pipelines_folder_is_read_by_stage_and_newest_result(tmp_path):
     assert rl_core.read_trajectories(tmp_path)["iteration"].tolist() == [3]
     evaluated = result("evaluate", "dd", 0, "summary.json", [])
     write_trajectories(evaluated / "trajectories_policy.jsonl", [trajectory(1, "answer red")])
-    assert rl_core.read_trajectories(tmp_path)["model"].tolist() == ["policy"]  # the evaluation's come first
+    assert rl_core.read_trajectories(tmp_path)["model"].tolist() == [
+        "policy"
+    ]  # the evaluation's come first
     assert rl_core.read_trajectories(tmp_path, stage="policy")["iteration"].tolist() == [3]
     with pytest.raises(
-        rl_core.DataError, match=r"several stages have a metrics\.jsonl: policy, sft\. Name one: stage="
+        rl_core.DataError,
+        match=r"several stages have a metrics\.jsonl: policy, sft\. Name one: stage=",
     ):
         rl_core.read_metrics(tmp_path)
-    with pytest.raises(rl_core.DataError, match=r"no stage 'sft' with a rewards\.jsonl; there are: policy"):
+    with pytest.raises(
+        rl_core.DataError, match=r"no stage 'sft' with a rewards\.jsonl; there are: policy"
+    ):
         rl_core.read_rewards(tmp_path, stage="sft")

@@ -13,7 +13,7 @@ from rl_core.environments import step_pool
 from rl_core.environments.step_pool import StepPool
 from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import EnvironmentFault
-from rl_core.time_limits import CallTimeout, TooManyHung, call_within, hung_calls
+from rl_core.time_limits import CallTimeout, TooManyHungCalls, call_with_timeout, count_hung_calls
 from rl_core.types import ToolCall
 
 PATIENCE_S = 30.0
@@ -22,7 +22,7 @@ PATIENCE_S = 30.0
 def gone(threads: list[threading.Thread]) -> bool:
     end = time.monotonic() + PATIENCE_S
     while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
-        hung_calls()
+        count_hung_calls()
         time.sleep(0.01)
     return not any(thread.is_alive() for thread in threads)
 
@@ -39,9 +39,9 @@ def stubborn(threads: list[threading.Thread]) -> None:
 def test_values_errors_and_context_pass() -> None:
     place: contextvars.ContextVar[str] = contextvars.ContextVar("place", default="")
     place.set("here")
-    assert call_within(PATIENCE_S, "call", lambda x: (x, place.get()), 1) == (1, "here")
+    assert call_with_timeout(PATIENCE_S, "call", lambda x: (x, place.get()), 1) == (1, "here")
     with pytest.raises(KeyError, match="cell"):
-        call_within(PATIENCE_S, "call", {}.__getitem__, "cell")
+        call_with_timeout(PATIENCE_S, "call", {}.__getitem__, "cell")
 
 
 def test_two_hundred_hanging_tools_leave_no_thread() -> None:
@@ -50,13 +50,15 @@ def test_two_hundred_hanging_tools_leave_no_thread() -> None:
     for _ in range(200):
         observation, is_error = toolset.run(ToolCall("spin", {}))
         assert is_error and "spin" in observation
-    assert 32 <= len(threads) <= 200 and gone(threads) and hung_calls() == 0
-    assert {thread.name for thread in threads} == {"tool spin"} and all(thread.daemon for thread in threads)
+    assert 32 <= len(threads) <= 200 and gone(threads) and count_hung_calls() == 0
+    assert {thread.name for thread in threads} == {"tool spin"} and all(
+        thread.daemon for thread in threads
+    )
 
 
 def test_a_wait_outside_python_is_counted_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_limits, "MAX_HUNG", 2)
-    monkeypatch.setattr(time_limits, "_END_S", 0.0)
+    monkeypatch.setattr(time_limits, "_GRACE_S", 0.0)
     release = threading.Event()
     threads: list[threading.Thread] = []
 
@@ -67,47 +69,54 @@ def test_a_wait_outside_python_is_counted_until_it_returns(monkeypatch: pytest.M
     try:
         for count in (1, 2):
             with pytest.raises(CallTimeout, match=r"call did not return within 0.01 s"):
-                call_within(0.01, "call", wait)
-            assert hung_calls() == count
-        with pytest.raises(TooManyHung, match="2 earlier calls still hang"):
-            call_within(0.01, "call", wait)
+                call_with_timeout(0.01, "call", wait)
+            assert count_hung_calls() == count
+        with pytest.raises(TooManyHungCalls, match="2 earlier calls still hang"):
+            call_with_timeout(0.01, "call", wait)
         assert len(threads) == 2, "the third was not begun"
     finally:
         release.set()
-    assert gone(threads) and hung_calls() == 0
+    assert gone(threads) and count_hung_calls() == 0
 
 
 def test_processor_time_is_counted_where_that_is_asked_for() -> None:
     threads: list[threading.Thread] = []
-    assert call_within(0.05, "sleep", lambda: time.sleep(0.4) or "slept", of_cpu=True) == "slept"
+    assert (
+        call_with_timeout(0.05, "sleep", lambda: time.sleep(0.4) or "slept", counts_cpu_time=True)
+        == "slept"
+    )
     with pytest.raises(CallTimeout):
-        call_within(0.05, "spin", stubborn, threads, of_cpu=True)
+        call_with_timeout(0.05, "spin", stubborn, threads, counts_cpu_time=True)
     assert gone(threads)
 
 
 def test_steps_that_spin_are_made_to_end() -> None:
     threads: list[threading.Thread] = []
     with StepPool(max_concurrent=4, timeout_s=0.05) as pool:
-        calls = [pool.submit(f"step {number}", stubborn, threads) for number in range(12)]
+        calls = [pool.submit_call(f"step {number}", stubborn, threads) for number in range(12)]
         for call in calls:
-            with pytest.raises(EnvironmentFault, match=r"has not returned within 0.05 s|was not begun"):
-                call.result()
-    assert len(threads) <= 12 and gone(threads) and hung_calls() == 0
+            with pytest.raises(
+                EnvironmentFault, match=r"has not returned within 0.05 s|was not begun"
+            ):
+                call.wait_for_result()
+    assert len(threads) <= 12 and gone(threads) and count_hung_calls() == 0
 
 
 def test_no_step_is_begun_while_too_many_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_pool, "MAX_HUNG", 1)
-    monkeypatch.setattr(time_limits, "_END_S", 0.0)
+    monkeypatch.setattr(time_limits, "_GRACE_S", 0.0)
     release = threading.Event()
     try:
         with StepPool(max_concurrent=4, timeout_s=0.05) as pool:
             with pytest.raises(EnvironmentFault, match="has not returned"):
-                pool.submit("the first", release.wait, PATIENCE_S).result()
-            with pytest.raises(EnvironmentFault, match="the second was not begun: 1 earlier calls still hang"):
-                pool.submit("the second", release.wait, PATIENCE_S).result()
+                pool.submit_call("the first", release.wait, PATIENCE_S).wait_for_result()
+            with pytest.raises(
+                EnvironmentFault, match="the second was not begun: 1 earlier calls still hang"
+            ):
+                pool.submit_call("the second", release.wait, PATIENCE_S).wait_for_result()
     finally:
         release.set()
     end = time.monotonic() + PATIENCE_S
-    while hung_calls() and time.monotonic() < end:
+    while count_hung_calls() and time.monotonic() < end:
         time.sleep(0.01)
-    assert hung_calls() == 0
+    assert count_hung_calls() == 0

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from rl_core import timing
-from rl_core.timing import collected, count, span
+from rl_core.timing import add_to_total, collect_seconds, span
 
 
 @pytest.fixture
@@ -16,42 +16,48 @@ def clock(monkeypatch):
 
 
 def test_spans_of_a_name_add_up_and_inner_ones_count_for_the_outer_too(clock):
-    with collected() as seconds:
+    with collect_seconds() as seconds:
         with span("rollout"):  # 0 .. 5
             for _ in range(2):
                 with span("environment"):  # 1 .. 2, 3 .. 4
                     pass
         with span("update"):  # 6 .. 7
             pass
-        count("tokens", 3)
-        count("tokens", 4)
+        add_to_total("tokens", 3)
+        add_to_total("tokens", 4)
     assert seconds == {"rollout": 5, "environment": 2, "update": 1, "tokens": 7}
 
 
 def test_nothing_is_counted_outside_or_on_other_threads():
-    with collected() as seconds:
-        thread = threading.Thread(target=count, args=("tokens", 1))
+    with collect_seconds() as seconds:
+        thread = threading.Thread(target=add_to_total, args=("tokens", 1))
         thread.start()
         thread.join()
-    count("tokens", 1)
+    add_to_total("tokens", 1)
     with span("rollout"):
         pass
     assert seconds == {}
 
 
 def test_a_collection_within_another_keeps_its_own():
-    with collected() as outer:
-        with collected() as inner:
-            count("tokens", 1)
-        count("tokens", 10)
+    with collect_seconds() as outer:
+        with collect_seconds() as inner:
+            add_to_total("tokens", 1)
+        add_to_total("tokens", 10)
     assert (outer, inner) == ({"tokens": 10}, {"tokens": 1})
 
 
 def test_a_span_counts_though_its_block_raises(clock):
-    with collected() as seconds, pytest.raises(ValueError, match="on purpose"), span("reward"):
+    with (
+        collect_seconds() as seconds,
+        pytest.raises(ValueError, match="on purpose"),
+        span("reward"),
+    ):
         raise ValueError("on purpose")
     assert seconds == {"reward": 1}
 
 
 def test_no_span_lies_within_one_that_lies_within_another():
-    assert not set(timing.INSIDE) & set(timing.INSIDE.values())  # the profile subtracts one level
+    assert not set(timing.ENCLOSING_SPANS) & set(
+        timing.ENCLOSING_SPANS.values()
+    )  # the profile subtracts one level

@@ -60,7 +60,11 @@ def supervised(service, found):
     sampling = done(sampling)
     prompt = types.ModelInput.from_ints(rows[0][:3])
     parameters = types.SamplingParams(max_tokens=5, seed=1, stop=[])
-    sequence = sampling.sample(prompt=prompt, num_samples=1, sampling_params=parameters).result().sequences[0]
+    sequence = (
+        sampling.sample(prompt=prompt, num_samples=1, sampling_params=parameters)
+        .result()
+        .sequences[0]
+    )
     whole = types.ModelInput.from_ints(rows[0][:3] + list(sequence.tokens))
     again = sampling.compute_logprobs(whole).result()[3:]
     found["sampled_difference"] = float(np.abs(np.array(again) - np.array(sequence.logprobs)).max())

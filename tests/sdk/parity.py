@@ -38,7 +38,9 @@ def datum(row):
 
 def losses(service, run):
     training = done(
-        service.create_lora_training_client(base_model="base", rank=run["rank"], seed=run["seed"], train_unembed=False)
+        service.create_lora_training_client(
+            base_model="base", rank=run["rank"], seed=run["seed"], train_unembed=False
+        )
     )
     found = []
     for step in run["steps"]:

@@ -29,8 +29,12 @@ try:
 except ImportError:
     RestClient = None
 
-REFUSALS = ("is not served here", "is not supported", "requires JWT auth, but the server has it disabled",
-            "client called from incorrect event loop")  # fmt: skip
+REFUSALS = (
+    "is not served here",
+    "is not supported",
+    "requires JWT auth, but the server has it disabled",
+    "client called from incorrect event loop",
+)
 PROMPT = types.ModelInput.from_ints([3, 4, 5])
 PARAMETERS = types.SamplingParams(max_tokens=3, seed=1)
 
@@ -48,7 +52,9 @@ def done(value):
 
 def datum(ids=(3, 4, 5, 6)):
     inputs = {"target_tokens": np.array(ids[1:]), "weights": np.ones(len(ids) - 1, np.float32)}
-    return types.Datum(model_input=types.ModelInput.from_ints(list(ids[:-1])), loss_fn_inputs=inputs)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(ids[:-1])), loss_fn_inputs=inputs
+    )
 
 
 def custom(data, logprobs):
@@ -66,7 +72,9 @@ class Scene:
     def __init__(self):
         self.service = tinker.ServiceClient()
         self.training = done(self.service.create_lora_training_client(base_model="base", rank=4))
-        self.session = self.training.model_id.partition(":")[0] if hasattr(self.training, "model_id") else ""
+        self.session = (
+            self.training.model_id.partition(":")[0] if hasattr(self.training, "model_id") else ""
+        )
         self.state = done(self.training.save_state("first")).path
         self.weights = done(self.training.save_weights_for_sampler("first")).path
         self.sampling = done(self.service.create_sampling_client(model_path=self.weights))
@@ -79,7 +87,7 @@ class Scene:
             return None
         return done(self.training.save_weights_external("files")).path
 
-    def saved(self):
+    def saved_position(self):
         """A new path that may be deleted."""
         self.count += 1
         return done(self.training.save_state(f"extra-{self.count}")).path
@@ -131,7 +139,10 @@ CALLS = {
         "get_telemetry": lambda s: ((), {}),
         "get_tokenizer": lambda s: ((), {}),
         "on_queue_state_change": lambda s: ((queue_state(), None), {}),
-        "sample": lambda s: ((), {"prompt": PROMPT, "num_samples": 2, "sampling_params": PARAMETERS}),
+        "sample": lambda s: (
+            (),
+            {"prompt": PROMPT, "num_samples": 2, "sampling_params": PARAMETERS},
+        ),
     },
     "AdminClient": {
         "get_audit_log": lambda s: ((), {}),
@@ -143,7 +154,7 @@ CALLS = {
         "assign_session_project": lambda s: ((s.session, "project"), {}),
         "copy_weights": lambda s: ((s.state,), {}),
         "delete_checkpoint": lambda s: (split(s.saved()), {}),
-        "delete_checkpoint_from_tinker_path": lambda s: ((s.saved(),), {}),
+        "delete_checkpoint_from_tinker_path": lambda s: ((s.saved_position(),), {}),
         "export_session_trace": lambda s: ((s.session,), {}),
         "get_audit_log": lambda s: ((), {}),
         "get_billing_usage": lambda s: (("2026-07-13T00:00:00Z", "2026-07-14T00:00:00Z"), {}),
@@ -164,7 +175,7 @@ CALLS = {
         "list_user_checkpoints": lambda s: ((), {}),
         "publish_checkpoint_from_tinker_path": lambda s: ((s.state,), {}),
         "search_sessions": lambda s: ((types.SessionSearchRequest(display_name="x"),), {}),
-        "set_checkpoint_ttl_from_tinker_path": lambda s: ((s.saved(), 7200), {}),
+        "set_checkpoint_ttl_from_tinker_path": lambda s: ((s.saved_position(), 7200), {}),
         "unpublish_checkpoint_from_tinker_path": lambda s: ((s.state,), {}),
         "whoami": lambda s: ((), {}),
     },
@@ -208,7 +219,11 @@ def outcome(owner, kind, name, scene):
 
 def main():
     scene = Scene()
-    owners = {"TrainingClient": scene.training, "SamplingClient": scene.sampling, "RestClient": scene.rest}
+    owners = {
+        "TrainingClient": scene.training,
+        "SamplingClient": scene.sampling,
+        "RestClient": scene.rest,
+    }
     if hasattr(tinker, "AdminClient"):
         owners["AdminClient"] = tinker.AdminClient()
     owners["ServiceClient"] = scene.service  # the end comes last
@@ -216,7 +231,9 @@ def main():
     assert not others, f"clients of the SDK that nothing here calls: {others}"
     found = {}
     for kind, owner in owners.items():
-        names = sorted(methods(type(owner)), key=lambda name: (name.startswith("close"), name))  # the end comes last
+        names = sorted(
+            methods(type(owner)), key=lambda name: (name.startswith("close"), name)
+        )  # the end comes last
         for name in names:
             found[f"{kind}.{name}"] = outcome(owner, kind, name, scene)
     print(json.dumps(found))

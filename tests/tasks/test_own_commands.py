@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.own_commands import output_option, own_command
+from tasks.command_hints import format_output_option, format_posttrain_command
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,12 @@ from tasks.own_commands import output_option, own_command
 )
 def test_the_folder_is_named_unless_it_is_the_default(tmp_path, monkeypatch, output, told):
     monkeypatch.chdir(tmp_path)
-    assert own_command("sync", Path(output)) == told
+    assert format_posttrain_command("sync", Path(output)) == told
 
 
 def test_the_default_folder_of_another_place_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert output_option(tmp_path / "outputs") == "" and output_option(tmp_path / "a/outputs") != ""
+    assert (
+        format_output_option(tmp_path / "outputs") == ""
+        and format_output_option(tmp_path / "a/outputs") != ""
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.run_status import run_status
+from tasks.run_status import describe_run_status
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ from tasks.run_status import run_status
     ],
 )
 def test_words(status, tags, word):
-    assert run_status(status, tags) == word
+    assert describe_run_status(status, tags) == word

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
-from tasks.shipped import config_names, find_config, shipped
+from tasks.shipped import find_config, list_config_names, shipped
 
 
-def test_a_bare_name_is_the_shipped_config_unless_there_is_a_file_of_that_name(tmp_path, monkeypatch):
+def test_a_bare_name_is_the_shipped_config_unless_there_is_a_file_of_that_name(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    assert "demo" in config_names()
+    assert "demo" in list_config_names()
     assert find_config("demo") == shipped("configs") / "demo.yaml" and find_config("demo").is_file()
     Path("demo").write_text("name: mine\n")
     assert find_config("demo") == Path("demo")  # the user's own

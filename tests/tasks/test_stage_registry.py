@@ -7,11 +7,11 @@ import inspect
 import pytest
 from helpers import ROOT
 
-from flows.cli.parser import build_parser
-from flows.runtime.dag_figure import _arrows, _places
+from flows.runtime.pipeline_figure import _compute_box_positions, _list_arrows
+from posttrain.cli.parser import build_parser
 from tasks import stage_registry
 from tasks.config import STAGES, StagesSettings
-from tasks.stage_registry import PipelineStage, register
+from tasks.stage_registry import PipelineStage, register_stage
 
 
 @pytest.fixture
@@ -22,56 +22,90 @@ def registry(monkeypatch):
 
 
 def extra(**changed):
-    return PipelineStage(**{"name": "polish", "task": "json:dumps", "takes": ("model",), "gives": "policy", **changed})
+    return PipelineStage(
+        **{
+            "name": "polish",
+            "task": "json:dumps",
+            "takes": ("model",),
+            "gives": "policy",
+            **changed,
+        }
+    )
 
 
 def test_the_settings_have_a_field_for_each_stage_in_the_same_order():
     fields = [field.name for field in dataclasses.fields(StagesSettings)]
-    assert (tuple(fields[:-1]), fields[-1]) == (stage_registry.names(), "own")
-    assert stage_registry.names() == STAGES
+    assert (tuple(fields[:-1]), fields[-1]) == (stage_registry.list_stage_names(), "own")
+    assert stage_registry.list_stage_names() == STAGES
 
 
 def test_kinds_of_stages():
-    assert stage_registry.policy_stages() == ("sft", "distill", "preference", "policy", "thoughts")
-    assert stage_registry.training_stages() == (
-        "sft", "distill", "preference", "reward_model", "policy", "thoughts", "network",
-    )  # fmt: skip
-    assert stage_registry.result_stages() == ("evaluate", "analyze", "export", "promote")
-    assert stage_registry.entry("reward_model").trains == "reward_model"
-    assert stage_registry.entry("prepare_data").trains is None
-    assert stage_registry.entry("network").trains == "network" and stage_registry.entry("network").takes == ()
+    assert stage_registry.list_policy_stages() == (
+        "sft",
+        "distill",
+        "preference",
+        "policy",
+        "thoughts",
+    )
+    assert stage_registry.list_training_stages() == (
+        "sft",
+        "distill",
+        "preference",
+        "reward_model",
+        "policy",
+        "thoughts",
+        "network",
+    )
+    assert stage_registry.list_result_stages() == ("evaluate", "analyze", "export", "promote")
+    assert stage_registry.find_stage("reward_model").trained_kind == "reward_model"
+    assert stage_registry.find_stage("prepare_data").trained_kind is None
+    assert (
+        stage_registry.find_stage("network").trained_kind == "network"
+        and stage_registry.find_stage("network").takes == ()
+    )
 
 
-@pytest.mark.parametrize("stage", stage_registry.stages(), ids=lambda stage: stage.name)
+@pytest.mark.parametrize("stage", stage_registry.list_stages(), ids=lambda stage: stage.name)
 def test_every_task_exists_and_takes_what_it_is_handed(stage):
-    from tasks.pipeline.dag import _Handed
+    from tasks.pipeline.dag import _StageOutputs
 
-    task = stage_registry.task_of(stage)
+    task = stage_registry.import_stage_task(stage)
     inspect.signature(task).bind("session", *stage.takes)
-    properties = {field.name for field in dataclasses.fields(_Handed)} | set(vars(_Handed))
+    properties = {field.name for field in dataclasses.fields(_StageOutputs)} | set(
+        vars(_StageOutputs)
+    )
     assert set(stage.needs) <= set(stage.takes) <= properties
 
 
 def test_a_stage_takes_its_place_everywhere(registry):
-    register(extra(), before="reward_model")
-    assert registry.policy_stages() == ("sft", "distill", "preference", "polish", "policy", "thoughts")
+    register_stage(extra(), before="reward_model")
+    assert registry.policy_stages() == (
+        "sft",
+        "distill",
+        "preference",
+        "polish",
+        "policy",
+        "thoughts",
+    )
     assert registry.names().index("polish") == registry.names().index("reward_model") - 1
     assert build_parser().parse_args(["stage", "polish", "x.yaml"]).name == "polish"
     assert build_parser().parse_args(["profile", "x.yaml", "--stage", "polish"]).stage == "polish"
-    arrows = {">".join(pair) for pair in _arrows(["sft", "polish", "reward_model", "policy"])}
+    arrows = {">".join(pair) for pair in _list_arrows(["sft", "polish", "reward_model", "policy"])}
     assert arrows == {"sft>polish", "polish>reward_model", "polish>policy", "reward_model>policy"}
-    register(extra(name="report", gives=None))
+    register_stage(extra(name="report", gives=None))
     assert registry.names()[-1] == "report" and "report" in registry.result_stages()
-    assert _places(["sft", "report"]) == {"sft": (0.0, 1.0), "report": (2.0, 0.5)}
+    assert _compute_box_positions(["sft", "report"]) == {"sft": (0.0, 1.0), "report": (2.0, 0.5)}
 
 
 def test_a_wrong_entry_is_refused(registry):
     with pytest.raises(ValueError, match="'sft' is registered already"):
-        register(extra(name="sft"))
+        register_stage(extra(name="sft"))
     with pytest.raises(ValueError, match="needs data, which it does not take"):
-        register(extra(needs=("data",)))
-    with pytest.raises(ValueError, match="no stage 'nowhere' is registered; known: prepare_data, sft"):
-        register(extra(), before="nowhere")
+        register_stage(extra(needs=("data",)))
+    with pytest.raises(
+        ValueError, match="no stage 'nowhere' is registered; known: prepare_data, sft"
+    ):
+        register_stage(extra(), before="nowhere")
     assert "polish" not in registry.names()
 
 
@@ -79,7 +113,9 @@ def lists_of_policies(path):
     """Lines of literals in which two or more stages that train a policy are named side by side."""
     for node in ast.walk(ast.parse(path.read_text())):
         parts = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
-        named = {part.value for part in parts if isinstance(part, ast.Constant)} & set(stage_registry.policy_stages())
+        named = {part.value for part in parts if isinstance(part, ast.Constant)} & set(
+            stage_registry.list_policy_stages()
+        )
         if len(named) > 1:
             yield node.lineno
 

@@ -17,15 +17,14 @@ from rl_core.settings import LoopSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import Tracker
 from rl_core.training import loop
-from rl_core.training.callbacks import Callback
+from rl_core.training.callbacks import Callback, Trainer
 from rl_core.training.loop_state import LoopMemory, LoopOutcome
-from rl_core.training.trainer_protocol import Trainer
 from rl_core.types import Rollout
 
-__all__ = ["Recipe", "Record"]
+__all__ = ["Recipe", "RolloutRecorder"]
 
 T = TypeVar("T", bound=Trainer)
-Record = Callable[[int, Sequence[Rollout]], None]
+RolloutRecorder = Callable[[int, Sequence[Rollout]], None]
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,9 @@ class Recipe(Generic[T]):
                 settings,
                 iterations=self.iterations,
                 tracker=tracker,
-                checkpoints=CheckpointStore(checkpoints, keep=settings.keep_checkpoints) if checkpoints else None,
+                checkpoints=CheckpointStore(checkpoints, keep=settings.keep_checkpoints)
+                if checkpoints
+                else None,
                 best_metric=self.best_metric,
                 larger_is_better=self.larger_is_better,
                 fingerprint=fingerprint,

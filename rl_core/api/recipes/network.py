@@ -5,16 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from rl_core.api.recipes import Recipe
-from rl_core.networks.making import EnvironmentMaker
 from rl_core.networks.trainer import NetworkTrainer
+from rl_core.networks.vector_environment import EnvironmentFactory
 from rl_core.settings import NetworkSettings
 
-__all__ = ["network"]
 
-
-def network(
-    maker: EnvironmentMaker | None, settings: NetworkSettings, seed: int, *, name: str, vector: Any = None
+def build_network_recipe(
+    maker: EnvironmentFactory | None,
+    settings: NetworkSettings,
+    seed: int,
+    *,
+    name: str,
+    vector: Any = None,
 ) -> Recipe[NetworkTrainer]:
     """PPO on a vectorised environment; arguments: `NetworkTrainer`."""
     trainer = NetworkTrainer(maker, settings, seed, name=name, vector=vector)
-    return Recipe(trainer, settings.iterations, "eval/episode_return" if settings.patience is not None else None)
+    return Recipe(
+        trainer,
+        settings.iterations,
+        "eval/episode_return" if settings.patience is not None else None,
+    )

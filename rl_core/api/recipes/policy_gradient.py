@@ -1,20 +1,27 @@
-"""Policy gradients and on-policy distillation from loaded parts."""
+"""The teacher of a distillation: from a model or a server, with the policy's vocabulary.
+
+Policy gradients and on-policy distillation from loaded parts.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rl_core.api.policy import Policy
-from rl_core.api.recipes import Recipe, Record
+from rl_core.api.policy import ModelSource, Policy, load_policy
+from rl_core.api.recipes import Recipe, RolloutRecorder
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
+from rl_core.errors import SettingsError
 from rl_core.inference.engine import Engine
-from rl_core.inference.teacher import Teacher
-from rl_core.rewards.learned import Scorer
-from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
-from rl_core.settings import DistillationSettings, PolicySettings
+from rl_core.inference.teacher import LocalTeacher, ServedTeacher, Teacher, check_vocabulary
+from rl_core.models import causal_lm
+from rl_core.rewards.model_components import Scorer
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rewards.user_function import RewardFunction
+from rl_core.settings import DistillationSettings, ModelSettings, PolicySettings, TeacherSettings
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
 if TYPE_CHECKING:
@@ -22,10 +29,41 @@ if TYPE_CHECKING:
 
     from rl_core.rollout_workers.server_backend import ServerBackend
 
-__all__ = ["distillation", "policy_gradient"]
+
+def load_teacher(
+    settings: TeacherSettings, policy: Policy, source: ModelSource | None = None
+) -> Teacher:
+    """The teacher that the settings name, checked against the policy's tokenizer.
+
+    Args:
+        source: a model in place of `settings.model`, which may be loaded already; its weights are frozen.
+    Raises: SettingsError for no teacher, or one of another vocabulary; CheckpointError without such a model.
+    """
+    as_policy = dataclasses.replace(policy.origin or ModelSettings(), lora=None, path=None)
+    if settings.url is not None:
+        if source is not None:
+            raise SettingsError("teacher: a model and an address; give one of the two")
+        served = ServedTeacher(settings)
+        place = settings.tokenizer or str(settings.model)
+        check_vocabulary(policy.tokenizer, causal_lm.load_tokenizer(place, as_policy), place)
+        return served
+    source = source if source is not None else settings.model
+    if source is None:
+        raise SettingsError(
+            "teacher: none is named; set teacher.model to a folder or hub name, or teacher.url and model"
+        )
+    teacher = (
+        load_policy(source, as_policy)
+        if not isinstance(source, ModelSettings)
+        else load_policy(source)
+    )
+    if teacher.model is policy.model:
+        raise SettingsError("teacher: it is the policy itself, which has nothing to learn from it")
+    check_vocabulary(policy.tokenizer, teacher.tokenizer, str(settings.model or "the model"))
+    return LocalTeacher(teacher.model, context=teacher.context)
 
 
-def policy_gradient(
+def build_policy_gradient_recipe(
     policy: Policy,
     reference: PreTrainedModel | None,
     environment: Environment,
@@ -36,10 +74,10 @@ def policy_gradient(
     functions: Mapping[str, RewardFunction] | None = None,
     evaluator: Callable[[], Mapping[str, float]] | None = None,
     best_metric: str = "eval/success_rate",
-    record: Record | None = None,
+    record: RolloutRecorder | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
     teacher: Teacher | None = None,
-    own: Mapping[str, Callable[..., Any]] | None = None,
+    custom_functions: Mapping[str, Callable[..., Any]] | None = None,
     make_environment: Callable[[], Environment] | None = None,
 ) -> Recipe[PolicyGradientTrainer]:
     """GRPO and its kin, PPO or REINFORCE, as `settings.algorithm` says.
@@ -54,10 +92,14 @@ def policy_gradient(
         make_environment: makes the environment anew, in rollout workers; None = `environment` itself is sent to them.
     """
     rewards = RewardOrchestrator(
-        settings.rewards, scorer=scorer, options=settings.reward_options, seed=seed, functions=functions
+        settings.rewards,
+        scorer=scorer,
+        options=settings.reward_options,
+        seed=seed,
+        functions=functions,
     )
     rewards.check_columns(environment.columns)
-    server = _connect(policy, settings) if settings.rollouts.workers == "server" else None
+    server = _connect_server(policy, settings) if settings.rollouts.workers == "server" else None
     trainer = PolicyGradientTrainer(
         policy.model,
         reference,
@@ -71,7 +113,7 @@ def policy_gradient(
         record=record,
         process_group=process_group,
         teacher=teacher,
-        own=own,
+        custom_functions=custom_functions,
     )
     best = best_metric if settings.patience is not None else None
     rollouts = settings.rollouts
@@ -80,53 +122,63 @@ def policy_gradient(
         trainer.server = server
         return Recipe(trainer, settings.iterations, best, close=server.close)
     if rollouts.independent and isinstance(trainer.backend, Engine):
-        trainer.backend.keep_apart()
+        trainer.backend.disable_cross_row_batching()
     if rollouts.workers == "in_process" and rollouts.replay_schedule is None:
         return Recipe(trainer, settings.iterations, best)
-    close = _employ(policy, trainer, make_environment or functools.partial(_same, environment))
+    close = _attach_workers(
+        policy, trainer, make_environment or functools.partial(_shipped_environment, environment)
+    )
     return Recipe(trainer, settings.iterations, best, close=close)
 
 
-def _connect(policy: Policy, settings: PolicySettings) -> ServerBackend:
+def _connect_server(policy: Policy, settings: PolicySettings) -> ServerBackend:
     """The inference server of the settings."""
     from rl_core.rollout_workers.server_backend import ServerBackend
 
     return ServerBackend(
-        policy.model, policy.tokenizer, settings.rollouts,
-        eos_ids=policy.renderer.eos_ids, max_length=policy.context, bound=settings.numerics.bound,
-    )  # fmt: skip
+        policy.model,
+        policy.tokenizer,
+        settings.rollouts,
+        eos_ids=policy.renderer.eos_ids,
+        max_length=policy.context,
+        bound=settings.numerics.bound,
+    )
 
 
-def _employ(
+def _attach_workers(
     policy: Policy, trainer: PolicyGradientTrainer, make_environment: Callable[[], Environment]
 ) -> Callable[[], None]:
     """Give a trainer its workers, which are started by its first rollouts; returns what ends them."""
+    from rl_core.rollout_workers.async_worker_group import AsyncWorkerGroup, ScheduleReplay
     from rl_core.rollout_workers.ray_cluster import RayCluster
-    from rl_core.rollout_workers.schedule_replay import ScheduleReplay
-    from rl_core.rollout_workers.stream import RolloutStream
-    from rl_core.rollout_workers.team import RolloutTeam, TeamParts
+    from rl_core.rollout_workers.worker_group import WorkerConfig, WorkerGroup
 
     settings = trainer.settings.rollouts
-    parts = TeamParts(
-        policy.model, trainer.backend, policy.renderer, make_environment, list(policy.renderer.eos_ids),
-        policy.renderer.pad_id, is_exact=not trainer.optimizer_step.computes_in_bfloat16,
-    )  # fmt: skip
+    parts = WorkerConfig(
+        policy.model,
+        trainer.backend,
+        policy.renderer,
+        make_environment,
+        list(policy.renderer.eos_ids),
+        policy.renderer.pad_id,
+        is_exact=not trainer.optimizer_step.computes_in_bfloat16,
+    )
     if settings.replay_schedule is not None:
         trainer.stream = ScheduleReplay(settings.replay_schedule, parts, settings.max_staleness)
         return trainer.stream.close
     if settings.max_staleness:
-        trainer.stream = RolloutStream(settings, RayCluster(settings), parts)
+        trainer.stream = AsyncWorkerGroup(settings, RayCluster(settings), parts)
         return trainer.stream.close
-    trainer.team = RolloutTeam(settings, RayCluster(settings), parts)
-    return trainer.team.close
+    trainer.worker_group = WorkerGroup(settings, RayCluster(settings), parts)
+    return trainer.worker_group.close
 
 
-def _same(environment: Environment) -> Environment:
+def _shipped_environment(environment: Environment) -> Environment:
     """An environment that was sent as it is."""
     return environment
 
 
-def distillation(
+def build_distillation_recipe(
     policy: Policy,
     teacher: Teacher,
     environment: Environment,
@@ -134,11 +186,18 @@ def distillation(
     seed: int,
     *,
     evaluator: Callable[[], Mapping[str, float]] | None = None,
-    record: Record | None = None,
+    record: RolloutRecorder | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Recipe[PolicyGradientTrainer]:
     """On-policy distillation: the policy-gradient trainer with the teacher's advantages; others as there."""
-    return policy_gradient(
-        policy, None, environment, settings.policy(), seed,
-        evaluator=evaluator, record=record, process_group=process_group, teacher=teacher,
-    )  # fmt: skip
+    return build_policy_gradient_recipe(
+        policy,
+        None,
+        environment,
+        settings.build_policy_settings(),
+        seed,
+        evaluator=evaluator,
+        record=record,
+        process_group=process_group,
+        teacher=teacher,
+    )

@@ -11,14 +11,18 @@ from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.settings import SFTSettings
 from rl_core.trainers.sft import SFTTrainer
 
-__all__ = ["sft"]
 
-
-def sft(
-    policy: Policy, train: Sequence[Any], heldout: Sequence[Any], settings: SFTSettings, seed: int,
+def build_sft_recipe(
+    policy: Policy,
+    train: Sequence[Any],
+    heldout: Sequence[Any],
+    settings: SFTSettings,
+    seed: int,
     process_group: ProcessGroup = SINGLE_PROCESS,
-) -> Recipe[SFTTrainer]:  # fmt: skip
+) -> Recipe[SFTTrainer]:
     """Supervised fine-tuning on rows of (token ids, loss mask), as `ChatRenderer.conversation` gives them."""
-    trainer = SFTTrainer(policy.model, policy.renderer.pad_id, train, heldout, settings, seed, process_group)
+    trainer = SFTTrainer(
+        policy.model, policy.renderer.pad_id, train, heldout, settings, seed, process_group
+    )
     best = "eval/loss" if settings.patience is not None else None
     return Recipe(trainer, trainer.total_steps, best, larger_is_better=False)

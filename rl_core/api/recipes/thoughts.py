@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rl_core.api.policy import Policy
-from rl_core.api.recipes import Recipe, Record
+from rl_core.api.recipes import Recipe, RolloutRecorder
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
-from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import ThoughtsSettings
 from rl_core.thoughts.trainer import ThoughtsTrainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["thoughts"]
 
-
-def thoughts(
+def build_thoughts_recipe(
     policy: Policy,
     environment: Environment,
     settings: ThoughtsSettings,
@@ -27,7 +25,7 @@ def thoughts(
     *,
     heldout: Sequence[EpisodeRequest],
     reference: PreTrainedModel | None = None,
-    record: Record | None = None,
+    record: RolloutRecorder | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Recipe[ThoughtsTrainer]:
     """Thoughts before answers, learned by REINFORCE from what they add.
@@ -35,7 +33,15 @@ def thoughts(
     reference: frozen model of the KL term, needed where kl_coef > 0; the policy's own = without its adapters.
     """
     trainer = ThoughtsTrainer(
-        policy.model, policy.renderer, environment, settings, seed, policy.backend(),
-        heldout=heldout, reference=reference, record=record, process_group=process_group,
-    )  # fmt: skip
+        policy.model,
+        policy.renderer,
+        environment,
+        settings,
+        seed,
+        policy.backend(),
+        heldout=heldout,
+        reference=reference,
+        record=record,
+        process_group=process_group,
+    )
     return Recipe(trainer, settings.iterations, f"eval/{settings.select_by}")

@@ -14,27 +14,25 @@ from rl_core.errors import DataError
 from rl_core.losses.advantages import GroupMethod, batch_advantages, gae, group_advantages, vtrace
 from rl_core.losses.masking import fill_masked
 from rl_core.settings import Algorithm
-from rl_core.trainers.policy_gradient.replay_buffer import Sample
-
-__all__ = [
-    "SignalWarning",
-    "advantage_metrics",
-    "comparison_advantages",
-    "fill_masked_rewards",
-    "last_token_rewards",
-    "value_advantages",
-]
+from rl_core.trainers.policy_gradient.samples import TrainingSample
 
 logger = logging.getLogger(__name__)
 
 # Comparison of each algorithm without a critic; algorithms that share one differ in the loss alone.
-_METHODS: dict[str, GroupMethod] = {
-    "grpo": "grpo", "dapo": "grpo", "gspo": "grpo", "cispo": "grpo", "sapo": "grpo",
-    "dr_grpo": "dr_grpo", "rloo": "rloo",
-}  # fmt: skip
+_GROUP_METHODS: dict[str, GroupMethod] = {
+    "grpo": "grpo",
+    "dapo": "grpo",
+    "gspo": "grpo",
+    "cispo": "grpo",
+    "sapo": "grpo",
+    "dr_grpo": "dr_grpo",
+    "rloo": "rloo",
+}
 
 
-def comparison_advantages(groups: Sequence[torch.Tensor], algorithm: Algorithm) -> list[torch.Tensor]:
+def compute_relative_advantages(
+    groups: Sequence[torch.Tensor], algorithm: Algorithm
+) -> list[torch.Tensor]:
     """Advantage of each rollout, shared by its tokens: relative to its group, for `reinforce` to the whole batch.
 
     Args:
@@ -42,7 +40,7 @@ def comparison_advantages(groups: Sequence[torch.Tensor], algorithm: Algorithm) 
     Returns: float [G] for each group.
     Raises: DataError for an algorithm that needs values, or an empty group.
     """
-    if algorithm != "reinforce" and algorithm not in _METHODS:
+    if algorithm != "reinforce" and algorithm not in _GROUP_METHODS:
         raise DataError(f"algorithm: '{algorithm}' has no advantages without a critic")
     if not groups:
         return []
@@ -53,12 +51,16 @@ def comparison_advantages(groups: Sequence[torch.Tensor], algorithm: Algorithm) 
     for size in dict.fromkeys(sizes):  # groups of one size in one tensor
         members = [index for index, other in enumerate(sizes) if other == size]
         rewards_PG = torch.stack([groups[index] for index in members])
-        for index, advantages_G in zip(members, group_advantages(rewards_PG, method=_METHODS[algorithm]), strict=True):
+        for index, advantages_G in zip(
+            members, group_advantages(rewards_PG, method=_GROUP_METHODS[algorithm]), strict=True
+        ):
             advantages[index] = advantages_G
     return advantages
 
 
-def fill_masked_rewards(groups: Sequence[torch.Tensor], masked: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def fill_masked_rewards(
+    groups: Sequence[torch.Tensor], masked: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Rewards in which a masked rollout has the mean of its group's others.
 
     Its advantage within the group is then 0, and the others' differences stay as they are. A group without an unmasked
@@ -70,7 +72,10 @@ def fill_masked_rewards(groups: Sequence[torch.Tensor], masked: Sequence[torch.T
     """
     if not any(bool(masked_G.any()) for masked_G in masked):
         return list(groups)
-    known = [torch.where(masked_G, 0.0, rewards_G) for rewards_G, masked_G in zip(groups, masked, strict=True)]
+    known = [
+        torch.where(masked_G, 0.0, rewards_G)
+        for rewards_G, masked_G in zip(groups, masked, strict=True)
+    ]
     counts = [int((~masked_G).sum()) for masked_G in masked]
     overall = torch.cat(known).sum() / max(1, sum(counts))
     return [
@@ -79,7 +84,9 @@ def fill_masked_rewards(groups: Sequence[torch.Tensor], masked: Sequence[torch.T
     ]
 
 
-def last_token_rewards(rewards_R: torch.Tensor, loss_mask_RS: torch.Tensor) -> torch.Tensor:
+def scatter_rewards_to_last_token(
+    rewards_R: torch.Tensor, loss_mask_RS: torch.Tensor
+) -> torch.Tensor:
     """Each row's reward on its last loss token, 0 elsewhere: [R, S].
 
     Raises: DataError for a row without loss tokens, whose reward would be lost.
@@ -92,7 +99,7 @@ def last_token_rewards(rewards_R: torch.Tensor, loss_mask_RS: torch.Tensor) -> t
     return token_rewards_RS.scatter(1, last_R1, rewards_R[:, None])
 
 
-def value_advantages(
+def compute_value_advantages(
     rewards_R: torch.Tensor,
     is_truncated_R: torch.Tensor,
     values_RS: torch.Tensor,
@@ -115,20 +122,38 @@ def value_advantages(
         kl_penalty_RS: subtracted from each token's reward (kl_coef times k1); None = none.
         ratios_RS: policy over sampler, for V-trace with `rho_cap` and `c_cap`; None = GAE.
     """
-    token_rewards_RS = last_token_rewards(rewards_R.to(values_RS.dtype), loss_mask_RS)
+    token_rewards_RS = scatter_rewards_to_last_token(rewards_R.to(values_RS.dtype), loss_mask_RS)
     if kl_penalty_RS is not None:
         token_rewards_RS = token_rewards_RS - fill_masked(kl_penalty_RS, loss_mask_RS)
     bootstrap_R = torch.where(is_truncated_R, value_after_R, torch.zeros_like(value_after_R))
     if ratios_RS is not None:
         return vtrace(
-            token_rewards_RS, values_RS, ratios_RS, loss_mask_RS,
-            gamma=gamma, trace_lambda=gae_lambda, rho_cap=rho_cap, c_cap=c_cap, bootstrap_B=bootstrap_R,
-        )  # fmt: skip
-    return gae(token_rewards_RS, values_RS, loss_mask_RS, gamma=gamma, gae_lambda=gae_lambda, bootstrap_B=bootstrap_R)
+            token_rewards_RS,
+            values_RS,
+            ratios_RS,
+            loss_mask_RS,
+            gamma=gamma,
+            trace_lambda=gae_lambda,
+            rho_cap=rho_cap,
+            c_cap=c_cap,
+            bootstrap_B=bootstrap_R,
+        )
+    return gae(
+        token_rewards_RS,
+        values_RS,
+        loss_mask_RS,
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+        bootstrap_B=bootstrap_R,
+    )
 
 
-def advantage_metrics(
-    samples: Sequence[Sample], advantages_RS: torch.Tensor, mask_RS: torch.Tensor, *, filter_threshold: float
+def compute_advantage_metrics(
+    samples: Sequence[TrainingSample],
+    advantages_RS: torch.Tensor,
+    mask_RS: torch.Tensor,
+    *,
+    filter_threshold: float,
 ) -> dict[str, float]:
     """Mean, standard deviation and share of zeros of the advantages, and the share filtered out.
 
@@ -152,18 +177,18 @@ def advantage_metrics(
     }
 
 
-LEARNED = 0.9  # share of successes from which equal rewards mean that the prompts are learned, not that rewards fail
-_HARDER = (
+LEARNED_SUCCESS_RATE = 0.9  # share of successes from which equal rewards mean that the prompts are learned, not that rewards fail
+_HARDER_PROMPTS_ADVICE = (
     "These prompts are learned: go on with harder ones (levels, a curriculum), or end the stage earlier "
     "(iterations; eval_every with patience)"
 )
-_CHECK = (
+_REWARD_CHECK_ADVICE = (
     "Check the reward function on a completion; begin with easier prompts, SFT, a reward with partial credit, or a "
     "larger group_size"
 )
 
 
-class SignalWarning:
+class LearningSignalMonitor:
     """One warning when iteration after iteration no advantage differs from 0, so that nothing is learned.
 
     It warns again only after an iteration that had a signal. The count is no part of a checkpoint: it decides nothing.
@@ -171,31 +196,35 @@ class SignalWarning:
 
     def __init__(self, iterations: int = 10) -> None:
         """`iterations` without a signal, in a row, before the warning."""
-        self._iterations = iterations
-        self._silent = 0
+        self._max_iterations_without_signal = iterations
+        self._iterations_without_signal = 0
 
-    def observe(self, metrics: Mapping[str, float], rewards: Sequence[float]) -> None:
+    def observe_iteration(self, metrics: Mapping[str, float], rewards: Sequence[float]) -> None:
         """Count one iteration, whose rollouts had these rewards.
 
-        metrics: those of `advantage_metrics`, and `train/success_rate` where the environment knows success.
+        metrics: those of `compute_advantage_metrics`, and `train/success_rate` where the environment knows success.
         """
         if metrics.get("train/zero_advantage_rate", 1.0) < 1:  # absent: every group was dropped
-            self._silent = 0
+            self._iterations_without_signal = 0
             return
-        self._silent += 1
-        if self._silent == self._iterations:
+        self._iterations_without_signal += 1
+        if self._iterations_without_signal == self._max_iterations_without_signal:
             lowest, highest = min(rewards, default=0.0), max(rewards, default=0.0)
             every = (
                 f"every rollout has the reward {lowest:g}"
                 if lowest == highest
-                else (f"rewards lie between {lowest:g} and {highest:g}, but are the same for all rollouts of a prompt")
+                else (
+                    f"rewards lie between {lowest:g} and {highest:g}, but are the same for all rollouts of a prompt"
+                )
             )
             success = metrics.get("train/success_rate", 0.0)
-            if success >= LEARNED:
-                every, advice = f"{success:.0%} of the episodes succeed", _HARDER
+            if success >= LEARNED_SUCCESS_RATE:
+                every, advice = f"{success:.0%} of the episodes succeed", _HARDER_PROMPTS_ADVICE
             else:
-                advice = _CHECK
+                advice = _REWARD_CHECK_ADVICE
             logger.warning(
                 "no advantage differed from 0 in the last %d iterations, so nothing is learned: in the last one %s. %s",
-                self._iterations, every, advice,
-            )  # fmt: skip
+                self._max_iterations_without_signal,
+                every,
+                advice,
+            )

@@ -13,36 +13,35 @@ from rl_core.losses.aggregation import token_weights
 from rl_core.losses.importance import importance_mask, truncated_importance_weights
 from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef, kl_k1, kl_k3
 from rl_core.losses.masking import masked_max, masked_sum
-from rl_core.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss, sapo_loss
+from rl_core.losses.policy import (
+    cispo_loss,
+    clipped_policy_loss,
+    gspo_loss,
+    reinforce_loss,
+    sapo_loss,
+)
 from rl_core.settings import PolicySettings
-from rl_core.trainers.policy_gradient.own_parts import OwnLoss
-
-__all__ = [
-    "StepCounts",
-    "importance_weights",
-    "next_kl_coef",
-    "own_policy_loss",
-    "policy_loss",
-    "sampler_agreement",
-    "token_weights_of",
-]
+from rl_core.trainers.policy_gradient.custom_functions import CustomLoss
 
 Metrics = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class StepCounts:
+class LossDenominators:
     """Denominators of one optimizer step. Rows of advantage 0 count, but need not be run: they add nothing."""
 
     num_loss_tokens: float  # that count in the loss
-    num_run_tokens: float  # of these, run through the model; metrics are means over them
+    num_forward_tokens: float  # of these, run through the model; metrics are means over them
     num_sequences: float  # rows with loss tokens that count
-    num_run_sequences: float
+    num_forward_sequences: float
     num_rollouts: float = 0  # rows of the step, filtered and masked ones included
 
 
-def token_weights_of(
-    settings: PolicySettings, loss_mask_BS: torch.Tensor, counts: StepCounts, dtype: torch.dtype = torch.float32
+def compute_token_weights(
+    settings: PolicySettings,
+    loss_mask_BS: torch.Tensor,
+    counts: LossDenominators,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Weight of each token in policy loss, KL and entropy terms [B, S]: the settings' aggregation over the step.
 
@@ -61,13 +60,13 @@ def token_weights_of(
     )
 
 
-def policy_loss(
+def compute_policy_loss(
     settings: PolicySettings,
     logprobs_BS: torch.Tensor,
     old_logprobs_BS: torch.Tensor,
     advantages_BS: torch.Tensor,
     loss_mask_BS: torch.Tensor,
-    counts: StepCounts,
+    counts: LossDenominators,
 ) -> tuple[torch.Tensor, Metrics]:
     """The algorithm's loss, aggregated over the step, and its metrics per token that was run.
 
@@ -78,57 +77,87 @@ def policy_loss(
     """
     low, high = settings.clip
     tensors = (logprobs_BS, old_logprobs_BS, advantages_BS, loss_mask_BS)
-    weights_BS, count = token_weights_of(settings, loss_mask_BS, counts, logprobs_BS.dtype), counts.num_run_tokens
+    weights_BS, count = (
+        compute_token_weights(settings, loss_mask_BS, counts, logprobs_BS.dtype),
+        counts.num_forward_tokens,
+    )
     if settings.algorithm == "gspo":
         lengths_B = loss_mask_BS.sum(1).clamp(min=1)
         advantages_B = torch.where(loss_mask_BS, advantages_BS, 0.0).sum(1) / lengths_B
         loss, metrics = gspo_loss(
-            logprobs_BS, old_logprobs_BS, advantages_B, loss_mask_BS, num_sequences=counts.num_run_sequences,
-            clip_eps=low, clip_eps_high=high, loss_weights_BT=weights_BS,
-        )  # fmt: skip
+            logprobs_BS,
+            old_logprobs_BS,
+            advantages_B,
+            loss_mask_BS,
+            num_sequences=counts.num_forward_sequences,
+            clip_eps=low,
+            clip_eps_high=high,
+            loss_weights_BT=weights_BS,
+        )
     elif settings.algorithm == "cispo":
-        loss, metrics = cispo_loss(*tensors, num_loss_tokens=count, clip_eps_high=high, loss_weights_BT=weights_BS)
+        loss, metrics = cispo_loss(
+            *tensors, num_loss_tokens=count, clip_eps_high=high, loss_weights_BT=weights_BS
+        )
     elif settings.algorithm == "sapo":
         loss, metrics = sapo_loss(
-            *tensors, num_loss_tokens=count, tau_positive=settings.sapo_tau_positive,
-            tau_negative=settings.sapo_tau_negative, loss_weights_BT=weights_BS,
-        )  # fmt: skip
+            *tensors,
+            num_loss_tokens=count,
+            tau_positive=settings.sapo_tau_positive,
+            tau_negative=settings.sapo_tau_negative,
+            loss_weights_BT=weights_BS,
+        )
     elif settings.algorithm == "reinforce":
         loss, metrics = reinforce_loss(
-            logprobs_BS, advantages_BS, loss_mask_BS, num_loss_tokens=count, loss_weights_BT=weights_BS
+            logprobs_BS,
+            advantages_BS,
+            loss_mask_BS,
+            num_loss_tokens=count,
+            loss_weights_BT=weights_BS,
         )
     else:
         loss, metrics = clipped_policy_loss(
-            *tensors, num_loss_tokens=count, clip_eps=low, clip_eps_high=high, dual_clip=settings.dual_clip,
+            *tensors,
+            num_loss_tokens=count,
+            clip_eps=low,
+            clip_eps_high=high,
+            dual_clip=settings.dual_clip,
             loss_weights_BT=weights_BS,
-        )  # fmt: skip
-    return loss, metrics | _policy_kl(logprobs_BS, old_logprobs_BS, loss_mask_BS, count)
+        )
+    return loss, metrics | _measure_policy_kl(logprobs_BS, old_logprobs_BS, loss_mask_BS, count)
 
 
-def own_policy_loss(
-    own: OwnLoss,
+def compute_custom_policy_loss(
+    custom_loss: CustomLoss,
     settings: PolicySettings,
     logprobs_BS: torch.Tensor,
     old_logprobs_BS: torch.Tensor,
     advantages_BS: torch.Tensor,
     loss_mask_BS: torch.Tensor,
-    counts: StepCounts,
+    counts: LossDenominators,
     importance_BS: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """The user's loss in place of the algorithm's; arguments and result as `policy_loss`.
+    """The user's loss in place of the algorithm's; arguments and result as `compute_policy_loss`.
 
     Importance weights multiply the weights of the tokens' losses: what an advantage means there is not known.
     """
-    weights_BS, count = token_weights_of(settings, loss_mask_BS, counts, logprobs_BS.dtype), counts.num_run_tokens
+    weights_BS, count = (
+        compute_token_weights(settings, loss_mask_BS, counts, logprobs_BS.dtype),
+        counts.num_forward_tokens,
+    )
     if importance_BS is not None:
         weights_BS = weights_BS * importance_BS
-    loss, metrics = own(
-        logprobs_BS, old_logprobs_BS, advantages_BS, loss_mask_BS, num_loss_tokens=count, loss_weights_BT=weights_BS
+    loss, metrics = custom_loss(
+        logprobs_BS,
+        old_logprobs_BS,
+        advantages_BS,
+        loss_mask_BS,
+        num_loss_tokens=count,
+        loss_weights_BT=weights_BS,
     )
-    return loss, metrics | _policy_kl(logprobs_BS, old_logprobs_BS, loss_mask_BS, count)
+    return loss, metrics | _measure_policy_kl(logprobs_BS, old_logprobs_BS, loss_mask_BS, count)
 
 
-def importance_weights(
+def compute_importance_weights(
     settings: PolicySettings,
     logprobs_BS: torch.Tensor,
     old_logprobs_BS: torch.Tensor,
@@ -141,32 +170,46 @@ def importance_weights(
     loss has none. V-trace's weights are in the advantages already. They are never negative, so that multiplying the
     advantages by them multiplies every loss.
     """
-    target_BS = logprobs_BS.detach() if settings.algorithm == "reinforce" and settings.loss is None else old_logprobs_BS
+    target_BS = (
+        logprobs_BS.detach()
+        if settings.algorithm == "reinforce" and settings.loss is None
+        else old_logprobs_BS
+    )
     pair = (target_BS, sampler_logprobs_BS, mask_BS)
     weights_BS = None
     if settings.importance != "none" and settings.importance != "vtrace":
-        weights_BS = truncated_importance_weights(*pair, level=settings.importance, cap=settings.weight_cap)
+        weights_BS = truncated_importance_weights(
+            *pair, level=settings.importance, cap=settings.weight_cap
+        )
     if settings.importance_mask != "none":
         kept_BS = importance_mask(
-            *pair, level=settings.importance_mask, low=settings.importance_low, high=settings.importance_high
+            *pair,
+            level=settings.importance_mask,
+            low=settings.importance_low,
+            high=settings.importance_high,
         ).to(target_BS.dtype)
         weights_BS = kept_BS if weights_BS is None else weights_BS * kept_BS
     return weights_BS
 
 
 @torch.no_grad()
-def sampler_agreement(
-    sampler_logprobs_BS: torch.Tensor, old_logprobs_BS: torch.Tensor, mask_BS: torch.Tensor, count: float
+def measure_sampler_agreement(
+    sampler_logprobs_BS: torch.Tensor,
+    old_logprobs_BS: torch.Tensor,
+    mask_BS: torch.Tensor,
+    count: float,
 ) -> Metrics:
     """KL(sampler || old policy) per token (k3) and the largest difference of log-probs, nats."""
     return {
         "sampler_kl": masked_sum(kl_k3(sampler_logprobs_BS, old_logprobs_BS), mask_BS) / count,
-        "sampler_difference_max": masked_max((sampler_logprobs_BS - old_logprobs_BS).abs(), mask_BS),
+        "sampler_difference_max": masked_max(
+            (sampler_logprobs_BS - old_logprobs_BS).abs(), mask_BS
+        ),
     }
 
 
 @torch.no_grad()
-def _policy_kl(
+def _measure_policy_kl(
     logprobs_BS: torch.Tensor, old_logprobs_BS: torch.Tensor, mask_BS: torch.Tensor, count: float
 ) -> Metrics:
     return {
@@ -175,7 +218,7 @@ def _policy_kl(
     }
 
 
-def next_kl_coef(settings: PolicySettings, kl_coef: float, kl: float) -> float:
+def compute_next_kl_coef(settings: PolicySettings, kl_coef: float, kl: float) -> float:
     """Weight of the KL term after an iteration, moved towards the value at which the KL is kl_target.
 
     Args:
@@ -186,8 +229,16 @@ def next_kl_coef(settings: PolicySettings, kl_coef: float, kl: float) -> float:
     if settings.kl_controller == "banded":
         band = settings.kl_band
         return banded_kl_coef(
-            kl_coef, kl, target=settings.kl_target, tolerance=band.width * settings.kl_target,
-            increase_factor=band.increase, decrease_factor=band.decrease, minimum=band.minimum, maximum=band.maximum,
-        )  # fmt: skip
+            kl_coef,
+            kl,
+            target=settings.kl_target,
+            tolerance=band.width * settings.kl_target,
+            increase_factor=band.increase,
+            decrease_factor=band.decrease,
+            minimum=band.minimum,
+            maximum=band.maximum,
+        )
     played = settings.prompts_per_iteration * settings.group_size
-    return adaptive_kl_coef(kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, num_samples=played)
+    return adaptive_kl_coef(
+        kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, num_samples=played
+    )

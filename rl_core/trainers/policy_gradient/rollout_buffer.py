@@ -1,44 +1,162 @@
-"""Rollout buffer of one iteration: samples by group, old and reference log-probs, values, advantages.
+"""Trainable models of a policy-gradient trainer: policy and critic with their optimizers, reference and teacher.
+
+Rollout buffer of one iteration: samples by group, old and reference log-probs, values, advantages.
 
 Suffixes: R rows of the iteration, B rows of a micro-batch, S whole sequence, G rollouts per prompt.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from rl_core.distributed import DummyBatch
-from rl_core.errors import DataError
-from rl_core.inference.sampling import sequence_seed
+from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
+from rl_core.errors import DataError, SettingsError
+from rl_core.inference.sampling import compute_sequence_seed
+from rl_core.inference.teacher import Teacher
 from rl_core.losses.advantages import distillation_advantages
 from rl_core.losses.importance import effective_sample_size, importance_ratios
 from rl_core.losses.kl import kl_k1
 from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
 from rl_core.losses.value import explained_variance
-from rl_core.memory import MemoryFit
-from rl_core.models.causal_lm import evaluating
-from rl_core.models.dropout import repeatable_masks, training_mode
-from rl_core.models.logprobs import check_contexts, completion_logprobs
-from rl_core.models.lora import without_adapter
-from rl_core.rollouts.batching import make_batches
+from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.forward_modes import seed_dropout_masks, use_training_mode
+from rl_core.models.heads import PolicyWithCritic, SeparateCritic, ValueHead, read_hidden_size
+from rl_core.models.logprobs import check_contexts, check_router, completion_logprobs
+from rl_core.models.lora import disable_adapter, is_lora
+from rl_core.out_of_memory import MemoryFit
+from rl_core.rollouts.batching import build_batches
 from rl_core.settings import PolicySettings
 from rl_core.timing import span
-from rl_core.trainers.policy_gradient.advantages import comparison_advantages, fill_masked_rewards, value_advantages
-from rl_core.trainers.policy_gradient.replay_buffer import Sample
-from rl_core.trainers.policy_gradient.trained_models import ActorCriticModels
+from rl_core.trainers.policy_gradient.advantages import (
+    compute_relative_advantages,
+    compute_value_advantages,
+    fill_masked_rewards,
+)
+from rl_core.trainers.policy_gradient.custom_functions import CustomFunctions, load_custom_functions
+from rl_core.trainers.policy_gradient.samples import TrainingSample
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["RolloutBuffer"]
 
-Plan = Sequence[Sequence[int]]  # row indices of each optimizer step
+@dataclass
+class ActorCriticModels:
+    """The trainable models (policy, critic), their optimizers, and the frozen reference."""
+
+    policy: PreTrainedModel
+    optimizer_step: OptimizerStep  # of the policy, value head included
+    pad_id: int
+    reference: PreTrainedModel | None = (
+        None  # of the KL term, frozen; the policy itself = without its adapters
+    )
+    critic: PolicyWithCritic | None = None  # None = an algorithm without values
+    critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
+    teacher: Teacher | None = None  # of a distillation: advantages come from it in place of rewards
+    custom_functions: CustomFunctions = field(
+        default_factory=CustomFunctions
+    )  # loss and advantage estimator of the user's
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the policy."""
+        return next(self.policy.parameters()).device
+
+
+def check_models(
+    settings: PolicySettings,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    teacher: Teacher | None,
+) -> None:
+    """Refuse models that the settings cannot be trained with.
+
+    Raises: SettingsError for a KL term without a reference, a reference that cannot be one, a router's loss for a
+        model without one, or a distillation without a teacher.
+    """
+    if settings.needs_teacher != (teacher is not None):
+        raise SettingsError("teacher: a distillation needs one, and nothing else takes one")
+    if settings.kl_coef > 0 and reference is None:
+        raise SettingsError(f"kl_coef: {settings.kl_coef} needs a reference model")
+    if reference is model and not is_lora(model):
+        raise SettingsError(
+            "kl_coef: a model without adapters cannot be its own reference; hand in a copy"
+        )
+    check_router(model, settings.router_aux_loss_coef)
+
+
+def build_actor_critic(
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    settings: PolicySettings,
+    pad_id: int,
+    process_group: ProcessGroup = SINGLE_PROCESS,
+    teacher: Teacher | None = None,
+    custom_functions: CustomFunctions | None = None,
+) -> ActorCriticModels:
+    """Policy, critic and optimizers that the algorithm needs; the reference is frozen.
+
+    Args:
+        reference: `model` itself, where it has adapters: the model without them, and no second copy.
+        own: None = the loss and the advantage estimator that the settings name.
+    """
+    if reference is not None and reference is not model:
+        reference.requires_grad_(False).eval()
+    custom_functions = (
+        load_custom_functions(settings) if custom_functions is None else custom_functions
+    )
+    optimizer_step_of = functools.partial(
+        OptimizerStep,
+        total_steps=settings.iterations * settings.epochs * settings.minibatches,
+        max_nonfinite=settings.max_nonfinite,
+        process_group=process_group,
+    )
+    chosen = settings.value_function
+    if chosen is None:
+        return ActorCriticModels(
+            model,
+            optimizer_step_of(model, settings),
+            pad_id,
+            reference,
+            teacher=teacher,
+            custom_functions=custom_functions,
+        )
+    if chosen.kind == "shared":
+        head = ValueHead(read_hidden_size(model)).to(next(model.parameters()).device)
+        joined = PolicyWithCritic(model, head)
+        return ActorCriticModels(
+            model,
+            optimizer_step_of(joined, settings),
+            pad_id,
+            reference,
+            joined,
+            custom_functions=custom_functions,
+        )
+    critic = SeparateCritic(model)
+    of_critic = dataclasses.replace(
+        settings, learning_rate=chosen.learning_rate or settings.learning_rate
+    )
+    return ActorCriticModels(
+        model,
+        optimizer_step_of(model, settings),
+        pad_id,
+        reference,
+        PolicyWithCritic(model, critic),
+        optimizer_step_of(critic, of_critic),
+        custom_functions=custom_functions,
+    )
+
+
+StepPlan = Sequence[Sequence[int]]  # row indices of each optimizer step
 
 
 class RolloutBuffer:
@@ -55,7 +173,10 @@ class RolloutBuffer:
     """
 
     def __init__(
-        self, actor_critic: ActorCriticModels, settings: PolicySettings, groups: Sequence[Sequence[Sample]]
+        self,
+        actor_critic: ActorCriticModels,
+        settings: PolicySettings,
+        groups: Sequence[Sequence[TrainingSample]],
     ) -> None:
         """`groups`: fresh ones, without advantages, and replayed ones."""
         self.groups = [list(group) for group in groups]
@@ -63,13 +184,17 @@ class RolloutBuffer:
         if not self.samples or any(sample.row.sampler_logprobs is None for sample in self.samples):
             raise DataError("samples: at least one is needed, each with the sampler's log-probs")
         if any(sample.row.temperature <= 0 for sample in self.samples):
-            raise DataError("samples: one was sampled greedily (temperature 0), so there is no policy to improve")
+            raise DataError(
+                "samples: one was sampled greedily (temperature 0), so there is no policy to improve"
+            )
         if any(sample.row.context_starts for sample in self.samples):
             check_contexts(actor_critic.policy)
         self.actor_critic = actor_critic
         self.settings = settings
         self.device = actor_critic.device
-        width = max(len(sample.row.prompt_ids) + len(sample.row.completion_ids) for sample in self.samples)
+        width = max(
+            len(sample.row.prompt_ids) + len(sample.row.completion_ids) for sample in self.samples
+        )
         self.shape = (len(self.samples), width)
         mask_RS = torch.zeros(self.shape, dtype=torch.bool)
         for index, sample in enumerate(self.samples):
@@ -79,7 +204,9 @@ class RolloutBuffer:
         self.advantages_RS = torch.zeros(self.shape, device=self.device)
         self.returns_RS: torch.Tensor | None = None
         self.old_logprobs_RS: torch.Tensor | None = None  # None = each update takes its own
-        self.sampler_logprobs_RS: torch.Tensor | None = None  # None = not needed beyond the micro-batches
+        self.sampler_logprobs_RS: torch.Tensor | None = (
+            None  # None = not needed beyond the micro-batches
+        )
         self.ref_logprobs_RS: torch.Tensor | None = None
         self.teacher_logprobs_RS: torch.Tensor | None = None
         self.values_RS: torch.Tensor | None = None  # before the update
@@ -88,76 +215,92 @@ class RolloutBuffer:
 
     # Micro-batches
 
-    def batches(self, indices: Sequence[int]) -> list[TrainBatch | DummyBatch[TrainBatch]]:
+    def build_local_batches(
+        self, indices: Sequence[int]
+    ) -> list[TrainBatch | DummyBatch[TrainBatch]]:
         """Micro-batches of this process's share of these rows; `TrainBatch.rows` indexes the rows of the iteration."""
         process_group = self.actor_critic.optimizer_step.process_group
-        if process_group.size > 1:  # a share without a loss token would leave a process without a micro-batch
+        if (
+            process_group.size > 1
+        ):  # a share without a loss token would leave a process without a micro-batch
             has_loss = self.mask_RS.any(1).tolist()
             indices = [index for index in indices if has_loss[index]]
         if not indices:
             return []
         rows = [self.samples[index].row for index in indices]
         lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
-        return [*process_group.batches(indices, lengths, self._build_batches)]
+        return [*process_group.build_local_batches(indices, lengths, self._pad_batches)]
 
-    def _build_batches(self, indices: Sequence[int]) -> list[TrainBatch]:
+    def _pad_batches(self, indices: Sequence[int]) -> list[TrainBatch]:
         rows = [self.samples[index].row for index in indices]
-        max_tokens = self.settings.micro_batch_tokens if self.mask_seed is None else 1  # 1 = each row alone
-        batches = make_batches(rows, max_tokens, self.actor_critic.pad_id)
+        max_tokens = (
+            self.settings.micro_batch_tokens if self.mask_seed is None else 1
+        )  # 1 = each row alone
+        batches = build_batches(rows, max_tokens, self.actor_critic.pad_id)
         for batch in batches:
             batch.rows = [indices[index] for index in batch.rows]
             batch.loss_mask_BS &= self.mask_RS[batch.rows, : batch.loss_mask_BS.shape[1]].cpu()
         return [batch for batch in batches if batch.num_loss_tokens]
 
-    def for_batch(self, values_RS: torch.Tensor | None, batch: TrainBatch) -> torch.Tensor:
+    def select_batch_rows(self, values_RS: torch.Tensor | None, batch: TrainBatch) -> torch.Tensor:
         """The rows of a micro-batch [B, S] of a tensor over all rows, 0 where no loss is."""
         assert values_RS is not None, "not computed"
         return fill_masked(values_RS[batch.rows, : batch.loss_mask_BS.shape[1]], batch.loss_mask_BS)
 
     # Log-probs and values under the models as they are
 
-    def mode(self, model: nn.Module) -> AbstractContextManager[None]:
+    def use_pass_mode(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context of a pass that an update is compared with: eval mode, or training mode where it drops out."""
-        return evaluating(model) if self.mask_seed is None else training_mode(model, dropout=True)
+        return (
+            use_eval_mode(model)
+            if self.mask_seed is None
+            else use_training_mode(model, dropout=True)
+        )
 
-    def masks(self, batch: TrainBatch) -> AbstractContextManager[None]:
+    def use_dropout_masks(self, batch: TrainBatch) -> AbstractContextManager[None]:
         """Context in which a pass over this micro-batch draws its row's dropout masks, every time the same ones."""
         if self.mask_seed is None:
             return nullcontext()
-        return repeatable_masks(self.device, sequence_seed(self.mask_seed, *batch.rows))
+        return seed_dropout_masks(self.device, compute_sequence_seed(self.mask_seed, *batch.rows))
 
     @torch.no_grad()
-    def compute_old_logprobs(self, plan: Plan) -> None:
+    def compute_old_logprobs(self, plan: StepPlan) -> None:
         """Log-probs of the policy before the first update, in the micro-batches in which it will be updated."""
         with span("measure"):
-            self.old_logprobs_RS = self._logprobs(self.actor_critic.policy, plan)
+            self.old_logprobs_RS = self._compute_logprobs(self.actor_critic.policy, plan)
 
-    def copy_sampler_logprobs(self, plan: Plan) -> None:
+    def copy_sampler_logprobs(self, plan: StepPlan) -> None:
         """Log-probs of the sampler as a tensor, to stand for the old ones in a KL reward; see `estimate_advantages`."""
         logprobs_RS = torch.zeros(self.shape, device=self.device)
-        for batch in self._own_batches(plan):
+        for batch in self._iter_local_batches(plan):
             assert batch.sampler_logprobs_BS is not None
-            logprobs_RS[batch.rows, : batch.sampler_logprobs_BS.shape[1]] = batch.sampler_logprobs_BS
-        self.sampler_logprobs_RS = self.actor_critic.optimizer_step.process_group.all_reduce_sum(logprobs_RS)
+            logprobs_RS[batch.rows, : batch.sampler_logprobs_BS.shape[1]] = (
+                batch.sampler_logprobs_BS
+            )
+        self.sampler_logprobs_RS = self.actor_critic.optimizer_step.process_group.all_reduce_sum(
+            logprobs_RS
+        )
 
     @torch.no_grad()
-    def compute_ref_logprobs(self, plan: Plan) -> None:
+    def compute_ref_logprobs(self, plan: StepPlan) -> None:
         """Log-probs of the reference, once for all epochs."""
         reference = self.actor_critic.reference
         assert reference is not None
-        own = without_adapter(reference) if reference is self.actor_critic.policy else nullcontext()
+        own = disable_adapter(reference) if reference is self.actor_critic.policy else nullcontext()
         with span("reference"), own:
-            self.ref_logprobs_RS = self._logprobs(reference, plan)
+            self.ref_logprobs_RS = self._compute_logprobs(reference, plan)
 
     @torch.no_grad()
-    def compute_teacher_logprobs(self, plan: Plan) -> None:
+    def compute_teacher_logprobs(self, plan: StepPlan) -> None:
         """Log-probs of the teacher, once for all epochs."""
         assert self.actor_critic.teacher is not None
         with span("teacher"):
-            self.teacher_logprobs_RS = self._filled(plan, self.actor_critic.teacher.logprobs)
+            self.teacher_logprobs_RS = self._fill_logprobs(
+                plan, self.actor_critic.teacher.compute_logprobs
+            )
 
     @torch.no_grad()
-    def compute_values(self, plan: Plan) -> None:
+    def compute_values(self, plan: StepPlan) -> None:
         """Values before every loss token, and after the last token of each row."""
         critic = self.actor_critic.critic
         assert critic is not None
@@ -165,28 +308,32 @@ class RolloutBuffer:
         after_R = torch.zeros(self.shape[0], device=self.device)
 
         def fill(batch: TrainBatch) -> None:
-            with self.masks(batch):
-                values_BS, after_B = critic.values(batch)
+            with self.use_dropout_masks(batch):
+                values_BS, after_B = critic.compute_values(batch)
             values_RS[batch.rows, : values_BS.shape[1]] = values_BS.float()
             after_R[batch.rows] = after_B.float()
 
         optimizer_step = self.actor_critic.critic_optimizer_step or self.actor_critic.optimizer_step
-        with span("measure"), self.mode(critic), optimizer_step.autocast():
-            optimizer_step.sharded.with_full_weights_independent(lambda: self._for_each_batch(plan, fill))
+        with span("measure"), self.use_pass_mode(critic), optimizer_step.enable_autocast():
+            optimizer_step.sharded.run_independently_with_full_weights(
+                lambda: self._run_on_each_batch(plan, fill)
+            )
         self.values_RS, self.value_after_R = (
             optimizer_step.process_group.all_reduce_sum(values_RS),
             optimizer_step.process_group.all_reduce_sum(after_R),
         )
 
-    def _logprobs(self, model: PreTrainedModel, plan: Plan) -> torch.Tensor:
+    def _compute_logprobs(self, model: PreTrainedModel, plan: StepPlan) -> torch.Tensor:
         def masked(batch: TrainBatch) -> torch.Tensor:
-            with self.masks(batch):
+            with self.use_dropout_masks(batch):
                 return completion_logprobs(model, batch)[0]
 
-        with self.mode(model):
-            return self._filled(plan, masked)
+        with self.use_pass_mode(model):
+            return self._fill_logprobs(plan, masked)
 
-    def _filled(self, plan: Plan, logprobs: Callable[[TrainBatch], torch.Tensor]) -> torch.Tensor:
+    def _fill_logprobs(
+        self, plan: StepPlan, logprobs: Callable[[TrainBatch], torch.Tensor]
+    ) -> torch.Tensor:
         """Log-probs [R, S] of all rows of the plan, each micro-batch by the process that it is dealt to."""
         logprobs_RS = torch.zeros(self.shape, device=self.device)
 
@@ -195,17 +342,21 @@ class RolloutBuffer:
             logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = logprobs_BS.float()
 
         optimizer_step = self.actor_critic.optimizer_step
-        with optimizer_step.autocast():
-            optimizer_step.sharded.with_full_weights_independent(lambda: self._for_each_batch(plan, fill))
-        return optimizer_step.process_group.all_reduce_sum(logprobs_RS)  # each process has filled in its own rows
+        with optimizer_step.enable_autocast():
+            optimizer_step.sharded.run_independently_with_full_weights(
+                lambda: self._run_on_each_batch(plan, fill)
+            )
+        return optimizer_step.process_group.all_reduce_sum(
+            logprobs_RS
+        )  # each process has filled in its own rows
 
-    def _for_each_batch(self, plan: Plan, function: Callable[[TrainBatch], None]) -> None:
-        MemoryFit("scoring of rollouts").compute(self._own_batches(plan), function)
+    def _run_on_each_batch(self, plan: StepPlan, function: Callable[[TrainBatch], None]) -> None:
+        MemoryFit("scoring of rollouts").compute_batches(self._iter_local_batches(plan), function)
 
-    def _own_batches(self, plan: Plan) -> Iterator[TrainBatch]:
+    def _iter_local_batches(self, plan: StepPlan) -> Iterator[TrainBatch]:
         """This process's micro-batches, on the policy's device."""
         for indices in plan:
-            for batch in self.batches(indices):
+            for batch in self.build_local_batches(indices):
                 if not isinstance(batch, DummyBatch):
                     yield batch.to(self.device)
 
@@ -223,30 +374,40 @@ class RolloutBuffer:
         metrics: dict[str, float] = {}
         penalty_RS: torch.Tensor | None = None
         if kl_reward_coef > 0:
-            before_RS = self.old_logprobs_RS if self.old_logprobs_RS is not None else self.sampler_logprobs_RS
+            before_RS = (
+                self.old_logprobs_RS
+                if self.old_logprobs_RS is not None
+                else self.sampler_logprobs_RS
+            )
             assert before_RS is not None and self.ref_logprobs_RS is not None
             kl_RS = fill_masked(kl_k1(before_RS, self.ref_logprobs_RS), self.mask_RS)
             penalty_RS = kl_reward_coef * kl_RS
             metrics["policy/ref_kl"] = float(kl_RS.sum() / self.mask_RS.sum().clamp(min=1))
         if self.actor_critic.teacher is not None:
-            metrics |= self._imitate()
+            metrics |= self._estimate_from_teacher()
         elif self.settings.value_function is not None:
             metrics |= self._estimate_from_values(rewards_R, penalty_RS)
         else:
             if penalty_RS is not None:
                 rewards_R = rewards_R - penalty_RS.sum(1).double().cpu()
-            metrics |= self._compare_rewards(rewards_R)
+            metrics |= self._estimate_from_rewards(rewards_R)
         if self.settings.uses_whitening and bool(self.mask_RS.any()):
             self.advantages_RS = masked_whiten(self.advantages_RS, self.mask_RS)
         return metrics
 
-    def _compare_rewards(self, rewards_R: torch.Tensor) -> dict[str, float]:
+    def _estimate_from_rewards(self, rewards_R: torch.Tensor) -> dict[str, float]:
         """Group-relative or batch advantages of the fresh groups; filtered and masked samples lose their mask."""
         rewards = rewards_R.split([len(group) for group in self.groups])
-        fresh = [index for index, group in enumerate(self.groups) if not any(sample.is_replayed for sample in group)]
-        masked = [torch.tensor([sample.is_masked for sample in self.groups[index]]) for index in fresh]
+        fresh = [
+            index
+            for index, group in enumerate(self.groups)
+            if not any(sample.is_replayed for sample in group)
+        ]
+        masked = [
+            torch.tensor([sample.is_masked for sample in self.groups[index]]) for index in fresh
+        ]
         filled = fill_masked_rewards([rewards[index] for index in fresh], masked)
-        compared, metrics = self._compared(filled, fresh)
+        compared, metrics = self._compute_relative_advantages(filled, fresh)
         for index, advantages_G in zip(fresh, compared, strict=True):
             for sample, advantage in zip(self.groups[index], advantages_G.tolist(), strict=True):
                 sample.advantage = 0.0 if sample.is_masked else advantage
@@ -257,23 +418,27 @@ class RolloutBuffer:
             self.advantages_RS[row][self.mask_RS[row]] = sample.advantage
         return metrics
 
-    def _compared(
+    def _compute_relative_advantages(
         self, groups: Sequence[torch.Tensor], indices: Sequence[int]
     ) -> tuple[list[torch.Tensor], dict[str, float]]:
         """Advantages [G] of groups of rewards, by the user's estimator (with metrics) or the algorithm's."""
-        own = self.actor_critic.own.advantages
+        own = self.actor_critic.custom_functions.advantages
         if own is None:
-            return comparison_advantages(groups, self.settings.algorithm), {}
+            return compute_relative_advantages(groups, self.settings.algorithm), {}
         lengths = [sum(sample.row.loss_mask) for index in indices for sample in self.groups[index]]
         # by one process for all: a function of the user's may give other numbers at another call
-        found, metrics = self.actor_critic.optimizer_step.process_group.on_rank_zero(lambda: own(groups, lengths))
+        found, metrics = self.actor_critic.optimizer_step.process_group.run_on_rank_zero(
+            lambda: own(groups, lengths)
+        )
         return found, {f"train/advantages/{name}": value for name, value in metrics.items()}
 
-    def _estimate_from_values(self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None) -> dict[str, float]:
+    def _estimate_from_values(
+        self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None
+    ) -> dict[str, float]:
         """GAE and returns of all rows; masked rows and filtered tokens lose their mask."""
         assert self.values_RS is not None and self.value_after_R is not None
-        ratios_RS = self._trace_ratios()
-        self.advantages_RS, self.returns_RS = value_advantages(
+        ratios_RS = self._compute_trace_ratios()
+        self.advantages_RS, self.returns_RS = compute_value_advantages(
             rewards_R.to(device=self.device, dtype=torch.float32),
             torch.tensor([sample.is_truncated for sample in self.samples], device=self.device),
             self.values_RS,
@@ -286,12 +451,16 @@ class RolloutBuffer:
             rho_cap=self.settings.weight_cap,
             c_cap=self.settings.vtrace_c,
         )
-        masked_R1 = torch.tensor([[sample.is_masked] for sample in self.samples], device=self.device)
+        masked_R1 = torch.tensor(
+            [[sample.is_masked] for sample in self.samples], device=self.device
+        )
         self.mask_RS = self.mask_RS & ~masked_R1  # carries no loss, for the critic neither
         self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
         count = self.mask_RS.sum().clamp(min=1)
         metrics = {
-            "value/explained_variance": explained_variance(self.values_RS, self.returns_RS, self.mask_RS),
+            "value/explained_variance": explained_variance(
+                self.values_RS, self.returns_RS, self.mask_RS
+            ),
             "value/returns_mean": float(masked_sum(self.returns_RS, self.mask_RS) / count),
             "value/values_mean": float(masked_sum(self.values_RS, self.mask_RS) / count),
         }
@@ -301,21 +470,29 @@ class RolloutBuffer:
             size = effective_sample_size(weights_RS, self.mask_RS)
             metrics["policy/effective_sample_share"] = size / float(count)
         if self.settings.filter_threshold:
-            self.mask_RS = self.mask_RS & (self.advantages_RS.abs() >= self.settings.filter_threshold)
+            self.mask_RS = self.mask_RS & (
+                self.advantages_RS.abs() >= self.settings.filter_threshold
+            )
             self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
         return metrics
 
-    def _imitate(self) -> dict[str, float]:
+    def _estimate_from_teacher(self) -> dict[str, float]:
         """Advantages of a distillation: what each token, and at a discount the later ones, adds to minus the KL."""
-        student_RS = self.old_logprobs_RS if self.old_logprobs_RS is not None else self.sampler_logprobs_RS
+        student_RS = (
+            self.old_logprobs_RS if self.old_logprobs_RS is not None else self.sampler_logprobs_RS
+        )
         assert student_RS is not None and self.teacher_logprobs_RS is not None
         self.advantages_RS = distillation_advantages(
             student_RS, self.teacher_logprobs_RS, self.mask_RS, gamma=self.settings.gamma
         )
         kl_RS = kl_k1(student_RS, self.teacher_logprobs_RS)
-        return {"policy/teacher_kl": float(masked_sum(kl_RS, self.mask_RS) / self.mask_RS.sum().clamp(min=1))}
+        return {
+            "policy/teacher_kl": float(
+                masked_sum(kl_RS, self.mask_RS) / self.mask_RS.sum().clamp(min=1)
+            )
+        }
 
-    def _trace_ratios(self) -> torch.Tensor | None:
+    def _compute_trace_ratios(self) -> torch.Tensor | None:
         """Ratio of the old policy to the sampler at each loss token, for V-trace; None = not asked for."""
         if self.settings.importance != "vtrace":
             return None

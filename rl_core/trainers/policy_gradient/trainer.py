@@ -1,4 +1,8 @@
-"""Policy optimisation from rewards: PPO, GRPO and variants, REINFORCE; the algorithm is a setting.
+"""Rewards of an iteration's groups, with the policy's states for components that need them.
+
+Suffixes: N turns, H hidden.
+
+Policy optimisation from rewards: PPO, GRPO and variants, REINFORCE; the algorithm is a setting.
 
 One iteration: draw episodes from the curriculum, play each of them group_size times, score the rollouts, estimate
 advantages, and update the policy (`dynamic_sampling`, `scoring`, `rollout_buffer`, `advantages`, `losses`, `update`).
@@ -18,33 +22,91 @@ from torch import nn
 
 from rl_core.curriculum.manager import CurriculumManager
 from rl_core.curriculum.snapshots import StageSnapshots
-from rl_core.curriculum.watched_metrics import check_tools, watched_names
+from rl_core.curriculum.watched_metrics import check_watched_tools, list_watchable_names
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
-from rl_core.environments.failed_episodes import Keep
+from rl_core.environments.failed_episodes import StoreFailedEpisode
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.inference.teacher import Teacher
+from rl_core.models.hidden_states import TurnEmbeddings, compute_turn_embeddings
+from rl_core.rewards.components import OverlongPenalty
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rollouts.collect import EpisodeRequest, Renderer
-from rl_core.rollouts.rollout_metrics import rollout_metrics
-from rl_core.rollouts.training_seeds import SeedOrders
+from rl_core.rollouts.collect import TrainingSeedOrders
+from rl_core.rollouts.episode_sequence import EpisodeRequest, Renderer
+from rl_core.rollouts.rollout_metrics import compute_rollout_metrics
 from rl_core.settings import PolicySettings, RollbackSettings
-from rl_core.trainers.policy_gradient.advantages import SignalWarning, advantage_metrics
-from rl_core.trainers.policy_gradient.dynamic_sampling import sample_groups_with_signal
-from rl_core.trainers.policy_gradient.losses import next_kl_coef
-from rl_core.trainers.policy_gradient.numerics import NumericsGate
-from rl_core.trainers.policy_gradient.own_parts import own_parts
-from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, masked_metrics, sample_groups
-from rl_core.trainers.policy_gradient.scoring import GroupScorer
-from rl_core.trainers.policy_gradient.trained_models import check_models, make_actor_critic
+from rl_core.timing import span
+from rl_core.trainers.policy_gradient.advantages import (
+    LearningSignalMonitor,
+    compute_advantage_metrics,
+)
+from rl_core.trainers.policy_gradient.custom_functions import load_custom_functions
+from rl_core.trainers.policy_gradient.losses import compute_next_kl_coef
+from rl_core.trainers.policy_gradient.numerics_gate import NumericsGate
+from rl_core.trainers.policy_gradient.rollout_buffer import build_actor_critic, check_models
+from rl_core.trainers.policy_gradient.samples import (
+    ReplayBuffer,
+    SampleGroup,
+    build_sample_groups,
+    compute_masking_metrics,
+    sample_groups_with_signal,
+)
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
-from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
+from rl_core.trainers.rollout_trainer import RolloutRecorder, RolloutTrainer
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["PolicyGradientTrainer"]
+
+class GroupScorer:
+    """Scores groups of rollouts with the policy's rewards; rank 0 scores, and every process gets its groups."""
+
+    def __init__(
+        self,
+        rewards: RewardOrchestrator,
+        policy: PreTrainedModel,
+        settings: PolicySettings,
+        pad_id: int,
+        optimizer_step: OptimizerStep,
+        process_group: ProcessGroup,
+    ) -> None:
+        """Note the parts; `optimizer_step` is the policy's, whose precision and shards its states are computed in."""
+        self.rewards = rewards
+        self.policy = policy
+        self.pad_id = pad_id
+        self.max_tokens = settings.micro_batch_tokens
+        self.optimizer_step = optimizer_step
+        self.process_group = process_group
+        self.penalties: dict[str, OverlongPenalty] = {}
+        if settings.overlong_tokens:
+            limit = settings.sampling.max_completion_tokens
+            self.penalties["overlong"] = OverlongPenalty(limit, settings.overlong_tokens)
+
+    def score_groups(
+        self, groups: list[RolloutGroup]
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
+        """The groups with their rewards, and the rewards' metrics."""
+        states = self._compute_hidden_states(groups) if self.rewards.needs_states else []
+
+        def score() -> tuple[list[RolloutGroup], dict[str, float]]:
+            return groups, self.rewards.score(
+                groups, embed=lambda _: states, penalties=self.penalties
+            )
+
+        return self.process_group.run_on_rank_zero(score)
+
+    def _compute_hidden_states(self, groups: Sequence[RolloutGroup]) -> list[TurnEmbeddings]:
+        """Hidden states [N, H] of the policy at the turns of all rollouts, in order, before this iteration's update."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        embed = functools.partial(
+            compute_turn_embeddings, self.policy, pad_id=self.pad_id, max_tokens=self.max_tokens
+        )
+        with span("states"), self.optimizer_step.enable_autocast():
+            return self.optimizer_step.sharded.gather_row_results(
+                rollouts, [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts], embed
+            )
 
 
 class PolicyGradientTrainer(RolloutTrainer):
@@ -69,10 +131,10 @@ class PolicyGradientTrainer(RolloutTrainer):
         *,
         pad_id: int | None = None,
         evaluator: Callable[[], Mapping[str, float]] | None = None,
-        record: RolloutRecord | None = None,
+        record: RolloutRecorder | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
         teacher: Teacher | None = None,
-        own: Mapping[str, Callable[..., Any]] | None = None,
+        custom_functions: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """Build everything; nothing is drawn or played yet.
 
@@ -95,40 +157,65 @@ class PolicyGradientTrainer(RolloutTrainer):
         """
         check_models(settings, model, reference_model, teacher)
         self.curriculum = CurriculumManager(
-            settings.curriculum, environment.levels, early_stop=settings.early_stop, rollback=settings.rollback
+            settings.curriculum,
+            environment.levels,
+            early_stop=settings.early_stop,
+            rollback=settings.rollback,
         )
         levels = sorted({level for stage in self.curriculum.stages for level in stage.levels})
         super().__init__(
-            renderer, environment, seed, backend,
-            levels=levels, pad_id=pad_id, record=record, process_group=process_group,
+            renderer,
+            environment,
+            seed,
+            backend,
+            levels=levels,
+            pad_id=pad_id,
+            record=record,
+            process_group=process_group,
             max_failed_share=settings.sampling.max_failed_share,
-        )  # fmt: skip
+        )
         self.policy = model
         self.settings = settings
         self.rewards = rewards
         self.evaluator = evaluator
-        self._evaluated: dict[str, float] = {}  # by the newest evaluation, for the curriculum's next observation
-        self._watched = watched_names(settings, environment.levels)
+        self._latest_evaluation: dict[
+            str, float
+        ] = {}  # by the newest evaluation, for the curriculum's next observation
+        self._watched_names = list_watchable_names(settings, environment.levels)
         self._tools = tuple(environment.tools.tools)
-        check_tools(settings, self._tools)
+        check_watched_tools(settings, self._tools)
         self.kl_coef = settings.kl_coef
         self.groups: list[RolloutGroup] = []  # trained on in the last iteration, for inspection
-        self._stage_settings = [settings.for_stage(stage) for stage in self.curriculum.stages]
-        self._seeds = SeedOrders(environment, seed)
+        self._stage_settings = [
+            settings.apply_curriculum_stage(stage) for stage in self.curriculum.stages
+        ]
+        self._seeds = TrainingSeedOrders(environment, seed)
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
-        self._signal = SignalWarning()
-        self.actor_critic = make_actor_critic(
-            model, reference_model, settings, self.pad_id, process_group, teacher, own_parts(settings, own)
+        self._signal_monitor = LearningSignalMonitor()
+        self.actor_critic = build_actor_critic(
+            model,
+            reference_model,
+            settings,
+            self.pad_id,
+            process_group,
+            teacher,
+            load_custom_functions(settings, custom_functions),
         )
         self.optimizer_step = self.actor_critic.optimizer_step
-        self._scorer = GroupScorer(rewards, model, settings, self.pad_id, self.optimizer_step, process_group)
-        self._snapshots = self._new_snapshots()
-        self._numerics = NumericsGate(model, backend, settings, self.optimizer_step, self._new_snapshots())
+        self._scorer = GroupScorer(
+            rewards, model, settings, self.pad_id, self.optimizer_step, process_group
+        )
+        self._snapshots = self._build_snapshots()
+        self._numerics = NumericsGate(
+            model, backend, settings, self.optimizer_step, self._build_snapshots()
+        )
 
-    def _new_snapshots(self) -> StageSnapshots:
+    def _build_snapshots(self) -> StageSnapshots:
         """Room for snapshots of the policy, its critic, and their optimizers."""
         critic = self.actor_critic.critic_optimizer_step
-        return StageSnapshots(self.model, [self.optimizer_step, *([critic] if critic is not None else [])])
+        return StageSnapshots(
+            self.model, [self.optimizer_step, *([critic] if critic is not None else [])]
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -148,58 +235,70 @@ class PolicyGradientTrainer(RolloutTrainer):
     def step(self) -> dict[str, float]:
         """One iteration: play, score, update, and advance or roll back the curriculum."""
         started = time.perf_counter()
-        self._snapshots.keep(self.curriculum.index, self.curriculum.restorable, self._learned_state)
-        self._numerics.begin(self._learned_state)
-        rng = self._generator()
+        self._snapshots.update_snapshots(
+            self.curriculum.index, self.curriculum.restorable_stages, self._collect_learned_state
+        )
+        self._numerics.prepare_iteration(self._collect_learned_state)
+        rng = self._build_generator()
         played, self.groups, metrics = self._play_and_score(rng)
         playing = metrics["perf/rollout_seconds"]
-        metrics |= rollout_metrics(played, with_success=self.environment.knows_success, tools=self._tools)
+        metrics |= compute_rollout_metrics(
+            played, with_success=self.environment.knows_success, tools=self._tools
+        )
         rollouts = [rollout for group in played for rollout in group.rollouts]
         self._record_rollouts(rollouts)
         if self.server is not None:
-            self.server.rest()
+            self.server.put_server_to_sleep()
         updating = time.perf_counter()
         self.rollouts_played += len(rollouts)
-        metrics |= self._update(rng)
+        metrics |= self._update_policy(rng)
         metrics |= self._check_numerics()
         if self.server is not None:
-            self.server.rest()  # the gate may have woken it
+            self.server.put_server_to_sleep()  # the gate may have woken it
         if self.process_group.is_rank_zero:
-            self._signal.observe(metrics, [rollout.reward for rollout in rollouts if not rollout.is_masked])
+            self._signal_monitor.observe_iteration(
+                metrics, [rollout.reward for rollout in rollouts if not rollout.is_masked]
+            )
         stopped = time.perf_counter()
-        metrics |= self._throughput(rollouts, stopped - started, playing) | {
+        metrics |= self._compute_throughput(rollouts, stopped - started, playing) | {
             "perf/reward_seconds": updating - started - playing,
             "perf/update_seconds": stopped - updating,
         }
-        if (workers := self.stream or self.team or self.server) is not None:
-            metrics |= workers.metrics()
+        if (workers := self.stream or self.worker_group or self.server) is not None:
+            metrics |= workers.collect_metrics()
         self.iteration += 1
         # every process gets the first one's metrics, so that the curriculum decides alike everywhere
-        metrics = self.process_group.on_rank_zero(functools.partial(dict, metrics))
+        metrics = self.process_group.run_on_rank_zero(functools.partial(dict, metrics))
         left = self.curriculum.index
-        target = self.curriculum.observe(metrics | self._evaluated, known=self._watched)
-        self._evaluated = {}
+        target = self.curriculum.observe_iteration(
+            metrics | self._latest_evaluation, known=self._watched_names
+        )
+        self._latest_evaluation = {}
         if target is not None:
-            self._roll_back(target, self.curriculum.watch.settings[left])
-        return metrics | self.curriculum.metrics()
+            self._roll_back_stage(target, self.curriculum.rollback_monitor.settings[left])
+        return metrics | self.curriculum.collect_metrics()
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the evaluator with the current weights."""
         if self.evaluator is None:
             return {}
-        self.backend.refresh()
-        found = dict(self.optimizer_step.sharded.with_full_weights_independent(self.evaluator))
-        self._evaluated = self.process_group.on_rank_zero(functools.partial(dict, found))
+        self.backend.refresh_weights()
+        found = dict(
+            self.optimizer_step.sharded.run_independently_with_full_weights(self.evaluator)
+        )
+        self._latest_evaluation = self.process_group.run_on_rank_zero(
+            functools.partial(dict, found)
+        )
         return found
 
-    def keep_failures(self, keep: Keep) -> None:
+    def set_failure_recorder(self, recorder: StoreFailedEpisode) -> None:
         """Have failed episodes kept, also those on which a reward function failed."""
-        super().keep_failures(keep)
-        self.rewards.failures.keep = keep
+        super().set_failure_recorder(recorder)
+        self.rewards.failures.store_episode = recorder
 
-    def _failure_metrics(self) -> dict[str, float]:
+    def _collect_failure_metrics(self) -> dict[str, float]:
         """As of every trainer; episodes on which a reward function failed are in the number, too."""
-        metrics = super()._failure_metrics()
+        metrics = super()._collect_failure_metrics()
         metrics["train/failed_episodes"] += self.rewards.failures.total
         return metrics
 
@@ -211,8 +310,11 @@ class PolicyGradientTrainer(RolloutTrainer):
             "rollouts_played": self.rollouts_played,
             "kl_coef": self.kl_coef,
             "curriculum": self.curriculum.state_dict(),
-            "evaluated": dict(self._evaluated),
-            "failures": {"environment": self.failures.state_dict(), "rewards": self.rewards.failures.state_dict()},
+            "evaluated": dict(self._latest_evaluation),
+            "failures": {
+                "environment": self.failures.state_dict(),
+                "rewards": self.rewards.failures.state_dict(),
+            },
             "rewards": self.rewards.state_dict(),
             "orders": self._seeds.state_dict(),
             "replay": self._replay.state_dict() if self._replay is not None else None,
@@ -228,7 +330,9 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.rollouts_played = int(state["rollouts_played"])
         self.kl_coef = float(state["kl_coef"])
         self.curriculum.load_state_dict(state["curriculum"])
-        self._evaluated = {name: float(value) for name, value in state.get("evaluated", {}).items()}
+        self._latest_evaluation = {
+            name: float(value) for name, value in state.get("evaluated", {}).items()
+        }
         self.failures.load_state_dict(state["failures"]["environment"])
         self.rewards.failures.load_state_dict(state["failures"]["rewards"])
         self.rewards.load_state_dict(state["rewards"])
@@ -244,18 +348,20 @@ class PolicyGradientTrainer(RolloutTrainer):
 
     # Rollback
 
-    def _learned_state(self) -> dict[str, Any]:
+    def _collect_learned_state(self) -> dict[str, Any]:
         """State that a rollback restores beside weights and optimizers."""
         replay = self._replay.state_dict() if self._replay is not None else None
         return {"kl_coef": self.kl_coef, "rewards": self.rewards.state_dict(), "replay": replay}
 
-    def _roll_back(self, target: int, rollback: RollbackSettings | None) -> None:
+    def _roll_back_stage(self, target: int, rollback: RollbackSettings | None) -> None:
         """Restore everything that training changes to the snapshot of the entry of stage `target`."""
         factor = rollback.learning_rate_factor if rollback is not None else 1.0
-        self._go_back(self._snapshots.restore(target, learning_rate_factor=factor))
+        self._restore_learned_state(
+            self._snapshots.restore_stage(target, learning_rate_factor=factor)
+        )
 
-    def _go_back(self, learned: Mapping[str, Any]) -> None:
-        """Inverse of `_learned_state`."""
+    def _restore_learned_state(self, learned: Mapping[str, Any]) -> None:
+        """Inverse of `_collect_learned_state`."""
         self.kl_coef = float(learned["kl_coef"])
         self.rewards.load_state_dict(learned["rewards"])
         if self._replay is not None:
@@ -270,58 +376,70 @@ class PolicyGradientTrainer(RolloutTrainer):
         settings = self.stage_settings
         self.rewards.set_weights(self.curriculum.stage.rewards)
         found = sample_groups_with_signal(
-            functools.partial(self._play_round, rng), self._score,
-            wanted=settings.prompts_per_iteration, tries=settings.sampling_tries,
-        )  # fmt: skip
-        metrics = found.metrics()
-        metrics |= self.process_group.on_rank_zero(
-            lambda: self.rewards.observe(found.played, self.curriculum.stage.name)
+            functools.partial(self._play_round, rng),
+            self._score_groups,
+            num_groups=settings.prompts_per_iteration,
+            num_retries=settings.sampling_tries,
         )
-        metrics |= self._failure_metrics()
+        metrics = found.compute_metrics()
+        metrics |= self.process_group.run_on_rank_zero(
+            lambda: self.rewards.observe(found.all_groups, self.curriculum.stage.name)
+        )
+        metrics |= self._collect_failure_metrics()
         if settings.sampling_tries:
             metrics["train/dropped_group_rate"] = found.dropped_rate
-        return found.played, found.kept, metrics | {"perf/rollout_seconds": found.seconds}
+        return (
+            found.all_groups,
+            found.selected_groups,
+            metrics | {"perf/rollout_seconds": found.rollout_seconds},
+        )
 
     def _play_round(self, rng: np.random.Generator, count: int, attempt: int) -> list[RolloutGroup]:
         """Groups of `count` new episodes, or the next ones of the stream; `attempt` numbers the iteration's rounds."""
         settings = self.stage_settings
         self.failures.is_refill = attempt > 0
         if self.stream is not None:
-            return self._take(count, settings, lambda rng: self._draw_episodes(rng, 1)[0])
-        return self._play(
+            return self._take_stream_groups(
+                count, settings, lambda rng: self._draw_episodes(rng, 1)[0]
+            )
+        return self._play_groups(
             self._draw_episodes(rng, count),
             group_size=settings.group_size,
             sampling=settings.sampling,
-            purpose=("rollouts", self.iteration, attempt) if attempt else ("rollouts", self.iteration),
+            purpose=("rollouts", self.iteration, attempt)
+            if attempt
+            else ("rollouts", self.iteration),
         )
 
-    def _score(self, groups: list[RolloutGroup]) -> tuple[list[RolloutGroup], dict[str, float]]:
+    def _score_groups(
+        self, groups: list[RolloutGroup]
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
         """The groups with their rewards, and metrics."""
         self.rewards.failures.iteration = self.iteration
-        return self._scorer.score(groups)
+        return self._scorer.score_groups(groups)
 
     def _draw_episodes(self, rng: np.random.Generator, count: int) -> list[EpisodeRequest]:
         """Episodes of the current stage: levels by their weights, training seeds of each level."""
         requests = []
         for _ in range(count):
             level = self.curriculum.draw_level(rng)
-            requests.append(EpisodeRequest(level=level, seed=self._seeds.draw(level, rng)))
+            requests.append(EpisodeRequest(level=level, seed=self._seeds.draw_seed(level, rng)))
         return requests
 
     # Update
 
-    def _update(self, rng: np.random.Generator) -> dict[str, float]:
+    def _update_policy(self, rng: np.random.Generator) -> dict[str, float]:
         """Train on this iteration's groups, and on replayed ones."""
         settings = self.stage_settings
         critic = settings.value_function
-        fresh = sample_groups(
+        fresh = build_sample_groups(
             self.groups,
             bootstrap_limits=critic is not None and critic.bootstrap_limits,
             mask_truncated=settings.mask_truncated,
         )
-        replayed = self._replay.draw(rng, len(fresh)) if self._replay is not None else []
+        replayed = self._replay.draw_groups(rng, len(fresh)) if self._replay is not None else []
         metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}
-        metrics |= masked_metrics(self.groups, mask_truncated=settings.mask_truncated)
+        metrics |= compute_masking_metrics(self.groups, mask_truncated=settings.mask_truncated)
         if not fresh and not replayed:  # every group was dropped
             self.optimizer_step.num_steps += settings.epochs * settings.minibatches
             return metrics | {"train/empty_updates": float(settings.epochs * settings.minibatches)}
@@ -333,27 +451,34 @@ class PolicyGradientTrainer(RolloutTrainer):
             entropy_coef=self.entropy_coef,
             critic_only=critic is not None and self.iteration < critic.warmup_iterations,
         )
-        metrics |= update.run(rng)
+        metrics |= update.run_optimizer_steps(rng)
         update.check_sampler(metrics)
         buffer = update.buffer
-        metrics |= advantage_metrics(
-            buffer.samples, buffer.advantages_RS, buffer.mask_RS, filter_threshold=settings.filter_threshold
+        metrics |= compute_advantage_metrics(
+            buffer.samples,
+            buffer.advantages_RS,
+            buffer.mask_RS,
+            filter_threshold=settings.filter_threshold,
         )
         if self._replay is not None:
             metrics["train/replayed_rollouts"] = float(sum(map(len, replayed)))
-            self._replay.add(fresh)
+            self._replay.add_groups(fresh)
         self._write_advantages(fresh)
         if "policy/ref_kl" in metrics:
-            self.kl_coef = next_kl_coef(settings, self.kl_coef, metrics["policy/ref_kl"])
+            self.kl_coef = compute_next_kl_coef(settings, self.kl_coef, metrics["policy/ref_kl"])
         return metrics
 
     def _check_numerics(self) -> dict[str, float]:
         """Trainer against sampler after an update, where it is due."""
         if not self._numerics.is_due(self.iteration):
             return {}
-        return self._numerics.check(self.stage_settings.sampling, self._learned_state, self._go_back)
+        return self._numerics.check_sampler(
+            self.stage_settings.sampling, self._collect_learned_state, self._restore_learned_state
+        )
 
     def _write_advantages(self, fresh: Sequence[SampleGroup]) -> None:
         """Copy advantages into the groups, where rollouts were compared."""
         for group, samples in zip(self.groups, fresh, strict=True):
-            group.advantages = [sample.advantage for sample in samples if sample.advantage is not None] or None
+            group.advantages = [
+                sample.advantage for sample in samples if sample.advantage is not None
+            ] or None

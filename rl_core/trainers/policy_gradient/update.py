@@ -1,10 +1,17 @@
-"""Policy update of one iteration: epochs x minibatches of optimizer steps on a rollout buffer.
+"""Trust region by the exact KL(old || new): over the whole vocabulary, from a copy of the old weights.
+
+Suffixes: B rows of a micro-batch, S whole sequence, N loss tokens, V vocabulary.
+
+Hard limit of KL(old || new): an optimizer step beyond it is rolled back (`PolicySettings.kl_max`).
+
+Policy update of one iteration: epochs x minibatches of optimizer steps on a rollout buffer.
 
 Suffixes: B rows of a micro-batch, S whole sequence.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,30 +20,141 @@ import torch
 
 from rl_core.distributed import DummyBatch
 from rl_core.errors import SamplerMismatch
-from rl_core.losses.kl import kl_penalty
+from rl_core.losses.aggregation import aggregate
+from rl_core.losses.kl import exact_forward_kl, kl_k3, kl_penalty
 from rl_core.losses.masking import masked_sum
 from rl_core.losses.supervised import entropy_bonus
 from rl_core.losses.value import value_loss
-from rl_core.models.dropout import drops_out
-from rl_core.models.logprobs import TokenOutputs, token_outputs
-from rl_core.rollouts.rollout_metrics import mean_metrics
-from rl_core.settings import PolicySettings
-from rl_core.trainers.policy_gradient.exact_trust_region import ExactTrustRegion
-from rl_core.trainers.policy_gradient.kl_limit import KLLimit
-from rl_core.trainers.policy_gradient.losses import (
-    StepCounts,
-    importance_weights,
-    own_policy_loss,
-    policy_loss,
-    sampler_agreement,
-    token_weights_of,
+from rl_core.models.forward_modes import has_dropout
+from rl_core.models.logprobs import (
+    TokenOutputs,
+    completion_logprobs,
+    compute_token_outputs,
+    compute_vocabulary_logprobs,
 )
-from rl_core.trainers.policy_gradient.replay_buffer import Sample
-from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
-from rl_core.trainers.policy_gradient.trained_models import ActorCriticModels
+from rl_core.models.trainable_weights import (
+    collect_trainable_weights,
+    load_trainable_weights,
+    swap_weights,
+)
+from rl_core.out_of_memory import MemoryFit
+from rl_core.rollouts.rollout_metrics import aggregate_step_metrics
+from rl_core.settings import PolicySettings
+from rl_core.trainers.policy_gradient.losses import (
+    LossDenominators,
+    compute_custom_policy_loss,
+    compute_importance_weights,
+    compute_policy_loss,
+    compute_token_weights,
+    measure_sampler_agreement,
+)
+from rl_core.trainers.policy_gradient.rollout_buffer import ActorCriticModels, RolloutBuffer
+from rl_core.trainers.policy_gradient.samples import TrainingSample
 from rl_core.types import TrainBatch
 
-__all__ = ["PolicyUpdate"]
+
+class ExactTrustRegion:
+    """The policy before an iteration's update, and the divergence of the present one from it.
+
+    Holds a copy of the trainable weights, and [N, V] of one micro-batch twice. `begin` comes before the pass that has
+    a gradient: it swaps weights in place, which a graph that holds on to them would not survive.
+    """
+
+    def __init__(self, buffer: RolloutBuffer) -> None:
+        """Copy the weights of the policy as it is."""
+        self.buffer = buffer
+        self.policy = buffer.actor_critic.policy
+        self.is_first_step = True  # old and new are the same: KL and gradient are 0
+        self._weights = {
+            name: tensor.clone() for name, tensor in collect_trainable_weights(self.policy).items()
+        }
+        self._old_NV: torch.Tensor | None = (
+            None  # log-probs of the old policy at the micro-batch's loss tokens
+        )
+
+    @torch.no_grad()
+    def prepare_batch(self, batch: TrainBatch) -> None:
+        """Compute the old policy's distributions of a micro-batch."""
+        if self.is_first_step:
+            return
+        with swap_weights(self.policy, self._weights), self.buffer.use_dropout_masks(batch):
+            self._old_NV = compute_vocabulary_logprobs(self.policy, batch)
+
+    def compute_penalty(
+        self, batch: TrainBatch, loss_weights_BS: torch.Tensor, num_loss_tokens: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """KL(old || new) of the micro-batch that was begun, as a loss term, at the temperatures of its tokens.
+
+        Args:
+            loss_weights_BS: float [B, S], weight of each token, see `aggregation.token_weights`.
+            num_loss_tokens: of the whole optimizer step.
+        Returns: scalar with gradient; {"update_kl_exact"}: the mean per loss token in nats, detached.
+        """
+        mask_BS, old_NV = batch.loss_mask_BS, self._old_NV
+        if old_NV is None:
+            zero = loss_weights_BS.new_zeros(())
+            return zero, {"update_kl_exact": zero}
+        with self.buffer.use_dropout_masks(batch):
+            new_NV = compute_vocabulary_logprobs(self.policy, batch)
+        kl_N = exact_forward_kl(old_NV, new_NV)
+        kl_BS = torch.zeros(mask_BS.shape, dtype=kl_N.dtype, device=kl_N.device).masked_scatter(
+            mask_BS, kl_N
+        )
+        moved = aggregate(
+            kl_BS, mask_BS, num_loss_tokens=num_loss_tokens, loss_weights_BT=loss_weights_BS
+        )
+        return moved, {"update_kl_exact": kl_N.detach().sum() / num_loss_tokens}
+
+
+class KLLimit:
+    """Weights and optimizer as they were before a step, to which `check` goes back."""
+
+    def __init__(
+        self, actor_critic: ActorCriticModels, buffer: RolloutBuffer, limit: float
+    ) -> None:
+        """Store weights and optimizer; `limit` in nats per token."""
+        self.actor_critic = actor_critic
+        self.buffer = buffer
+        self.limit = limit
+        optimizer_step = actor_critic.optimizer_step
+        self._weights = {
+            name: tensor.clone()
+            for name, tensor in collect_trainable_weights(optimizer_step.model).items()
+        }
+        self._state = copy.deepcopy(optimizer_step.state_dict())
+
+    def apply_limit(
+        self, batches: Sequence[TrainBatch | DummyBatch[TrainBatch]], num_forward_tokens: float
+    ) -> dict[str, float]:
+        """Metrics of the step that was made on these micro-batches; `refused` where it was rolled back."""
+        kl = self._measure_mean_kl(batches, num_forward_tokens)
+        if kl <= self.limit:
+            return {"policy/kl_after_max": kl}
+        load_trainable_weights(self.actor_critic.optimizer_step.model, self._weights)
+        self.actor_critic.optimizer_step.load_state_dict(self._state)
+        return {"policy/kl_after_max": kl, "refused": 1.0}
+
+    def _measure_mean_kl(
+        self, batches: Sequence[TrainBatch | DummyBatch[TrainBatch]], num_forward_tokens: float
+    ) -> float:
+        """Mean KL(old || current policy) per loss token of the step, k3 estimator."""
+
+        def own() -> float:
+            real = [batch for batch in batches if not isinstance(batch, DummyBatch)]
+            return sum(MemoryFit("KL after the update").compute_batches(real, of_batch))
+
+        def of_batch(batch: TrainBatch) -> float:
+            batch = batch.to(self.actor_critic.device)
+            with self.buffer.use_dropout_masks(batch):
+                logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
+            old_BS = self.buffer.select_batch_rows(self.buffer.old_logprobs_RS, batch)
+            return float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
+
+        optimizer_step = self.actor_critic.optimizer_step
+        with self.buffer.use_pass_mode(self.actor_critic.policy), optimizer_step.enable_autocast():
+            total = optimizer_step.sharded.run_independently_with_full_weights(own)
+        return sum(optimizer_step.process_group.all_gather(total)) / num_forward_tokens
+
 
 Batches = Sequence[TrainBatch | DummyBatch[TrainBatch]]
 
@@ -57,7 +175,7 @@ class PolicyUpdate:
         self,
         actor_critic: ActorCriticModels,
         settings: PolicySettings,
-        groups: Sequence[Sequence[Sample]],
+        groups: Sequence[Sequence[TrainingSample]],
         *,
         kl_coef: float | None = None,
         entropy_coef: float | None = None,
@@ -76,30 +194,44 @@ class PolicyUpdate:
         self.kl_coef = settings.kl_coef if kl_coef is None else kl_coef
         self.entropy_coef = settings.entropy_coef if entropy_coef is None else entropy_coef
         self.critic_only = critic_only
-        self.trained: set[int] = set(range(len(self.buffer.samples)))  # rows that are run through the policy
-        self.counts = StepCounts(1, 1, 1, 1)  # denominators of the current optimizer step
+        self.trained_rows: set[int] = set(
+            range(len(self.buffer.samples))
+        )  # rows that are run through the policy
+        self.denominators = LossDenominators(
+            1, 1, 1, 1
+        )  # denominators of the current optimizer step
         # of the policy before the first step, which measures them as it runs over all rows; None = not, or no more
         self._first_logprobs_RS: torch.Tensor | None = None
         self.num_routed_tokens = 1  # real tokens of that step, where a router's loss is wanted
-        self._trust_region: ExactTrustRegion | None = None  # None = estimated at the sampled tokens, or not wanted
+        self._trust_region: ExactTrustRegion | None = (
+            None  # None = estimated at the sampled tokens, or not wanted
+        )
 
-    def run(self, rng: np.random.Generator) -> dict[str, float]:
+    def run_optimizer_steps(self, rng: np.random.Generator) -> dict[str, float]:
         """All optimizer steps; metrics are means over them (`_max`: the largest)."""
-        settings, optimizer_step, buffer = self.settings, self.actor_critic.optimizer_step, self.buffer
-        if settings.dropout and drops_out(self.actor_critic.policy):
+        settings, optimizer_step, buffer = (
+            self.settings,
+            self.actor_critic.optimizer_step,
+            self.buffer,
+        )
+        if settings.dropout and has_dropout(self.actor_critic.policy):
             buffer.mask_seed = int(rng.integers(2**63))
         steps = settings.epochs * settings.minibatches
-        minibatches = self._minibatches(rng)
-        metrics = self._prepare(minibatches, steps)
-        if settings.trust_region_coef > 0 and settings.trust_region_kl == "exact" and not self.critic_only:
+        minibatches = self._split_minibatches(rng)
+        metrics = self._prepare_buffer(minibatches, steps)
+        if (
+            settings.trust_region_coef > 0
+            and settings.trust_region_kl == "exact"
+            and not self.critic_only
+        ):
             self._trust_region = ExactTrustRegion(buffer)
         parts: list[dict[str, float]] = []
         refused = 0.0
         for number in range(steps):
             epoch, index = divmod(number, settings.minibatches)
             if index == 0 and epoch > 0:
-                minibatches = self._minibatches(rng)
-            part = self._optimizer_step(minibatches[index]) if index < len(minibatches) else {}
+                minibatches = self._split_minibatches(rng)
+            part = self._run_optimizer_step(minibatches[index]) if index < len(minibatches) else {}
             if self._first_logprobs_RS is not None:
                 buffer.old_logprobs_RS, self._first_logprobs_RS = self._first_logprobs_RS, None
             if self._trust_region is not None and "train/loss" in part:
@@ -111,9 +243,9 @@ class PolicyUpdate:
         stepped = sum("train/loss" in part for part in parts)
         # A step without a loss token, or one that was rolled back, counts too: it is the x axis of the metrics.
         optimizer_step.num_steps += steps - stepped + int(refused)
-        metrics |= mean_metrics(parts)
+        metrics |= aggregate_step_metrics(parts)
         metrics["train/empty_updates"] = float(steps - stepped)
-        metrics["train/trained_rollouts"] = float(len(self.trained))
+        metrics["train/trained_rollouts"] = float(len(self.trained_rows))
         metrics["train/skipped_steps"] = float(optimizer_step.skipped_steps)
         if settings.kl_max is not None:
             metrics["policy/refused_steps"] = refused
@@ -122,7 +254,7 @@ class PolicyUpdate:
 
     def check_sampler(self, metrics: Mapping[str, float]) -> None:
         """Raises: SamplerMismatch where fresh rollouts are not from the distribution that is trained."""
-        kl, limit = metrics.get("policy/sampler_kl"), self._sampler_kl_max()
+        kl, limit = metrics.get("policy/sampler_kl"), self._resolve_sampler_kl_max()
         if kl is None or limit is None or not kl > limit:  # NaN: the step itself was left out
             return
         raise SamplerMismatch(
@@ -132,7 +264,7 @@ class PolicyUpdate:
             "of other weights on purpose are corrected by importance: token"
         )
 
-    def _prepare(self, minibatches: Sequence[Sequence[int]], steps: int) -> dict[str, float]:
+    def _prepare_buffer(self, minibatches: Sequence[Sequence[int]], steps: int) -> dict[str, float]:
         """Fill the rollout buffer under the models as they are, and choose the rows to run through the policy.
 
         Old log-probs are measured by the first step itself, at a ratio of exactly 1, where it runs over all rows.
@@ -143,22 +275,29 @@ class PolicyUpdate:
         if critic is not None:
             buffer.compute_values(minibatches)
         needs_old = steps > 1 or settings.kl_max is not None
-        is_traced, is_taught = settings.importance == "vtrace", self.actor_critic.teacher is not None
+        is_traced, is_taught = (
+            settings.importance == "vtrace",
+            self.actor_critic.teacher is not None,
+        )
         if in_reward:
             buffer.compute_ref_logprobs(minibatches)
         if is_taught:
             buffer.compute_teacher_logprobs(minibatches)
         if in_reward or is_traced or is_taught:
-            if needs_old or not self._sampler_is_policy():
+            if needs_old or not self._is_sampler_policy():
                 buffer.compute_old_logprobs(minibatches)
             if is_traced or buffer.old_logprobs_RS is None:
                 buffer.copy_sampler_logprobs(minibatches)
         metrics = buffer.estimate_advantages(self.kl_coef if in_reward else 0.0)
-        own = self.actor_critic.own.loss  # what it makes of an advantage of 0 is not known
-        needs_all = in_loss or self.entropy_coef > 0 or settings.trust_region_coef > 0 or own is not None
+        own = (
+            self.actor_critic.custom_functions.loss
+        )  # what it makes of an advantage of 0 is not known
+        needs_all = (
+            in_loss or self.entropy_coef > 0 or settings.trust_region_coef > 0 or own is not None
+        )
         if not needs_all and (critic is None or critic.value_head is None):
-            self.trained = set(torch.nonzero(buffer.advantages_RS.any(1)).flatten().tolist())
-        plan = [self._trained_rows(indices) for indices in minibatches]
+            self.trained_rows = set(torch.nonzero(buffer.advantages_RS.any(1)).flatten().tolist())
+        plan = [self._select_trained_rows(indices) for indices in minibatches]
         if in_loss:
             buffer.compute_ref_logprobs(plan)
         if buffer.old_logprobs_RS is None and needs_old:
@@ -169,13 +308,13 @@ class PolicyUpdate:
                 buffer.compute_old_logprobs(plan)
         return metrics
 
-    def _sampler_is_policy(self) -> bool:
+    def _is_sampler_policy(self) -> bool:
         """True = no importance weights, no dropout, and log-probs that differ from the sampler's by rounding alone."""
         if self.buffer.mask_seed is not None or self.settings.corrects_sampler:
             return False
         return self.actor_critic.optimizer_step.computes_in_float32
 
-    def _sampler_kl_max(self) -> float | None:
+    def _resolve_sampler_kl_max(self) -> float | None:
         """Limit of KL(sampler || trainer), nats per token; None = none."""
         if self.settings.sampler_kl_max is not None:
             return self.settings.sampler_kl_max
@@ -183,93 +322,119 @@ class PolicyUpdate:
             return None
         return 1e-3 if self.actor_critic.optimizer_step.computes_in_float32 else 0.1
 
-    def _minibatches(self, rng: np.random.Generator) -> list[list[int]]:
+    def _split_minibatches(self, rng: np.random.Generator) -> list[list[int]]:
         """Row indices of each optimizer step of one pass; in order if there is a single step."""
         count, size = self.settings.minibatches, len(self.buffer.samples)
         order = rng.permutation(size) if count > 1 else np.arange(size)
         return [part.tolist() for part in np.array_split(order, count) if len(part)]
 
-    def _trained_rows(self, indices: Sequence[int]) -> list[int]:
-        return [index for index in indices if index in self.trained]
+    def _select_trained_rows(self, indices: Sequence[int]) -> list[int]:
+        return [index for index in indices if index in self.trained_rows]
 
-    def _optimizer_step(self, indices: Sequence[int]) -> dict[str, float]:
+    def _run_optimizer_step(self, indices: Sequence[int]) -> dict[str, float]:
         """One optimizer step of the policy and one of a separate critic on these rows; {} without a loss token."""
         metrics: dict[str, float] = {}
-        batches = [] if self.critic_only else self.buffer.batches(self._trained_rows(indices))
+        batches = (
+            []
+            if self.critic_only
+            else self.buffer.build_local_batches(self._select_trained_rows(indices))
+        )
         if batches:
-            self.counts = self._step_counts(indices)
+            self.denominators = self._count_denominators(indices)
             if self.settings.router_aux_loss_coef > 0:
-                self.num_routed_tokens = self._num_real_tokens(batches)
+                self.num_routed_tokens = self._count_real_tokens(batches)
             limit = None
             if self.settings.kl_max is not None:
                 limit = KLLimit(self.actor_critic, self.buffer, self.settings.kl_max)
-            metrics = self.actor_critic.optimizer_step.apply(batches, self.loss)
+            metrics = self.actor_critic.optimizer_step.run_step(batches, self.compute_loss)
             if "policy/importance_mean" in metrics:
                 square = metrics.pop("policy/importance_square_mean")  # 0 = all dropped
                 share = metrics["policy/importance_mean"] ** 2 / square if square else 0.0
-                metrics["policy/effective_sample_share"] = share  # effective sample size over loss tokens (Kish)
+                metrics["policy/effective_sample_share"] = (
+                    share  # effective sample size over loss tokens (Kish)
+                )
             if limit is not None:
-                metrics |= limit.check(batches, self.counts.num_run_tokens)
+                metrics |= limit.apply_limit(batches, self.denominators.num_forward_tokens)
         if self.actor_critic.critic_optimizer_step is not None:
-            metrics |= self._critic_step(indices)
+            metrics |= self._run_critic_step(indices)
         return metrics
 
-    def _num_real_tokens(self, batches: Batches) -> int:
+    def _count_real_tokens(self, batches: Batches) -> int:
         """Real tokens, prompts included, of the step's micro-batches in all processes."""
-        own = sum(int(batch.attention_mask_BS.sum()) for batch in batches if not isinstance(batch, DummyBatch))
+        own = sum(
+            int(batch.attention_mask_BS.sum())
+            for batch in batches
+            if not isinstance(batch, DummyBatch)
+        )
         return sum(self.actor_critic.optimizer_step.process_group.all_gather(own))
 
-    def _step_counts(self, indices: Sequence[int]) -> StepCounts:
+    def _count_denominators(self, indices: Sequence[int]) -> LossDenominators:
         """Denominators of a step; rows of advantage 0 that are not run count too: their loss is 0, not absent."""
-        mask_RS, run_RS = self.buffer.mask_RS[list(indices)], self.buffer.mask_RS[self._trained_rows(indices)]
-        return StepCounts(
+        mask_RS, run_RS = (
+            self.buffer.mask_RS[list(indices)],
+            self.buffer.mask_RS[self._select_trained_rows(indices)],
+        )
+        return LossDenominators(
             num_loss_tokens=int(mask_RS.sum()),
-            num_run_tokens=int(run_RS.sum()),
+            num_forward_tokens=int(run_RS.sum()),
             num_sequences=int(mask_RS.any(1).sum()),
-            num_run_sequences=int(run_RS.any(1).sum()),
+            num_forward_sequences=int(run_RS.any(1).sum()),
             num_rollouts=len(indices),
         )
 
-    def loss(self, batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+    def compute_loss(self, batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of one micro-batch over the denominators of the optimizer step; metrics per token that was run."""
         settings, buffer = self.settings, self.buffer
         batch = batch.to(self.actor_critic.device)
         mask_BS, sampler_BS = batch.loss_mask_BS, batch.sampler_logprobs_BS
         head = self.actor_critic.critic.value_head if self.actor_critic.critic is not None else None
         if self._trust_region is not None:
-            self._trust_region.begin(batch)
-        with buffer.masks(batch):
-            outputs = token_outputs(
-                self.actor_critic.policy, batch, with_entropy=True, value_head=head,
+            self._trust_region.prepare_batch(batch)
+        with buffer.use_dropout_masks(batch):
+            outputs = compute_token_outputs(
+                self.actor_critic.policy,
+                batch,
+                with_entropy=True,
+                value_head=head,
                 with_load_balancing=settings.router_aux_loss_coef > 0,
-            )  # fmt: skip
+            )
         logprobs_BS = outputs.logprobs_BS
         if self._first_logprobs_RS is not None:
-            self._first_logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = logprobs_BS.detach().float()
-        count = self.counts.num_run_tokens
+            self._first_logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = (
+                logprobs_BS.detach().float()
+            )
+        count = self.denominators.num_forward_tokens
         has_old = buffer.old_logprobs_RS is not None
-        old_BS = buffer.for_batch(buffer.old_logprobs_RS, batch) if has_old else logprobs_BS.detach()
-        advantages_BS = buffer.for_batch(buffer.advantages_RS, batch)
+        old_BS = (
+            buffer.select_batch_rows(buffer.old_logprobs_RS, batch)
+            if has_old
+            else logprobs_BS.detach()
+        )
+        advantages_BS = buffer.select_batch_rows(buffer.advantages_RS, batch)
         assert sampler_BS is not None
-        weights_BS = importance_weights(settings, logprobs_BS, old_BS, sampler_BS, mask_BS)
+        weights_BS = compute_importance_weights(settings, logprobs_BS, old_BS, sampler_BS, mask_BS)
         parts: dict[str, Any] = {}
         if weights_BS is not None:
             if settings.importance_mask != "none":
-                parts["importance_dropped"] = masked_sum((weights_BS == 0).to(weights_BS.dtype), mask_BS) / count
+                parts["importance_dropped"] = (
+                    masked_sum((weights_BS == 0).to(weights_BS.dtype), mask_BS) / count
+                )
             parts["importance_mean"] = masked_sum(weights_BS, mask_BS) / count
             parts["importance_square_mean"] = masked_sum(weights_BS.square(), mask_BS) / count
-        loss, found = self._policy_loss(logprobs_BS, old_BS, advantages_BS, mask_BS, weights_BS)
-        parts |= found | sampler_agreement(sampler_BS, old_BS, mask_BS, count)
-        loss, more = self._add_terms(loss, outputs, old_BS, batch)
+        loss, found = self._compute_policy_loss(
+            logprobs_BS, old_BS, advantages_BS, mask_BS, weights_BS
+        )
+        parts |= found | measure_sampler_agreement(sampler_BS, old_BS, mask_BS, count)
+        loss, more = self._add_loss_terms(loss, outputs, old_BS, batch)
         metrics = {f"policy/{name}": value for name, value in (parts | more).items()}
         if outputs.values_BS is not None:
             assert settings.value_function is not None
-            value, value_metrics = self._value_loss(outputs.values_BS, batch, count)
+            value, value_metrics = self._compute_value_loss(outputs.values_BS, batch, count)
             loss = loss + settings.value_function.value_coef * value
             metrics |= value_metrics
         return loss, metrics
 
-    def _policy_loss(
+    def _compute_policy_loss(
         self,
         logprobs_BS: torch.Tensor,
         old_BS: torch.Tensor,
@@ -278,77 +443,99 @@ class PolicyUpdate:
         importance_BS: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """The policy term, of the user's loss or the algorithm's."""
-        settings, counts, own = self.settings, self.counts, self.actor_critic.own.loss
+        settings, counts, own = (
+            self.settings,
+            self.denominators,
+            self.actor_critic.custom_functions.loss,
+        )
         if own is not None:
-            return own_policy_loss(own, settings, logprobs_BS, old_BS, advantages_BS, mask_BS, counts, importance_BS)
+            return compute_custom_policy_loss(
+                own, settings, logprobs_BS, old_BS, advantages_BS, mask_BS, counts, importance_BS
+            )
         if importance_BS is not None:
             advantages_BS = advantages_BS * importance_BS
-        return policy_loss(settings, logprobs_BS, old_BS, advantages_BS, mask_BS, counts)
+        return compute_policy_loss(settings, logprobs_BS, old_BS, advantages_BS, mask_BS, counts)
 
-    def _add_terms(
+    def _add_loss_terms(
         self, loss: torch.Tensor, outputs: TokenOutputs, old_BS: torch.Tensor, batch: TrainBatch
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """The loss with the entropy, reference KL and trust region terms of nonzero weight."""
-        settings, mask_BS, count = self.settings, batch.loss_mask_BS, self.counts.num_run_tokens
-        weights_BS = token_weights_of(settings, mask_BS, self.counts)
+        settings, mask_BS, count = (
+            self.settings,
+            batch.loss_mask_BS,
+            self.denominators.num_forward_tokens,
+        )
+        weights_BS = compute_token_weights(settings, mask_BS, self.denominators)
         assert outputs.entropy_BS is not None
-        bonus, parts = entropy_bonus(outputs.entropy_BS, mask_BS, num_loss_tokens=count, loss_weights_BT=weights_BS)
+        bonus, parts = entropy_bonus(
+            outputs.entropy_BS, mask_BS, num_loss_tokens=count, loss_weights_BT=weights_BS
+        )
         if self.entropy_coef > 0:
             loss = loss + self.entropy_coef * bonus
         if self.kl_coef > 0 and settings.kl_in == "loss":
-            ref_BS = self.buffer.for_batch(self.buffer.ref_logprobs_RS, batch)
+            ref_BS = self.buffer.select_batch_rows(self.buffer.ref_logprobs_RS, batch)
             penalty, kl = kl_penalty(
-                outputs.logprobs_BS, ref_BS, mask_BS, num_loss_tokens=count, estimator=settings.kl_estimator,
+                outputs.logprobs_BS,
+                ref_BS,
+                mask_BS,
+                num_loss_tokens=count,
+                estimator=settings.kl_estimator,
                 loss_weights_BT=weights_BS,
-            )  # fmt: skip
+            )
             loss = loss + self.kl_coef * penalty
             parts |= kl
         if outputs.load_balancing_loss is not None:
-            balance = outputs.load_balancing_loss * (batch.attention_mask_BS.sum() / self.num_routed_tokens)
+            balance = outputs.load_balancing_loss * (
+                batch.attention_mask_BS.sum() / self.num_routed_tokens
+            )
             loss = loss + settings.router_aux_loss_coef * balance
             parts["router_aux_loss"] = balance.detach()
         if self._trust_region is not None:
-            moved, exact = self._trust_region.penalty(batch, weights_BS, count)
+            moved, exact = self._trust_region.compute_penalty(batch, weights_BS, count)
             loss = loss + settings.trust_region_coef * moved
             parts |= exact
         elif settings.trust_region_coef > 0:
             moved, _ = kl_penalty(
-                old_BS, outputs.logprobs_BS, mask_BS, num_loss_tokens=count, loss_weights_BT=weights_BS
+                old_BS,
+                outputs.logprobs_BS,
+                mask_BS,
+                num_loss_tokens=count,
+                loss_weights_BT=weights_BS,
             )
             loss = loss + settings.trust_region_coef * moved
         return loss, parts
 
-    def _value_loss(
+    def _compute_value_loss(
         self, values_BS: torch.Tensor, batch: TrainBatch, count: float
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         buffer, critic = self.buffer, self.settings.value_function
         assert critic is not None
         loss, metrics = value_loss(
             values_BS,
-            buffer.for_batch(buffer.returns_RS, batch),
+            buffer.select_batch_rows(buffer.returns_RS, batch),
             batch.loss_mask_BS,
             num_loss_tokens=count,
-            old_values_BT=buffer.for_batch(buffer.values_RS, batch),
+            old_values_BT=buffer.select_batch_rows(buffer.values_RS, batch),
             value_clip_eps=critic.value_clip_eps,
         )
         return loss, {f"value/{name}": value for name, value in metrics.items()}
 
-    def _critic_step(self, indices: Sequence[int]) -> dict[str, float]:
+    def _run_critic_step(self, indices: Sequence[int]) -> dict[str, float]:
         """One optimizer step of a separate critic on all these rows."""
         critic, optimizer_step = self.actor_critic.critic, self.actor_critic.critic_optimizer_step
         assert critic is not None and optimizer_step is not None
-        batches = self.buffer.batches(indices)
+        batches = self.buffer.build_local_batches(indices)
         if not batches:
             return {}
         count = int(self.buffer.mask_RS[list(indices)].sum())
 
         def loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
             batch = batch.to(self.actor_critic.device)
-            with self.buffer.masks(batch):
-                values_BS, _ = critic.values(batch)
-            return self._value_loss(values_BS, batch, count)
+            with self.buffer.use_dropout_masks(batch):
+                values_BS, _ = critic.compute_values(batch)
+            return self._compute_value_loss(values_BS, batch, count)
 
-        metrics = optimizer_step.apply(batches, loss)
+        metrics = optimizer_step.run_step(batches, loss)
         return {
             "value/loss": metrics["value/loss"],
             "value/clip_fraction": metrics["value/clip_fraction"],

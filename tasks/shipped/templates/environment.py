@@ -45,7 +45,9 @@ class Largest(Environment):
     name = "largest"
     levels = ("easy", "hard")
     tools = Toolset([])  # tools that the policy may call: none
-    blocking = False  # steps only compute; remove this line if `step` waits for a server or a slow tool
+    blocking = (
+        False  # steps only compute; remove this line if `step` waits for a server or a slow tool
+    )
 
     def __init__(self, skill: float = 1.0) -> None:
         """skill: share of the demonstrator's answers that are right."""

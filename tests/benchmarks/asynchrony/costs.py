@@ -31,9 +31,18 @@ class Echo:
 
 def costs(options):
     """Seconds of each, medians."""
-    found = {**weight_costs(options.get("shape", "0.9M")), **call_costs(options.get("shape", "0.9M"))}
+    found = {
+        **weight_costs(options.get("shape", "0.9M")),
+        **call_costs(options.get("shape", "0.9M")),
+    }
     alone = together(1, options["crowd_seconds"])
-    crowding = [1.0, *(together(count, options["crowd_seconds"]) / alone for count in range(2, options["most"] + 1))]
+    crowding = [
+        1.0,
+        *(
+            together(count, options["crowd_seconds"]) / alone
+            for count in range(2, options["most"] + 1)
+        ),
+    ]
     return {**found, "crowding": crowding}
 
 
@@ -45,61 +54,93 @@ def timed(work):
 
 def weight_costs(shape):
     """A weight update, both sides in this process and one after the other; the object store is Ray's."""
-    from rl_core.models.trainable_weights import trainable_weights
-    from rl_core.rollout_workers.weights import all_weights, digests, pack, skeleton
-    from rl_core.rollout_workers.worker import RolloutWorker, WorkerSpec, runtime_versions
+    from rl_core.models.trainable_weights import collect_trainable_weights
+    from rl_core.rollout_workers.weight_transfer import (
+        collect_unique_weights,
+        copy_without_weights,
+        digest_tensors,
+        pack_tensors,
+    )
+    from rl_core.rollout_workers.worker import RolloutWorker, WorkerSpec, read_runtime_versions
 
     trainer, _ = make_trainer(on_ray(1), shape=shape)
-    trainer.team.cluster.open(0)
-    team, parts, sampling = trainer.team, trainer.team.parts, trainer.settings.sampling
+    trainer.worker_group.cluster.open_cluster(0)
+    team, parts, sampling = (
+        trainer.worker_group,
+        trainer.worker_group.config,
+        trainer.settings.sampling,
+    )
     spec = WorkerSpec(
-        skeleton(parts.model), "cpu", parts.renderer, parts.environment, list(parts.eos_ids), parts.pad_id,
-        parts.backend.max_length, 1, runtime_versions(),
-    )  # fmt: skip
-    worker = RolloutWorker(spec, pack(all_weights(parts.model)))
+        copy_without_weights(parts.model),
+        "cpu",
+        parts.renderer,
+        parts.environment,
+        list(parts.eos_ids),
+        parts.pad_id,
+        parts.backend.max_length,
+        1,
+        read_runtime_versions(),
+    )
+    worker = RolloutWorker(spec, pack_tensors(collect_unique_weights(parts.model)))
     rows = {"publish_seconds": [], "verify_seconds": [], "load_seconds": []}
     for number in range(REPEATS):
         with torch.no_grad():
             for parameter in parts.model.parameters():
                 parameter.add_(1e-6)
         rows["publish_seconds"].append(
-            timed(lambda n=number: team.cluster.share(
-                team._next_update(digests(trainable_weights(parts.model)), n, sampling)
-            ))
-        )  # fmt: skip
-        rows["verify_seconds"].append(timed(team._ask_own))
+            timed(
+                lambda n=number: team.cluster.share_value(
+                    team._build_update(
+                        digest_tensors(collect_trainable_weights(parts.model)), n, sampling
+                    )
+                )
+            )
+        )
+        rows["verify_seconds"].append(timed(team._sample_trainer_probe))
         rows["load_seconds"].append(timed(lambda: worker.load(team._update, team._probe)))
     return {name: statistics.median(values[2:]) for name, values in rows.items()}
 
 
 def call_costs(shape):
     """A call with a task's result to an actor and back, by its groups."""
-    from rl_core.rollout_workers.worker import PlayedTask
+    from rl_core.rollout_workers.worker import FinishedRolloutBatch
 
     trainer, _ = make_trainer(IN_PROCESS, shape=shape)
     trainer.step()
     cluster = KeptRay(on_ray(1))
-    cluster.open(0)
-    actor = cluster.actor(Echo, num_cpus=1)
+    cluster.open_cluster(0)
+    actor = cluster.create_actor(Echo, num_cpus=1)
     seconds = {}
     for count in (1, len(trainer.groups)):
-        task = PlayedTask(list(range(count)), list(trainer.groups[:count]), [])
-        rows = [timed(lambda t=task: cluster.result(actor.answer.remote(t))) for _ in range(2 * REPEATS)]
+        task = FinishedRolloutBatch(list(range(count)), list(trainer.groups[:count]), [])
+        rows = [
+            timed(lambda t=task: cluster.fetch_result(actor.answer.remote(t)))
+            for _ in range(2 * REPEATS)
+        ]
         seconds[count] = statistics.median(rows[4:])
     ((few, short), (many, long)) = sorted(seconds.items())
     group = max(0.0, (long - short) / (many - few))
-    cluster.stop(actor)
+    cluster.stop_worker(actor)
     return {"call_seconds": max(0.0, short - few * group), "group_seconds": group}
 
 
 def together(count, seconds):
     """Median seconds of an iteration of so many processes that train and sample in the same span."""
-    job = {"kind": "steps", "mean": 0.0, "workers": 0, "seconds": seconds, "begin_at": time.time() + BEGIN_S}
+    job = {
+        "kind": "steps",
+        "mean": 0.0,
+        "workers": 0,
+        "seconds": seconds,
+        "begin_at": time.time() + BEGIN_S,
+    }
     command = [sys.executable, "-W", "ignore", "-m", "asynchrony.one_run", json.dumps(job)]
     processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for _ in range(count)
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for _ in range(count)
     ]
     found = [json.loads(process.communicate()[0]) for process in processes]
     begins = sorted(row["began_at"] for row in found)
-    assert all(after - before < 1.0 for before, after in pairwise(begins)), "they did not begin together: raise BEGIN_S"
+    assert all(after - before < 1.0 for before, after in pairwise(begins)), (
+        "they did not begin together: raise BEGIN_S"
+    )
     return statistics.median(row["median_s"] for row in found)

@@ -33,9 +33,9 @@ ITERATIONS = 8  # of each run whose driver is killed
 
 def leftovers():
     """Session folders of ours and files in shared memory."""
-    from rl_core.storage.session_folders import SESSION_PREFIX
+    from rl_core.storage.session_resources import RAY_PREFIX
 
-    folders = Path(tempfile.gettempdir()).glob(f"{SESSION_PREFIX}*")
+    folders = Path(tempfile.gettempdir()).glob(f"{RAY_PREFIX}*")
     return {str(path) for path in [*folders, *Path("/dev/shm").glob("plasma*")]}
 
 
@@ -53,11 +53,15 @@ def processes_of(mark):
 
 
 def comparable(metrics):
-    return {name: float(value).hex() for name, value in metrics.items() if not name.startswith("perf/")}
+    return {
+        name: float(value).hex() for name, value in metrics.items() if not name.startswith("perf/")
+    }
 
 
 def weights_of(trainer):
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters())).hexdigest()
+    return hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters())
+    ).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------------------- workers
@@ -81,7 +85,9 @@ class Killer(threading.Thread):
         while self.done < self.kills:
             time.sleep(self.random.uniform(0.05, 1.0))
             alive = {
-                number: pid for number, (seat, pid) in self.living.items() if pid not in self.killed and seat.losses < 3
+                number: pid
+                for number, (seat, pid) in self.living.items()
+                if pid not in self.killed and seat.losses < 3
             }
             if alive:
                 pid = alive[self.random.choice(sorted(alive))]
@@ -96,45 +102,66 @@ def kill_workers(folder, kills, staleness, seed):
 
     before, schedule = leftovers(), folder / "schedule.jsonl"
     schedule.unlink(missing_ok=True)
-    options = dict(prompts_per_iteration=4, group_size=3, learning_rate=1e-3, importance="token", mean=0.02)
+    options = dict(
+        prompts_per_iteration=4, group_size=3, learning_rate=1e-3, importance="token", mean=0.02
+    )
     trainer, close = make_trainer(on_ray(2, staleness), schedule=schedule, **options)
-    team = trainer.stream or trainer.team
+    team = trainer.stream or trainer.worker_group
     rows, killer = [], Killer(team, kills, random.Random(seed))
     try:
         rows.append(comparable(trainer.step()))
         killer.start()
         while killer.is_alive():
             rows.append(comparable(trainer.step()))
-        found = {"kills": killer.done, "lost": team.lost_workers, "replayed_groups": team.replayed_groups}
+        found = {
+            "kills": killer.done,
+            "lost": team.lost_workers,
+            "replayed_groups": team.replayed_groups,
+        }
         if trainer.stream is not None:
             used = learned(schedule)
-            whole = sorted([*used, *(ticket.number for ticket in team._open())])
-            found["each_group_once"] = whole == list(range(team._next)) and len(used) == 4 * len(rows)
+            whole = sorted([*used, *(ticket.number for ticket in team._list_open_tasks())])
+            found["each_group_once"] = whole == list(range(team._next_number)) and len(
+                used
+            ) == 4 * len(rows)
             found["stale_groups"] = team.stale_groups
     finally:
         close()
         KeptRay.end()
     found["left_over"] = sorted(leftovers() - before)
     if staleness:
-        from rl_core.rollout_workers.schedule_replay import ScheduleReplay
+        from rl_core.rollout_workers.async_worker_group import ScheduleReplay
 
         again, _ = make_trainer(on_ray(2, staleness), schedule=None, **options)
-        again.stream = ScheduleReplay(schedule, again.stream.parts, staleness)
+        again.stream = ScheduleReplay(schedule, again.stream.config, staleness)
     else:
         again, _ = make_trainer(IN_PROCESS, **options)
     same = 0
     for row in rows:
         other = comparable(again.step())
-        same += all(other[name] == row.get(name) for name in other if not name.startswith("policy/staleness"))
-    return {**found, "iterations": len(rows), "equal_iterations": same,
-            "equal_weights": weights_of(again) == weights_of(trainer)}  # fmt: skip
+        same += all(
+            other[name] == row.get(name)
+            for name in other
+            if not name.startswith("policy/staleness")
+        )
+    return {
+        **found,
+        "iterations": len(rows),
+        "equal_iterations": same,
+        "equal_weights": weights_of(again) == weights_of(trainer),
+    }
 
 
 def learned(schedule):
     """Numbers of the groups that were learned from: of an iteration that was computed twice, the last time."""
-    from rl_core.rollout_workers.schedule_replay import read_schedule
+    from rl_core.rollout_workers.async_worker_group import read_schedule
 
-    return [group["number"] for lines in read_schedule(schedule).values() for line in lines for group in line["groups"]]
+    return [
+        group["number"]
+        for lines in read_schedule(schedule).values()
+        for line in lines
+        for group in line["groups"]
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------------- driver
@@ -147,8 +174,13 @@ def stage(folder, rollouts):
     from tasks.stages import policy
 
     base = folder.parent / "base"
-    options = {"rewards": {"task": 1.0}, "iterations": ITERATIONS, "checkpoint_every": 1, "importance": "token"}
-    policy._body(policy_stage.context_of(base, folder, rollouts=rollouts, **options))
+    options = {
+        "rewards": {"task": 1.0},
+        "iterations": ITERATIONS,
+        "checkpoint_every": 1,
+        "importance": "token",
+    }
+    policy._run_policy_training(policy_stage.context_of(base, folder, rollouts=rollouts, **options))
 
 
 def kill_driver(folder, kills, staleness, seed):
@@ -182,17 +214,37 @@ def kill_driver(folder, kills, staleness, seed):
         if staleness:
             used = learned(place / "schedule.jsonl")
             once += len(used) == len(set(used)) == 3 * ITERATIONS
-            run_stage(folder / f"again-{runs}", {**rollouts, "replay_schedule": str(place / "schedule.jsonl")})
+            run_stage(
+                folder / f"again-{runs}",
+                {**rollouts, "replay_schedule": str(place / "schedule.jsonl")},
+            )
             equal += digest_of(folder / f"again-{runs}") == digest_of(place)
         else:
             equal += digest_of(place) == digest
-        print(json.dumps({"kills": done, "runs": runs, "equal": equal, "lingering": lingering}), flush=True)
-    return {"kills": done, "runs": runs, "equal": equal, "each_group_once": once, "lingering": lingering,
-            "left_over": sorted(leftovers() - before)}  # fmt: skip
+        print(
+            json.dumps({"kills": done, "runs": runs, "equal": equal, "lingering": lingering}),
+            flush=True,
+        )
+    return {
+        "kills": done,
+        "runs": runs,
+        "equal": equal,
+        "each_group_once": once,
+        "lingering": lingering,
+        "left_over": sorted(leftovers() - before),
+    }
 
 
 def start(place, rollouts):
-    command = [sys.executable, "-m", "asynchrony.kills", "stage", str(place), "--rollouts", json.dumps(rollouts)]
+    command = [
+        sys.executable,
+        "-m",
+        "asynchrony.kills",
+        "stage",
+        str(place),
+        "--rollouts",
+        json.dumps(rollouts),
+    ]
     with open(f"{place}.log", "ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -210,10 +262,12 @@ def digest_of(place):
 
 def waited_for(seconds=20.0):
     """Processes of Ray that still run so long after their driver was killed."""
-    from rl_core.storage.session_folders import SESSION_PREFIX
+    from rl_core.storage.session_resources import RAY_PREFIX
 
     end = time.monotonic() + seconds
-    while (found := processes_of(f"{tempfile.gettempdir()}/{SESSION_PREFIX}")) and time.monotonic() < end:
+    while (
+        found := processes_of(f"{tempfile.gettempdir()}/{RAY_PREFIX}")
+    ) and time.monotonic() < end:
         time.sleep(0.2)
     return found
 

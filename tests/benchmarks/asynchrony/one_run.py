@@ -37,17 +37,21 @@ def layout_of(options):
 
     if not options["workers"]:
         return IN_PROCESS
-    return on_ray(options["workers"], options.get("staleness", 0), partial=options.get("partial", "keep"))
+    return on_ray(
+        options["workers"], options.get("staleness", 0), partial=options.get("partial", "keep")
+    )
 
 
 def steps(options):
     """Iterations after the warm-up, for `seconds`; at least `least`."""
     from asynchrony.slow_tools import make_trainer
-    from rl_core.timing import collected
+    from rl_core.timing import collect_seconds
 
     began = time.monotonic()
     more = {"sampling": {"rejoin": options.get("rejoin", "together")}, **options.get("trainer", {})}
-    trainer, close = make_trainer(layout_of(options), shape=options.get("shape", "0.9M"), mean=options["mean"], **more)
+    trainer, close = make_trainer(
+        layout_of(options), shape=options.get("shape", "0.9M"), mean=options["mean"], **more
+    )
     rows, ends = [], []
     try:
         for _ in range(WARM_UP):
@@ -55,13 +59,15 @@ def steps(options):
         time.sleep(max(0.0, options.get("begin_at", 0.0) - time.time()))
         began_at, start = time.time(), time.monotonic()
         while time.monotonic() - start < options["seconds"] or len(rows) < options.get("least", 4):
-            with collected() as seconds:
+            with collect_seconds() as seconds:
                 row = trainer.step()
             rows.append(row | {f"perf/{name}_seconds": value for name, value in seconds.items()})
             ends.append(time.monotonic() - start)
     finally:
         close()
-    names = sorted({name for row in rows for name in row if name.startswith(("perf/", "policy/staleness"))})
+    names = sorted(
+        {name for row in rows for name in row if name.startswith(("perf/", "policy/staleness"))}
+    )
     return {
         "start_s": start - began,
         "began_at": began_at,
@@ -79,18 +85,33 @@ def learning(options):
     """Success of each iteration on the letters task, from the same untrained model."""
     from asynchrony.slow_tools import IN_PROCESS, SlowTools, make_trainer, on_ray
 
-    rollouts = on_ray(options["workers"], options["staleness"]) if options["staleness"] else IN_PROCESS
+    rollouts = (
+        on_ray(options["workers"], options["staleness"]) if options["staleness"] else IN_PROCESS
+    )
     task = SlowTools(options["mean"], 3, noise=0.0)
     trainer, close = make_trainer(
-        rollouts, seed=options["seed"], learning_rate=options["learning_rate"], importance="token", environment=task,
-        prompts_per_iteration=8, group_size=8, sampler_kl_max=1e6, shape="0.1M", ends=100,
-    )  # fmt: skip
+        rollouts,
+        seed=options["seed"],
+        learning_rate=options["learning_rate"],
+        importance="token",
+        environment=task,
+        prompts_per_iteration=8,
+        group_size=8,
+        sampler_kl_max=1e6,
+        shape="0.1M",
+        ends=100,
+    )
     found = []
     try:
         for _ in range(options["iterations"]):
             row = trainer.step()
-            found.append([row["reward/mean"], row.get("policy/staleness_mean", 0.0),
-                          row.get("policy/staleness_max", 0.0)])  # fmt: skip
+            found.append(
+                [
+                    row["reward/mean"],
+                    row.get("policy/staleness_mean", 0.0),
+                    row.get("policy/staleness_max", 0.0),
+                ]
+            )
     finally:
         close()
     return {"rows": found, "stale_groups": row.get("perf/stale_groups", 0.0)}

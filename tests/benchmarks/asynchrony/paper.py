@@ -9,19 +9,27 @@ from __future__ import annotations
 
 import time
 
-from flows.planning.cluster_layout import ClusterLayout
-from flows.planning.cluster_study import compare_shares
-from rl_core.settings.cluster_rates import ClusterRates, LogNormalSpread
+from posttrain.planning.layout_comparison import compare_gpu_shares
+from posttrain.planning.simulation_inputs import ClusterLayout
+from rl_core.settings.planning import ClusterRates, LogNormalSpread
 
-COMMON = dict(step_seconds=0.008, row_seconds=7e-5, token_seconds=1.2e-4, load_seconds=2.0, switch_seconds=10.0)
+COMMON = dict(
+    step_seconds=0.008,
+    row_seconds=7e-5,
+    token_seconds=1.2e-4,
+    load_seconds=2.0,
+    switch_seconds=10.0,
+)
 BASE = "base"
 TASKS = {
     "reasoning": ClusterRates(**COMMON, tokens=LogNormalSpread(mean=4000, sigma=0.9, most=32768)),
     "agent": ClusterRates(
-        **COMMON, turns=6, tokens=LogNormalSpread(mean=400, sigma=0.8, most=4096),
+        **COMMON,
+        turns=6,
+        tokens=LogNormalSpread(mean=400, sigma=0.8, most=4096),
         tools=LogNormalSpread(mean=10, sigma=1.2, most=300),
     ),
-}  # fmt: skip
+}
 BATCH = dict(prompts=128, group_size=16, slots=256)
 ITERATIONS, FEWER = 100, 60  # the warm-up included; of the variants and of 1,000 GPUs
 BOUNDS = (0, 1, 2, 4, 8)
@@ -33,13 +41,20 @@ TAILS = (0.0, 0.6, 1.2)
 def rows_of(found, **about):
     return [
         {
-            **about, "workers": one.run.layout.workers, "trainers": one.run.layout.trainers,
-            "shared": one.run.layout.shares_gpus, "bound": one.run.layout.max_staleness, "speed_up": one.speed_up,
-            "iteration_s": one.run.iteration_s, "staleness": one.run.staleness, "worker_busy": one.run.worker_share,
-            "trainer_busy": one.run.trainer_share, "stale_groups": one.run.stale_groups,
+            **about,
+            "workers": one.run.layout.workers,
+            "trainers": one.run.layout.trainers,
+            "shared": one.run.layout.shares_gpus,
+            "bound": one.run.layout.max_staleness,
+            "speed_up": one.speed_up,
+            "iteration_s": one.run.iteration_s,
+            "staleness": one.run.staleness,
+            "worker_busy": one.run.worker_share,
+            "trainer_busy": one.run.trainer_share,
+            "stale_groups": one.run.stale_groups,
         }
         for one in found
-    ]  # fmt: skip
+    ]
 
 
 def comparisons():
@@ -52,11 +67,22 @@ def comparisons():
         ("agent", 128, BOUNDS, LARGE, ITERATIONS),
         ("reasoning", 1000, (0, 1, 4), (0.75, 0.875), FEWER),
     ):
-        layout = {**BATCH, "prompts": max(gpus, BATCH["prompts"])}  # a group is the least that a GPU can play
-        yield f"{task}-{gpus}", (layout, TASKS[task], gpus, bounds, shares, iterations), {"study": BASE, "task": task}
+        layout = {
+            **BATCH,
+            "prompts": max(gpus, BATCH["prompts"]),
+        }  # a group is the least that a GPU can play
+        yield (
+            f"{task}-{gpus}",
+            (layout, TASKS[task], gpus, bounds, shares, iterations),
+            {"study": BASE, "task": task},
+        )
     for study, task, layout, rates in variants():
         name = f"{task}-{study.replace(' ', '-')}"
-        yield name, ({**BATCH, **layout}, rates, 128, FEW, (0.75,), FEWER), {"study": study, "task": task}
+        yield (
+            name,
+            ({**BATCH, **layout}, rates, 128, FEW, (0.75,), FEWER),
+            {"study": study, "task": task},
+        )
 
 
 def variants():
@@ -78,8 +104,18 @@ def study(kept):
     for name, (layout, rates, gpus, bounds, shares, iterations), about in comparisons():
         began = time.monotonic()
 
-        def compare(layout=layout, rates=rates, gpus=gpus, bounds=bounds, shares=shares, n=iterations, about=about):
-            found = compare_shares(ClusterLayout(**layout), rates, gpus, staleness=bounds, shares=shares, iterations=n)
+        def compare(
+            layout=layout,
+            rates=rates,
+            gpus=gpus,
+            bounds=bounds,
+            shares=shares,
+            n=iterations,
+            about=about,
+        ):
+            found = compare_gpu_shares(
+                ClusterLayout(**layout), rates, gpus, staleness=bounds, shares=shares, iterations=n
+            )
             return rows_of(found, gpus=gpus, **about)
 
         rows += kept(name, compare)

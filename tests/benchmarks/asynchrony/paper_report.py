@@ -18,8 +18,13 @@ TASKS = ("reasoning", "agent")
 
 
 def table(header, rows):
-    return "\n".join(["| " + " | ".join(header) + " |", "|" + "---|" * len(header),
-                      *("| " + " | ".join(row) + " |" for row in rows)])  # fmt: skip
+    return "\n".join(
+        [
+            "| " + " | ".join(header) + " |",
+            "|" + "---|" * len(header),
+            *("| " + " | ".join(row) + " |" for row in rows),
+        ]
+    )
 
 
 def split_of(row):
@@ -39,10 +44,18 @@ def by_share(rows):
         of_task = [row for row in rows if row["task"] == task and not row["shared"]]
         for gpus in sorted({row["gpus"] for row in of_task}):
             for split in dict.fromkeys(split_of(row) for row in of_task if row["gpus"] == gpus):
-                found = {row["bound"]: row for row in of_task if row["gpus"] == gpus and split_of(row) == split}
-                cells = (f"{found[bound]['speed_up']:.2f}" if bound in found else "-" for bound in bounds)
+                found = {
+                    row["bound"]: row
+                    for row in of_task
+                    if row["gpus"] == gpus and split_of(row) == split
+                }
+                cells = (
+                    f"{found[bound]['speed_up']:.2f}" if bound in found else "-" for bound in bounds
+                )
                 lines.append([task, str(gpus), split, *cells])
-    return table(["task", "GPUs", "rollouts + training", *(f"bound {bound}" for bound in bounds)], lines)
+    return table(
+        ["task", "GPUs", "rollouts + training", *(f"bound {bound}" for bound in bounds)], lines
+    )
 
 
 def by_bound(rows):
@@ -54,14 +67,40 @@ def by_bound(rows):
             chosen = [row for row in of_task if row["gpus"] == gpus and row["shared"]]
             for bound in sorted({row["bound"] for row in of_task if row["gpus"] == gpus}):
                 wanted = (gpus, bound, False)
-                chosen.append(fastest(row for row in of_task if (row["gpus"], row["bound"], row["shared"]) == wanted))
+                chosen.append(
+                    fastest(
+                        row
+                        for row in of_task
+                        if (row["gpus"], row["bound"], row["shared"]) == wanted
+                    )
+                )
             for row in chosen:
                 names = ["in turns", "-"] if row["shared"] else [split_of(row), str(row["bound"])]
-                lines.append([task, str(gpus), *names, f"{row['iteration_s']:.0f}", f"{row['speed_up']:.2f}",
-                              f"{row['staleness']:.1f}", f"{row['worker_busy']:.0%}", f"{row['trainer_busy']:.0%}",
-                              str(row["stale_groups"])])  # fmt: skip
-    header = ["task", "GPUs", "rollouts + training", "bound", "s an iteration", "speed-up", "staleness of a token",
-              "workers busy", "trainers busy", "groups played again"]  # fmt: skip
+                lines.append(
+                    [
+                        task,
+                        str(gpus),
+                        *names,
+                        f"{row['iteration_s']:.0f}",
+                        f"{row['speed_up']:.2f}",
+                        f"{row['staleness']:.1f}",
+                        f"{row['worker_busy']:.0%}",
+                        f"{row['trainer_busy']:.0%}",
+                        str(row["stale_groups"]),
+                    ]
+                )
+    header = [
+        "task",
+        "GPUs",
+        "rollouts + training",
+        "bound",
+        "s an iteration",
+        "speed-up",
+        "staleness of a token",
+        "workers busy",
+        "trainers busy",
+        "groups played again",
+    ]
     return table(header, lines)
 
 
@@ -71,17 +110,30 @@ def by_variant(rows):
     lines = []
     for task in TASKS:
         for study in [BASE, *(study for study, of in changes if of == task)]:
-            mine = [row for row in rows if (row["study"], row["task"], row["gpus"]) == (study, task, 128)]
+            mine = [
+                row
+                for row in rows
+                if (row["study"], row["task"], row["gpus"]) == (study, task, 128)
+            ]
             if not mine:
                 continue
             (turns,) = (row for row in mine if row["shared"])
             cells = []
             for bound in FEW:
                 (row,) = (row for row in mine if row["bound"] == bound and split_of(row) == split)
-                cells.append(f"{row['speed_up']:.2f} ({row['worker_busy']:.0%} / {row['trainer_busy']:.0%})")
-            lines.append([task, study, f"{turns['iteration_s']:.0f}", f"{turns['worker_busy']:.0%}", *cells])
-    header = ["task", "changed", "in turns: s an iteration", "workers busy",
-              *(f"bound {bound} (workers / trainers busy)" for bound in FEW)]  # fmt: skip
+                cells.append(
+                    f"{row['speed_up']:.2f} ({row['worker_busy']:.0%} / {row['trainer_busy']:.0%})"
+                )
+            lines.append(
+                [task, study, f"{turns['iteration_s']:.0f}", f"{turns['worker_busy']:.0%}", *cells]
+            )
+    header = [
+        "task",
+        "changed",
+        "in turns: s an iteration",
+        "workers busy",
+        *(f"bound {bound} (workers / trainers busy)" for bound in FEW),
+    ]
     return table(header, lines)
 
 
@@ -92,16 +144,35 @@ def draw(rows, path):
         of_task = [row for row in rows if row["task"] == task and not row["shared"]]
         gpus = sorted({row["gpus"] for row in of_task})
         for bound, colour in COLOURS.items():
-            chosen = [fastest(r for r in of_task if (r["gpus"], r["bound"]) == (count, bound)) for count in gpus]
+            chosen = [
+                fastest(r for r in of_task if (r["gpus"], r["bound"]) == (count, bound))
+                for count in gpus
+            ]
             chosen = [row for row in chosen if row is not None]
-            axis.semilogx([row["gpus"] for row in chosen], [row["speed_up"] for row in chosen], "o-", color=colour)
+            axis.semilogx(
+                [row["gpus"] for row in chosen],
+                [row["speed_up"] for row in chosen],
+                "o-",
+                color=colour,
+            )
         axis.set(title=f"{task}, fastest share", xlabel="GPUs", xticks=gpus, xticklabels=gpus)
         axis.minorticks_off()
     for bound, colour in COLOURS.items():
-        chosen = [row for row in rows if (row["task"], row["gpus"], row["bound"]) == ("reasoning", 128, bound)]
-        chosen = sorted((row for row in chosen if not row["shared"]), key=lambda row: row["workers"])
-        axes[2].plot([100 * row["workers"] / 128 for row in chosen], [row["speed_up"] for row in chosen], "o-",
-                     color=colour, label=f"max_staleness {bound}")  # fmt: skip
+        chosen = [
+            row
+            for row in rows
+            if (row["task"], row["gpus"], row["bound"]) == ("reasoning", 128, bound)
+        ]
+        chosen = sorted(
+            (row for row in chosen if not row["shared"]), key=lambda row: row["workers"]
+        )
+        axes[2].plot(
+            [100 * row["workers"] / 128 for row in chosen],
+            [row["speed_up"] for row in chosen],
+            "o-",
+            color=colour,
+            label=f"max_staleness {bound}",
+        )
     axes[2].set(title="reasoning, 128 GPUs", xlabel="GPUs that play rollouts, %")
     for axis in axes:
         axis.axhspan(*PUBLISHED, color="black", alpha=0.08, label="published")
@@ -117,7 +188,9 @@ def draw(rows, path):
 
 def paper(points: Path, output: Path) -> str:
     """Tables of the simulated clusters, and scale_paper.png; empty where nothing was simulated."""
-    every = [row for path in sorted(points.glob("paper-*.json")) for row in json.loads(path.read_text())]
+    every = [
+        row for path in sorted(points.glob("paper-*.json")) for row in json.loads(path.read_text())
+    ]
     rows = [row for row in every if row["study"] == BASE]
     if not rows:
         return ""

@@ -22,18 +22,32 @@ def parts(options):
     decode, update, sizes = [], [], []
     for mean, ends, prompts in product(options["means"], (ENDS, 3 * ENDS), options["prompts"]):
         trainer, _ = make_trainer(
-            IN_PROCESS, mean=mean, ends=ends, shape=options.get("shape", "0.9M"), prompts_per_iteration=prompts,
-            seed=prompts, sampling={"rejoin": "ready"},
-        )  # fmt: skip
+            IN_PROCESS,
+            mean=mean,
+            ends=ends,
+            shape=options.get("shape", "0.9M"),
+            prompts_per_iteration=prompts,
+            seed=prompts,
+            sampling={"rejoin": "ready"},
+        )
         with counts(trainer) as counted:
             trainer.step()
             for _ in range(options["repeats"]):
                 counted.clear()
                 row = trainer.step()
-                turns = [t.num_tokens for g in trainer.groups for r in g.rollouts for t in r.trajectory.turns]
-                decode.append([counted["steps"], sum(turns), len(turns), counted["joins"], counted["seconds"]])
+                turns = [
+                    t.num_tokens
+                    for g in trainer.groups
+                    for r in g.rollouts
+                    for t in r.trajectory.turns
+                ]
+                decode.append(
+                    [counted["steps"], sum(turns), len(turns), counted["joins"], counted["seconds"]]
+                )
                 if ends == ENDS:
-                    update.append([1.0, sum(turns), row["perf/update_seconds"] + row["perf/reward_seconds"]])
+                    update.append(
+                        [1.0, sum(turns), row["perf/update_seconds"] + row["perf/reward_seconds"]]
+                    )
                     sizes += turns
     return {"turn_tokens": sizes, "decode_rows": decode, "update_rows": update}
 
@@ -42,19 +56,19 @@ def parts(options):
 def counts(trainer):
     """Counter of a trainer's rollouts inside: steps of the engine, joins, seconds of processors."""
     from rl_core.inference import engine
-    from rl_core.inference.engine_run import EngineRun
+    from rl_core.inference.engine import EngineRun
 
     found = Counter()
 
     class CountingRun(EngineRun):
-        def _begin(self, slots):
+        def _start_sequences(self, slots):
             found["joins"] += bool(slots)
-            super()._begin(slots)
+            super()._start_sequences(slots)
 
-        def _take_one(self, n, to_append):
+        def _sample_one_token(self, n, to_append):
             found["joins"] += bool(to_append)
             found["steps"] += 1
-            super()._take_one(n, to_append)
+            super()._sample_one_token(n, to_append)
 
         def _sample_steps(self, n, steps):
             before = self._sampled[:n].copy()
@@ -81,8 +95,14 @@ def fitted(rounds):
     """Seconds of each part, by least squares over the rows of several rounds."""
     step, row, turn, join = solve([row for found in rounds for row in found["decode_rows"]])
     fixed, token = solve([row for found in rounds for row in found["update_rows"]])
-    return {"step_seconds": step, "row_seconds": row, "turn_seconds": turn, "join_seconds": join,
-            "update_seconds": fixed, "token_seconds": token}  # fmt: skip
+    return {
+        "step_seconds": step,
+        "row_seconds": row,
+        "turn_seconds": turn,
+        "join_seconds": join,
+        "update_seconds": fixed,
+        "token_seconds": token,
+    }
 
 
 def solve(rows):

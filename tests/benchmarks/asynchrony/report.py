@@ -32,8 +32,14 @@ def load(points: Path, name: str):
 
 def write(points: Path, output: Path) -> None:
     """scale.md, and a picture of each part that was run."""
-    parts = [steps(points, output), overhead(points), learning(points, output), kills(points),
-             simulation(points, output), paper(points, output)]  # fmt: skip
+    parts = [
+        steps(points, output),
+        overhead(points),
+        learning(points, output),
+        kills(points),
+        simulation(points, output),
+        paper(points, output),
+    ]
     (output / "scale.md").write_text("\n\n".join(part for part in parts if part) + "\n")
     print((output / "scale.md").read_text())
 
@@ -51,13 +57,19 @@ def steps(points, output):
             runs = [load(points, f"{kind}-{workers}-{ms}ms") for workers in WORKERS]
             if all(runs):
                 drawn[ms, kind] = [1 / run["iteration_s"] for run in runs]
-            cells.append(" / ".join(f"{1 / run['iteration_s']:.2f}" if run else "-" for run in runs))
+            cells.append(
+                " / ".join(f"{1 / run['iteration_s']:.2f}" if run else "-" for run in runs)
+            )
         rows.append(cells)
     if not rows:
         return ""
     figure, axes = plt.subplots(1, len(rows), figsize=(10, 3.7))
-    for axis, ms in zip(np.atleast_1d(axes), [ms for ms in MS if (ms, "alone") in drawn], strict=True):
-        axis.axhline(drawn[ms, "alone"][0], color=COLOURS["alone"], linestyle=":", label=LABELS["alone"])
+    for axis, ms in zip(
+        np.atleast_1d(axes), [ms for ms in MS if (ms, "alone") in drawn], strict=True
+    ):
+        axis.axhline(
+            drawn[ms, "alone"][0], color=COLOURS["alone"], linestyle=":", label=LABELS["alone"]
+        )
         for kind in ("sync", "ready", "async"):
             if (ms, kind) in drawn:
                 axis.plot(WORKERS, drawn[ms, kind], "o-", color=COLOURS[kind], label=LABELS[kind])
@@ -77,7 +89,10 @@ def steps(points, output):
 
 def overhead(points):
     """One worker on Ray beside the trainer's own process, 27M parameters."""
-    runs = {workers: [load(points, f"overhead-{workers}-{turn}") for turn in range(9)] for workers in (0, 1)}
+    runs = {
+        workers: [load(points, f"overhead-{workers}-{turn}") for turn in range(9)]
+        for workers in (0, 1)
+    }
     runs = {workers: [run for run in found if run] for workers, found in runs.items()}
     if not all(runs.values()):
         return ""
@@ -85,14 +100,28 @@ def overhead(points):
     for workers, name in ((0, "in process"), (1, "one worker on Ray")):
         each = [run["median_s"] for run in runs[workers]]
         metrics = {
-            part: statistics.fmean(run["metrics"].get(f"perf/{part}_seconds", 0.0) for run in runs[workers])
+            part: statistics.fmean(
+                run["metrics"].get(f"perf/{part}_seconds", 0.0) for run in runs[workers]
+            )
             for part in ("rollout", "weight_sync", "update")
         }
-        rows.append([name, f"{statistics.fmean(each):.3f}", " / ".join(f"{value:.3f}" for value in each),
-                     *(f"{metrics[part]:.3f}" for part in metrics)])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{statistics.fmean(each):.3f}",
+                " / ".join(f"{value:.3f}" for value in each),
+                *(f"{metrics[part]:.3f}" for part in metrics),
+            ]
+        )
     alone, ray = (statistics.fmean(run["median_s"] for run in runs[workers]) for workers in (0, 1))
-    header = ["27M parameters", "s an iteration", "each run's median", "rollouts, weights included", "of them weights",
-              "update"]  # fmt: skip
+    header = [
+        "27M parameters",
+        "s an iteration",
+        "each run's median",
+        "rollouts, weights included",
+        "of them weights",
+        "update",
+    ]
     return table(header, rows) + f"\n\nOverhead: {ray / alone - 1:+.1%}."
 
 
@@ -107,22 +136,42 @@ def learning(points, output):
         return ""
     figure, axis = plt.subplots(figsize=(6, 3.6))
     rows = []
-    for (staleness, runs), colour in zip(curves.items(), ("#1f77b4", "#ff7f0e", "#d62728"), strict=False):
+    for (staleness, runs), colour in zip(
+        curves.items(), ("#1f77b4", "#ff7f0e", "#d62728"), strict=False
+    ):
         smooth = np.array([np.convolve(run, np.ones(5) / 5, "valid") for run in runs[:, :, 0]])
         x = np.arange(smooth.shape[1]) + 5
         axis.plot(x, smooth.mean(0), color=colour, label=f"max_staleness {staleness}")
         axis.fill_between(x, smooth.min(0), smooth.max(0), color=colour, alpha=0.15)
-        last, middle = runs[:, -10:, 0].mean(1), runs[:, runs.shape[1] // 4 : runs.shape[1] // 4 + 10, 0].mean(1)
-        rows.append([str(staleness), str(len(runs)), f"{middle.mean():.3f}", f"{last.mean():.3f}",
-                     " / ".join(f"{value:.3f}" for value in last), f"{runs[:, 10:, 1].mean():.2f}",
-                     f"{runs[:, :, 2].max():.0f}"])  # fmt: skip
+        last, middle = (
+            runs[:, -10:, 0].mean(1),
+            runs[:, runs.shape[1] // 4 : runs.shape[1] // 4 + 10, 0].mean(1),
+        )
+        rows.append(
+            [
+                str(staleness),
+                str(len(runs)),
+                f"{middle.mean():.3f}",
+                f"{last.mean():.3f}",
+                " / ".join(f"{value:.3f}" for value in last),
+                f"{runs[:, 10:, 1].mean():.2f}",
+                f"{runs[:, :, 2].max():.0f}",
+            ]
+        )
     axis.set(xlabel="iteration", ylabel="reward (mean of 5 iterations)", ylim=(0, 1))
     axis.legend()
     figure.tight_layout()
     figure.savefig(output / "scale_learning.png", dpi=110)
     first = next(iter(curves.values())).shape[1] // 4
-    header = ["bound", "seeds", f"reward, iterations {first} to {first + 10}", "last 10", "each seed",
-              "staleness of a token, mean", "largest"]  # fmt: skip
+    header = [
+        "bound",
+        "seeds",
+        f"reward, iterations {first} to {first + 10}",
+        "last 10",
+        "each seed",
+        "staleness of a token, mean",
+        "largest",
+    ]
     return table(header, rows)
 
 
@@ -135,15 +184,33 @@ def kills(points):
                 continue
             mode = f"max_staleness {staleness}" if staleness else "synchronous"
             if kind == "workers":
-                same = (
-                    f"{found['equal_iterations']} of {found['iterations']} iterations, weights {found['equal_weights']}"
-                )
+                same = f"{found['equal_iterations']} of {found['iterations']} iterations, weights {found['equal_weights']}"
                 once = str(found.get("each_group_once", "-"))
             else:
-                same, once = f"{found['equal']} of {found['runs']} runs", str(found["each_group_once"] or "-")
-            rows.append([kind, mode, str(found["kills"]), same, once, str(found.get("replayed_groups", "-")),
-                         str(len(found["left_over"]) + found.get("lingering", 0))])  # fmt: skip
-    header = ["killed", "mode", "kills", "equal bits", "each group once", "groups played again", "left behind"]
+                same, once = (
+                    f"{found['equal']} of {found['runs']} runs",
+                    str(found["each_group_once"] or "-"),
+                )
+            rows.append(
+                [
+                    kind,
+                    mode,
+                    str(found["kills"]),
+                    same,
+                    once,
+                    str(found.get("replayed_groups", "-")),
+                    str(len(found["left_over"]) + found.get("lingering", 0)),
+                ]
+            )
+    header = [
+        "killed",
+        "mode",
+        "kills",
+        "equal bits",
+        "each group once",
+        "groups played again",
+        "left behind",
+    ]
     return table(header, rows) if rows else ""
 
 
@@ -156,16 +223,32 @@ def simulation(points, output):
     for kind, colour in COLOURS.items():
         chosen = [row for row in found["rows"] if row["name"].startswith(f"{kind}-")]
         if chosen:
-            axis.plot([row["measured"] for row in chosen], [row["simulated"] for row in chosen], "o", color=colour,
-                        label=LABELS[kind])  # fmt: skip
-    ends = np.array([min(row["measured"] for row in found["rows"]) * 0.8,
-                     max(row["measured"] for row in found["rows"]) * 1.25])  # fmt: skip
+            axis.plot(
+                [row["measured"] for row in chosen],
+                [row["simulated"] for row in chosen],
+                "o",
+                color=colour,
+                label=LABELS[kind],
+            )
+    ends = np.array(
+        [
+            min(row["measured"] for row in found["rows"]) * 0.8,
+            max(row["measured"] for row in found["rows"]) * 1.25,
+        ]
+    )
     axis.plot(ends, ends, color="black", linewidth=0.8)
     axis.fill_between(ends, ends * 0.85, ends * 1.15, color="black", alpha=0.1, label="within 15%")
-    axis.set(xlabel="measured, s an iteration", ylabel="simulated, s an iteration", xscale="log", yscale="log")
+    axis.set(
+        xlabel="measured, s an iteration",
+        ylabel="simulated, s an iteration",
+        xscale="log",
+        yscale="log",
+    )
     axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(output / "scale_simulation.png", dpi=110)
-    rows = [[row["name"], f"{row['measured']:.3f}", f"{row['simulated']:.3f}", f"{row['error']:+.1%}"]
-            for row in found["rows"]]  # fmt: skip
+    rows = [
+        [row["name"], f"{row['measured']:.3f}", f"{row['simulated']:.3f}", f"{row['error']:+.1%}"]
+        for row in found["rows"]
+    ]
     return table(["run", "measured, s an iteration", "simulated", "error"], rows)

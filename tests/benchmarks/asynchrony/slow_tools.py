@@ -12,11 +12,11 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
-from rl_core.inference.engine import make_backend
+from rl_core.inference.engine import create_rollout_backend
 from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rollout_workers.async_worker_group import AsyncWorkerGroup
 from rl_core.rollout_workers.ray_cluster import RayCluster
-from rl_core.rollout_workers.stream import RolloutStream
-from rl_core.rollout_workers.team import RolloutTeam, TeamParts
+from rl_core.rollout_workers.worker_group import WorkerConfig, WorkerGroup
 from rl_core.settings import CurriculumStage, PolicySettings, RolloutSettings, SamplingSettings
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
@@ -24,15 +24,36 @@ SIGMA = 1.0  # of the logarithm of a tool's seconds: the slowest of 100 calls ta
 VOCABULARY = 300
 ENDS = 10  # of these tokens end an action
 SHAPES = {  # by their parameters
-    "0.1M": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                 intermediate_size=96),
-    "0.9M": dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-                 intermediate_size=384),
-    "3M": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-               intermediate_size=688),
-    "27M": dict(hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
-                intermediate_size=1376, vocab_size=4096),
-}  # fmt: skip
+    "0.1M": dict(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=96,
+    ),
+    "0.9M": dict(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=384,
+    ),
+    "3M": dict(
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=688,
+    ),
+    "27M": dict(
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=1376,
+        vocab_size=4096,
+    ),
+}
 
 
 def tool_seconds(seed, turn, text, mean):
@@ -46,7 +67,13 @@ class SlowToolEpisode(Episode):
 
     def __init__(self, seed, level, task):
         super().__init__(seed, level)
-        self.turns, self.mean, self.noise, self.acted, self.right = task.turns, task.mean, task.noise, 0, 0
+        self.turns, self.mean, self.noise, self.acted, self.right = (
+            task.turns,
+            task.mean,
+            task.noise,
+            0,
+            0,
+        )
 
     def reset(self):
         return [{"role": "user", "content": f"task {self.seed % 7}"}]
@@ -95,9 +122,19 @@ class SameEnvironment:
 
 
 def make_trainer(
-    rollouts, *, shape="0.9M", mean=0.0, turns=3, schedule=None, ends=ENDS, context=256, seed=7, environment=None,
-    sampling=None, **options,
-):  # fmt: skip
+    rollouts,
+    *,
+    shape="0.9M",
+    mean=0.0,
+    turns=3,
+    schedule=None,
+    ends=ENDS,
+    context=256,
+    seed=7,
+    environment=None,
+    sampling=None,
+    **options,
+):
     """A trainer with its rollouts in this process, or on Ray as `rollouts` says.
 
     ends: of VOCABULARY tokens so many end an action, so an action has about VOCABULARY / ends tokens.
@@ -105,34 +142,54 @@ def make_trainer(
     """
     torch.manual_seed(0)
     tokenizer = train_tokenizer(["abc xyz task more 0123456789"], VOCABULARY)
-    values = dict(vocab_size=VOCABULARY, max_position_embeddings=context, pad_token_id=tokenizer.pad_token_id)
+    values = dict(
+        vocab_size=VOCABULARY, max_position_embeddings=context, pad_token_id=tokenizer.pad_token_id
+    )
     model = LlamaForCausalLM(LlamaConfig(**{**values, **SHAPES[shape]}))
     renderer = ChatRenderer(tokenizer)
     eos = list(range(0, ends)) if ends else [tokenizer.eos_token_id]
-    backend = make_backend(model, eos_ids=eos, pad_id=renderer.pad_id, max_length=context)
-    sampling = {"max_completion_tokens": context - 40, "max_turns": turns, "max_concurrent_steps": 256,
-                "step_timeout_s": 120.0, **(sampling or {})}  # fmt: skip
+    backend = create_rollout_backend(model, eos_ids=eos, pad_id=renderer.pad_id, max_length=context)
+    sampling = {
+        "max_completion_tokens": context - 40,
+        "max_turns": turns,
+        "max_concurrent_steps": 256,
+        "step_timeout_s": 120.0,
+        **(sampling or {}),
+    }
     settings = {
-        "iterations": 1000, "prompts_per_iteration": 8, "group_size": 4, "learning_rate": 1e-7, "warmup_steps": 0,
-        "curriculum": (CurriculumStage(name="all", levels={"all": 1.0}),), "rewards": {"task": 1.0}, **options,
-    }  # fmt: skip
+        "iterations": 1000,
+        "prompts_per_iteration": 8,
+        "group_size": 4,
+        "learning_rate": 1e-7,
+        "warmup_steps": 0,
+        "curriculum": (CurriculumStage(name="all", levels={"all": 1.0}),),
+        "rewards": {"task": 1.0},
+        **options,
+    }
     if rollouts.max_staleness:
         settings.setdefault("importance", "token")
     trainer = PolicyGradientTrainer(
-        model, None, renderer, environment or SlowTools(mean, turns),
-        PolicySettings(sampling=SamplingSettings(**sampling), rollouts=rollouts, **settings), seed,
-        RewardOrchestrator({"task": 1.0}), backend,
-    )  # fmt: skip
+        model,
+        None,
+        renderer,
+        environment or SlowTools(mean, turns),
+        PolicySettings(sampling=SamplingSettings(**sampling), rollouts=rollouts, **settings),
+        seed,
+        RewardOrchestrator({"task": 1.0}),
+        backend,
+    )
     if rollouts.independent:
         trainer.backend.keep_apart()
     if rollouts.workers == "in_process":
         return trainer, lambda: None
-    parts = TeamParts(model, trainer.backend, renderer, SameEnvironment(trainer.environment), eos, renderer.pad_id)
+    parts = WorkerConfig(
+        model, trainer.backend, renderer, SameEnvironment(trainer.environment), eos, renderer.pad_id
+    )
     if rollouts.max_staleness:
-        trainer.stream = RolloutStream(rollouts, KeptRay(rollouts), parts, schedule=schedule)
+        trainer.stream = AsyncWorkerGroup(rollouts, KeptRay(rollouts), parts, schedule=schedule)
         return trainer, trainer.stream.close
-    trainer.team = RolloutTeam(rollouts, KeptRay(rollouts), parts)
-    return trainer, trainer.team.close
+    trainer.worker_group = WorkerGroup(rollouts, KeptRay(rollouts), parts)
+    return trainer, trainer.worker_group.close
 
 
 def on_ray(count, staleness=0, **more):
@@ -145,15 +202,15 @@ class KeptRay(RayCluster):
 
     kept = None
 
-    def open(self, num_bytes):
+    def open_cluster(self, num_bytes):
         if KeptRay.kept is None:
             KeptRay.kept = RayCluster(on_ray(max(4, self._settings.count)))
-            KeptRay.kept.open(max(num_bytes, 300_000_000))
+            KeptRay.kept.open_cluster(max(num_bytes, 300_000_000))
         self._ray = KeptRay.kept._ray
 
     def close(self):
         for handle in list(self._handles):
-            self.stop(handle)
+            self.stop_worker(handle)
 
     @classmethod
     def end(cls):

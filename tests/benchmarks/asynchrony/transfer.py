@@ -15,7 +15,7 @@ if __name__ == "__main__":
     others = busy_cores()
     torch.set_num_threads(1)
     trainer, close = make_trainer(on_ray(1), shape=shape)
-    team, sampling, wall, own = trainer.team, trainer.settings.sampling, [], []
+    team, sampling, wall, own = trainer.worker_group, trainer.settings.sampling, [], []
     for _ in range(8):
         with torch.no_grad():
             for parameter in trainer.policy.parameters():
@@ -24,7 +24,14 @@ if __name__ == "__main__":
         team.send_weights(sampling)
         wall.append(time.perf_counter() - began)
         own.append(time.process_time() - spent)
-    found = {"shape": shape, "bytes": team.sent_bytes, "seconds": wall, "median_s": statistics.median(wall[1:])}
-    print(json.dumps({**found, "trainer_processor_s": statistics.median(own[1:]), "others": others}))
+    found = {
+        "shape": shape,
+        "bytes": team.sent_bytes,
+        "seconds": wall,
+        "median_s": statistics.median(wall[1:]),
+    }
+    print(
+        json.dumps({**found, "trainer_processor_s": statistics.median(own[1:]), "others": others})
+    )
     close()
     KeptRay.kept.close()

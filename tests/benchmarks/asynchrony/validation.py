@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from asynchrony.parts import fitted
-from flows.planning.cluster_layout import ClusterLayout, RolloutSizes
-from flows.planning.simulation import simulate
-from rl_core.settings.cluster_rates import ClusterRates, LogNormalSpread
+from posttrain.planning.simulation import simulate_run
+from posttrain.planning.simulation_inputs import ClusterLayout, RolloutSizeDistributions
+from rl_core.settings.planning import ClusterRates, LogNormalSpread
 
 CORES = 2  # of the machine that was measured
 SIGMA = 1.0  # of the tools, see slow_tools
@@ -25,7 +25,7 @@ class Measured:
 
     values: list[float]
 
-    def draw(self, generator, shape):
+    def draw_values(self, generator, shape):
         return generator.choice(self.values, shape)
 
 
@@ -41,19 +41,35 @@ def rates_of(points: Path) -> tuple[ClusterRates, Measured, tuple[float, ...]]:
     return ClusterRates(**fitted(parts), **medians, turns=3), Measured(tokens), tuple(crowding)
 
 
-def predicted(name: str, mean: float, rates: ClusterRates, tokens: Measured, crowding: tuple[float, ...]) -> float:
+def predicted(
+    name: str, mean: float, rates: ClusterRates, tokens: Measured, crowding: tuple[float, ...]
+) -> float:
     """Seconds of an iteration of one of the runs of `scale.py --parts steps`."""
     kind, *rest = name.split("-")
     workers = int(rest[0]) if kind != "alone" else 1
     layout = ClusterLayout(
-        prompts=8, group_size=4, workers=workers, max_staleness=int(kind == "async"), cores=CORES, crowding=crowding,
+        prompts=8,
+        group_size=4,
+        workers=workers,
+        max_staleness=int(kind == "async"),
+        cores=CORES,
+        crowding=crowding,
         rejoin="ready" if kind == "ready" else "together",
-    )  # fmt: skip
+    )
     if kind == "alone":
         rates = ClusterRates(**{**vars(rates), **dict.fromkeys(TRANSPORT, 0.0)})
-    sizes = RolloutSizes(turns=3, tokens=tokens, tools=LogNormalSpread(mean=mean, sigma=SIGMA))
+    sizes = RolloutSizeDistributions(
+        turns=3, tokens=tokens, tools=LogNormalSpread(mean=mean, sigma=SIGMA)
+    )
     seeds = range(3)
-    return float(np.mean([simulate(layout, rates, sizes, iterations=ITERATIONS, seed=s).iteration_s for s in seeds]))
+    return float(
+        np.mean(
+            [
+                simulate_run(layout, rates, sizes, iterations=ITERATIONS, seed=s).iteration_s
+                for s in seeds
+            ]
+        )
+    )
 
 
 def predict(points: Path) -> list[dict]:
@@ -64,8 +80,13 @@ def predict(points: Path) -> list[dict]:
         run = json.loads(path.read_text())
         found = predicted(path.stem, run["mean"], rates, tokens, crowding)
         error = found / run["iteration_s"] - 1
-        rows.append({"name": path.stem, "measured": run["iteration_s"], "simulated": found, "error": error})
-        print(f"{path.stem:18s} measured {run['iteration_s']:7.3f}  simulated {found:7.3f}  {error:+.1%}")
-    (points / "simulation.json").write_text(json.dumps({"rates": {**vars(rates), "tokens": None, "tools": None},
-                                                        "rows": rows}))  # fmt: skip
+        rows.append(
+            {"name": path.stem, "measured": run["iteration_s"], "simulated": found, "error": error}
+        )
+        print(
+            f"{path.stem:18s} measured {run['iteration_s']:7.3f}  simulated {found:7.3f}  {error:+.1%}"
+        )
+    (points / "simulation.json").write_text(
+        json.dumps({"rates": {**vars(rates), "tokens": None, "tools": None}, "rows": rows})
+    )
     return rows

@@ -30,18 +30,33 @@ class Part:
 
 TOOL_USE = RewardSettings(tool_use=ToolUseSettings(misuse=1.0, max_calls=3, excess=0.2))
 TWICE: dict[str, Any] = dict(epochs=2, minibatches=2, learning_rate=3e-4)
-ROUGH: dict[str, Any] = dict(algorithm="ppo", epochs=4, minibatches=2, learning_rate=2e-3, critic=critic())
+ROUGH: dict[str, Any] = dict(
+    algorithm="ppo", epochs=4, minibatches=2, learning_rate=2e-3, critic=critic()
+)
 ROLLBACK = RollbackSettings(
-    window=3, margin=0.1, patience=2, cooldown=3, max_rollbacks=4, learning_rate_factor=0.32, to="entry"
+    window=3,
+    margin=0.1,
+    patience=2,
+    cooldown=3,
+    max_rollbacks=4,
+    learning_rate_factor=0.32,
+    to="entry",
 )
 WIDER = KLBandSettings(increase=1.5, decrease=1.5)
 ADAPTER = LoraSettings(rank=8, alpha=16, target_modules="all-linear")
-MIXES = ({"easy": 6, "medium": 3, "hard": 1}, {"easy": 2, "medium": 5, "hard": 3}, {"easy": 2, "medium": 3, "hard": 5})
+MIXES = (
+    {"easy": 6, "medium": 3, "hard": 1},
+    {"easy": 2, "medium": 5, "hard": 3},
+    {"easy": 2, "medium": 3, "hard": 5},
+)
 
 
 def weighted(iterations: int, **weights: float) -> Arm:
     """Extra rewards at these weights beside the task's."""
-    name = ", ".join(f"{component} {weight:g}" for component, weight in weights.items()) or "task alone"
+    name = (
+        ", ".join(f"{component} {weight:g}" for component, weight in weights.items())
+        or "task alone"
+    )
     return Arm(name, dict(rewards={"task": 1.0, **weights}, reward_options=TOOL_USE), iterations)
 
 
@@ -55,15 +70,19 @@ def by_stage(iterations: int) -> Arm:
     """The weights of configs/curriculum.yaml, which change after a third and after two thirds of the iterations."""
     third = iterations // 3
     weights: tuple[dict[str, float], ...] = (
-        {"tool_use": 0.1}, {"tool_use": 0.05, "coherence": 0.05, "curiosity": 0.02}, {}
-    )  # fmt: skip
+        {"tool_use": 0.1},
+        {"tool_use": 0.05, "coherence": 0.05, "curiosity": 0.02},
+        {},
+    )
     stages = tuple(
         CurriculumStage(
-            name=f"step {number}", levels={"easy": 1, "medium": 1, "hard": 1}, rewards=own,
+            name=f"step {number}",
+            levels={"easy": 1, "medium": 1, "hard": 1},
+            rewards=own,
             max_iterations=third if number < 2 else None,
         )
         for number, own in enumerate(weights)
-    )  # fmt: skip
+    )
     rewards = {"task": 1.0, "tool_use": 0.0, "coherence": 0.0, "curiosity": 0.0}
     settings = dict(rewards=rewards, reward_options=TOOL_USE, curriculum=stages)
     return Arm("by stage, as in curriculum.yaml", settings, iterations)
@@ -93,7 +112,9 @@ def longer_by_success(threshold: float) -> tuple[CurriculumStage, ...]:
     left = (ExitCondition(window=2, threshold=threshold),)
     return tuple(
         CurriculumStage(
-            name=f"{level} questions", levels={level: 1.0}, exit_conditions=left if level != CHAINS[-1] else ()
+            name=f"{level} questions",
+            levels={level: 1.0},
+            exit_conditions=left if level != CHAINS[-1] else (),
         )
         for level in CHAINS
     )
@@ -139,10 +160,16 @@ PARTS: dict[str, Part] = {
         "looks",
         (
             Arm("12 questions alone", of_levels({"12": 1}), 60),
-            Arm("nine in ten of 12 questions", of_levels(dict.fromkeys(CHAINS[:-1], 1) | {"12": 54}), 60),
+            Arm(
+                "nine in ten of 12 questions",
+                of_levels(dict.fromkeys(CHAINS[:-1], 1) | {"12": 54}),
+                60,
+            ),
             Arm("all levels at once", {}, 60),
             Arm("curriculum by success", dict(curriculum=longer_by_success(0.5)), 60),
-            Arm("half of it: nine in ten", of_levels(dict.fromkeys(CHAINS[:-1], 1) | {"12": 54}), 30),
+            Arm(
+                "half of it: nine in ten", of_levels(dict.fromkeys(CHAINS[:-1], 1) | {"12": 54}), 30
+            ),
             Arm("half of it: all levels at once", {}, 30),
             Arm("half of it: curriculum", dict(curriculum=longer_by_success(0.5)), 30),
         ),
@@ -171,9 +198,15 @@ PARTS: dict[str, Part] = {
         "cells",
         (
             Arm("adamw"),
-            *(Arm(f"muon {rate:g}", dict(optimizer="muon", learning_rate=rate)) for rate in (5e-4, 2e-3)),
+            *(
+                Arm(f"muon {rate:g}", dict(optimizer="muon", learning_rate=rate))
+                for rate in (5e-4, 2e-3)
+            ),
             *(Arm(f"grokfast {weight:g}", dict(grokfast_lambda=weight)) for weight in (0.5, 2.0)),
-            *(Arm(f"entropy bonus {weight:g}", dict(entropy_coef=weight)) for weight in (0.003, 0.01, 0.03)),
+            *(
+                Arm(f"entropy bonus {weight:g}", dict(entropy_coef=weight))
+                for weight in (0.003, 0.01, 0.03)
+            ),
         ),
         threshold=0.85,
     ),
@@ -193,11 +226,17 @@ PARTS: dict[str, Part] = {
         "cells",
         (
             Arm("reinforce", dict(algorithm="reinforce")),
-            Arm("reinforce, learned baseline", dict(algorithm="reinforce", critic=critic(), gae_lambda=1.0)),
+            Arm(
+                "reinforce, learned baseline",
+                dict(algorithm="reinforce", critic=critic(), gae_lambda=1.0),
+            ),
             Arm("ppo", dict(algorithm="ppo", critic=critic())),
             Arm("ppo, values clipped", dict(algorithm="ppo", critic=critic(value_clip_eps=0.2))),
             Arm("ppo, shared head", dict(algorithm="ppo", critic=critic(kind="shared"))),
-            Arm("ppo, shared head 0.1", dict(algorithm="ppo", critic=critic(kind="shared", value_coef=0.1))),
+            Arm(
+                "ppo, shared head 0.1",
+                dict(algorithm="ppo", critic=critic(kind="shared", value_coef=0.1)),
+            ),
             Arm("ppo, two epochs", dict(algorithm="ppo", critic=critic(), **TWICE)),
         ),
         threshold=0.85,
@@ -209,7 +248,11 @@ PARTS: dict[str, Part] = {
             Arm("clip 0.2", ROUGH, 20),
             Arm("clip 0.05", {**ROUGH, "clip_eps": 0.05}, 20),
             Arm("trust region 1, k3", {**ROUGH, "trust_region_coef": 1.0}, 20),
-            Arm("trust region 1, exact", {**ROUGH, "trust_region_coef": 1.0, "trust_region_kl": "exact"}, 20),
+            Arm(
+                "trust region 1, exact",
+                {**ROUGH, "trust_region_coef": 1.0, "trust_region_kl": "exact"},
+                20,
+            ),
             Arm("kl_max 0.02", {**ROUGH, "kl_max": 0.02}, 20),
         ),
     ),
@@ -218,7 +261,10 @@ PARTS: dict[str, Part] = {
         "cells",
         (
             Arm("all weights 5e-4"),
-            *(Arm(f"LoRA {rate:g}", dict(learning_rate=rate), lora=ADAPTER) for rate in (5e-4, 2e-3, 5e-3)),
+            *(
+                Arm(f"LoRA {rate:g}", dict(learning_rate=rate), lora=ADAPTER)
+                for rate in (5e-4, 2e-3, 5e-3)
+            ),
         ),
         threshold=0.85,
     ),

@@ -15,10 +15,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from rl_core.environments.demonstrator import MistakenDemonstration
 from rl_core.environments.environment import Environment, Episode, Step
-from rl_core.environments.tool_question import ANSWER_WORD, read_answer, same_text
-from rl_core.environments.tools import Tool, ToolMisuse, Toolset
+from rl_core.environments.question_episodes import (
+    ANSWER_WORD,
+    MistakenDemonstration,
+    is_same_text,
+    read_answer,
+)
+from rl_core.environments.tools import Tool, Toolset
+from rl_core.errors import ToolMisuse
 from rl_core.types import Message
 
 SIDE = 4
@@ -34,7 +39,7 @@ class Chain(Episode):
         self.cells = [(rng.randrange(SIDE), rng.randrange(SIDE)) for _ in range(int(level))]
         self.asked = 0
         self.hidden = self.grid
-        self.kind, self.prompt = f"{level} questions", self._question()
+        self.kind, self.prompt = f"{level} questions", self._build_question()
         self.target = " ".join(self.grid[row][column] for row, column in self.cells)
         self._tools = TOOLS.bind(self)
 
@@ -62,16 +67,24 @@ class Chain(Episode):
             return Step(terminated=True, success=False, is_error=True)
         if call is not None:
             observation, is_error = self._tools.run(call)
-            return Step([Message(role="tool", content=observation)], tool_call=call, is_error=is_error)
+            return Step(
+                [Message(role="tool", content=observation)], tool_call=call, is_error=is_error
+            )
         answer = read_answer(text)
-        right = answer is not None and same_text(answer, self.next_target)
+        right = answer is not None and is_same_text(answer, self.next_target)
         last = self.asked == len(self.cells) - 1
         if not right or last:
-            return Step(reward=float(right), terminated=True, answer=answer, success=right, is_error=answer is None)
+            return Step(
+                reward=float(right),
+                terminated=True,
+                answer=answer,
+                success=right,
+                is_error=answer is None,
+            )
         self.asked += 1
-        return Step([Message(role="user", content=self._question())], answer=answer)
+        return Step([Message(role="user", content=self._build_question())], answer=answer)
 
-    def _question(self) -> str:
+    def _build_question(self) -> str:
         row, column = self.cells[self.asked]
         return f"{row + 1} {column + 1}"
 
@@ -109,7 +122,11 @@ class Looks(Environment):
         messages = episode.reset()
         while True:
             row, column = episode.cells[episode.asked]
-            mistake = "" if rng.random() < self.skill else rng.choice(("no_look", "other_cell", "misread"))
+            mistake = (
+                ""
+                if rng.random() < self.skill
+                else rng.choice(("no_look", "other_cell", "misread"))
+            )
             if mistake == "other_cell":
                 column = (column + 1) % SIDE
             digit = episode.grid[row][column]
@@ -121,4 +138,6 @@ class Looks(Environment):
                 messages += [Message(role="assistant", content=action), *step.messages]
             if step.terminated:
                 success = bool(step.success)
-                return MistakenDemonstration(messages, level, episode.kind, seed, success, mistake=mistake)
+                return MistakenDemonstration(
+                    messages, level, episode.kind, seed, success, mistake=mistake
+                )

@@ -22,7 +22,11 @@ ARMS = {
     "LoRA, rank 8": (True, False),
     "LoRA, rank 8, checkpointing": (True, True),
 }
-ROWS, TOKENS, WORDS = 8, 256, 60  # of a row: its longest is that many tokens, numbers of up to three digits
+ROWS, TOKENS, WORDS = (
+    8,
+    256,
+    60,
+)  # of a row: its longest is that many tokens, numbers of up to three digits
 STATUS = Path("/proc/self/status")
 
 
@@ -33,9 +37,12 @@ def runs(output):
         folder = model_folder(output)
         here = Path(__file__).resolve().parents[1]
         done = subprocess.run(
-            [sys.executable, "-m", "claimed.memory", str(folder), arm, str(seed)], text=True, capture_output=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}:{here.parents[1]}"}, check=False,
-        )  # fmt: skip
+            [sys.executable, "-m", "claimed.memory", str(folder), arm, str(seed)],
+            text=True,
+            capture_output=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here}:{here.parents[1]}"},
+            check=False,
+        )
         if done.returncode:
             raise RuntimeError(f"{arm}: {done.stderr[-2000:]}")
         return json.loads(done.stdout.splitlines()[-1])
@@ -57,10 +64,18 @@ def model_folder(output):
         policy = rl_core.create_policy(texts, small)
         own = policy.model.config
         config = LlamaConfig(
-            hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, intermediate_size=1408,
-            vocab_size=own.vocab_size, max_position_embeddings=TOKENS, pad_token_id=own.pad_token_id,
-            eos_token_id=own.eos_token_id, bos_token_id=own.bos_token_id, tie_word_embeddings=True,
-        )  # fmt: skip
+            hidden_size=512,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            intermediate_size=1408,
+            vocab_size=own.vocab_size,
+            max_position_embeddings=TOKENS,
+            pad_token_id=own.pad_token_id,
+            eos_token_id=own.eos_token_id,
+            bos_token_id=own.bos_token_id,
+            tie_word_embeddings=True,
+        )
         made = folder.with_name("26M.part")
         rl_core.load_policy((LlamaForCausalLM(config), policy.tokenizer)).save(made)
         os.rename(made, folder)
@@ -88,11 +103,22 @@ def measure(folder, arm, seed):
     rows = []
     for _ in range(ROWS * 3):
         words = " ".join(str(rng.randrange(1000)) for _ in range(WORDS))
-        rows.append({"messages": [{"role": "user", "content": "count"}, {"role": "assistant", "content": words}]})
+        rows.append(
+            {
+                "messages": [
+                    {"role": "user", "content": "count"},
+                    {"role": "assistant", "content": words},
+                ]
+            }
+        )
     lora = LoraSettings(rank=8, alpha=16, target_modules="all-linear") if has_lora else None
     policy = rl_core.load_policy(ModelSettings(path=folder, lora=lora, device="cpu"))
     settings = SFTSettings(
-        epochs=1, batch_size=ROWS, activation_checkpointing=checkpointing, checkpoint_every=0, learning_rate=1e-4
+        epochs=1,
+        batch_size=ROWS,
+        activation_checkpointing=checkpointing,
+        checkpoint_every=0,
+        learning_rate=1e-4,
     )
     before = resident("VmRSS")
     trainer = rl_core.sft(policy, rows, heldout=0, settings=settings, seed=seed).trainer
@@ -103,10 +129,12 @@ def measure(folder, arm, seed):
         losses.append(trainer.step()["train/loss"])
         seconds.append(time.process_time() - started)
     return {
-        "peak": resident("VmHWM") - before, "seconds": sum(seconds[1:]) / 2, "loss": losses[0],
+        "peak": resident("VmHWM") - before,
+        "seconds": sum(seconds[1:]) / 2,
+        "loss": losses[0],
         "trainable": sum(p.numel() for p in policy.model.parameters() if p.requires_grad),
         "tokens": sum(len(row["messages"][1]["content"].split()) for row in rows) / 3,
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

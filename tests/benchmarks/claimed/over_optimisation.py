@@ -18,18 +18,39 @@ from rl_core.settings import RewardSettings
 
 TASK, ITERATIONS, QUESTIONS, PAIRS = "cells", 80, 300, 500
 PPO = dict(
-    algorithm="ppo", critic=critic(warmup_iterations=3), rewards={"learned": 1.0}, learning_rate=5e-4, gae_lambda=0.95
+    algorithm="ppo",
+    critic=critic(warmup_iterations=3),
+    rewards={"learned": 1.0},
+    learning_rate=5e-4,
+    gae_lambda=0.95,
 )
 ARMS = (
     Arm("no hold", {**PPO}, ITERATIONS, judged_every=5),
-    Arm("KL in the reward, 0.1", {**PPO, "kl_coef": 0.1, "kl_in": "reward"}, ITERATIONS, judged_every=5),
-    Arm("KL in the reward, 0.3", {**PPO, "kl_coef": 0.3, "kl_in": "reward"}, ITERATIONS, judged_every=5),
     Arm(
-        "KL in the loss, banded at 0.05", {**PPO, "kl_coef": 0.1, "kl_controller": "banded", "kl_target": 0.05},
-        ITERATIONS, judged_every=5,
+        "KL in the reward, 0.1",
+        {**PPO, "kl_coef": 0.1, "kl_in": "reward"},
+        ITERATIONS,
+        judged_every=5,
     ),
-    Arm("score clipped at 1", {**PPO, "reward_options": RewardSettings(clip=1.0)}, ITERATIONS, judged_every=5),
-)  # fmt: skip
+    Arm(
+        "KL in the reward, 0.3",
+        {**PPO, "kl_coef": 0.3, "kl_in": "reward"},
+        ITERATIONS,
+        judged_every=5,
+    ),
+    Arm(
+        "KL in the loss, banded at 0.05",
+        {**PPO, "kl_coef": 0.1, "kl_controller": "banded", "kl_target": 0.05},
+        ITERATIONS,
+        judged_every=5,
+    ),
+    Arm(
+        "score clipped at 1",
+        {**PPO, "reward_options": RewardSettings(clip=1.0)},
+        ITERATIONS,
+        judged_every=5,
+    ),
+)
 
 
 def runs(output):
@@ -50,35 +71,52 @@ def reward_model_of(output, seed):
     import numpy as np
 
     import rl_core
-    from rl_core.api.recipes.reward_model import reward_model as recipe_of
-    from rl_core.data.pairs import pairs_from_groups
+    from rl_core.api.recipes.reward_model import build_reward_model_recipe as recipe_of
+    from rl_core.data.pairs import build_pairs_from_groups
     from rl_core.models import causal_lm, heads
-    from rl_core.rollouts.collect import EpisodeRequest, collect
+    from rl_core.rollouts.collect import collect_rollouts
+    from rl_core.rollouts.episode_sequence import EpisodeRequest
     from rl_core.settings import ModelSettings, RewardModelSettings
 
     folder = output / "starts" / f"reward-{seed}"
     if folder.is_dir():
         return folder
     task = TASKS[TASK]
-    environment, policy = task.make(), rl_core.load_policy(start_of(TASK, output))
+    environment, policy = task.build_prompt(), rl_core.load_policy(start_of(TASK, output))
     seeds, rng = environment.seeds_of("train", task.levels[0]), np.random.default_rng(seed)
-    requests = [EpisodeRequest(task.levels[0], int(seeds[int(rng.integers(len(seeds)))])) for _ in range(QUESTIONS)]
-    groups = collect(
-        environment, policy.backend(), policy.renderer, requests, group_size=8, sampling=task.sampling, seed=seed
+    requests = [
+        EpisodeRequest(task.levels[0], int(seeds[int(rng.integers(len(seeds)))]))
+        for _ in range(QUESTIONS)
+    ]
+    groups = collect_rollouts(
+        environment,
+        policy.backend(),
+        policy.renderer,
+        requests,
+        group_size=8,
+        sampling=task.sampling,
+        seed=seed,
     )
-    pairs = pairs_from_groups(groups, 3, seed)
+    pairs = build_pairs_from_groups(groups, 3, seed)
     train, heldout = pairs[:PAIRS], pairs[PAIRS:]
     settings = RewardModelSettings(
-        epochs=2, batch_size=32, learning_rate=1e-3, warmup_steps=10, schedule="cosine", checkpoint_every=0
+        epochs=2,
+        batch_size=32,
+        learning_rate=1e-3,
+        warmup_steps=10,
+        schedule="cosine",
+        checkpoint_every=0,
     )
-    model, tokenizer = heads.reward_model_from(start_of(TASK, output), ModelSettings(device="cpu"), seed=seed)
+    model, tokenizer = heads.create_reward_model(
+        start_of(TASK, output), ModelSettings(device="cpu"), seed=seed
+    )
     recipe = recipe_of(model, policy.renderer.pad_id, train, heldout, settings, seed)
     for _ in range(recipe.trainer.total_steps):
         recipe.trainer.step()
     accuracy = recipe.trainer.evaluate()["eval/accuracy"]
     made = folder.with_name(folder.name + ".part")
     shutil.rmtree(made, ignore_errors=True)
-    causal_lm.publish(model, tokenizer, made)
+    causal_lm.publish_model(model, tokenizer, made)
     about = {"accuracy": accuracy, "train": len(train), "heldout": len(heldout)}
     (made / "accuracy.json").write_text(json.dumps(about))
     os.rename(made, folder)

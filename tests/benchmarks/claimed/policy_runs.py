@@ -13,7 +13,7 @@ import rl_core
 from claimed.results import Row
 from claimed.tasks import TASKS, Task, start_of
 from rl_core.evaluation import evaluate
-from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import CriticSettings, LoraSettings, ModelSettings, PolicySettings
 
 Requests = list[EpisodeRequest]
@@ -21,16 +21,36 @@ HeldOut = tuple[Requests, Requests]  # reported, validation
 
 PROMPTS, GROUP = 16, 8  # 128 episodes an iteration
 COMMON = dict(
-    prompts_per_iteration=PROMPTS, group_size=GROUP, learning_rate=5e-4, warmup_steps=5, eval_every=0, patience=None,
+    prompts_per_iteration=PROMPTS,
+    group_size=GROUP,
+    learning_rate=5e-4,
+    warmup_steps=5,
+    eval_every=0,
+    patience=None,
     checkpoint_every=0,
-)  # fmt: skip
+)
 WINDOW = 5  # iterations of the moving mean of training success
 KEPT = (
-    "train/success_rate", "policy/ref_kl", "policy/kl_coef", "policy/entropy", "policy/update_kl",
-    "policy/update_kl_exact", "policy/refused_steps", "policy/clip_fraction", "value/explained_variance",
-    "tool/misuse_rate", "train/loop_rate", "train/coherent_rate", "train/exploration_efficiency", "train/turns",
-    "reward/mean", "curriculum/stage", "curriculum/rollbacks", "train/learning_rate", "train/filtering_rate",
-)  # fmt: skip
+    "train/success_rate",
+    "policy/ref_kl",
+    "policy/kl_coef",
+    "policy/entropy",
+    "policy/update_kl",
+    "policy/update_kl_exact",
+    "policy/refused_steps",
+    "policy/clip_fraction",
+    "value/explained_variance",
+    "tool/misuse_rate",
+    "train/loop_rate",
+    "train/coherent_rate",
+    "train/exploration_efficiency",
+    "train/turns",
+    "reward/mean",
+    "curriculum/stage",
+    "curriculum/rollbacks",
+    "train/learning_rate",
+    "train/filtering_rate",
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +61,9 @@ class Arm:
     settings: dict[str, Any] = field(default_factory=dict)
     iterations: int = 30
     lora: LoraSettings | None = None
-    judged_every: int = 0  # iterations between looks at the validation episodes; 0 = at the end alone
+    judged_every: int = (
+        0  # iterations between looks at the validation episodes; 0 = at the end alone
+    )
     reward_model: Path | None = None
 
 
@@ -51,8 +73,10 @@ def train_arm(output: Path, task_name: str, arm: Arm, seed: int) -> Row:
     source: Any = start_of(task_name, output)
     if arm.lora is not None:
         source = ModelSettings(path=str(source), lora=arm.lora, device="cpu")
-    environment = task.make()
-    settings = PolicySettings(**{**COMMON, "iterations": arm.iterations, "sampling": task.sampling, **arm.settings})
+    environment = task.build_prompt()
+    settings = PolicySettings(
+        **{**COMMON, "iterations": arm.iterations, "sampling": task.sampling, **arm.settings}
+    )
     if not settings.curriculum:
         mix = rl_core.CurriculumStage(name="all", levels=dict.fromkeys(task.levels, 1.0))
         settings = dataclasses.replace(settings, curriculum=(mix,))
@@ -74,8 +98,12 @@ def train_arm(output: Path, task_name: str, arm: Arm, seed: int) -> Row:
     if weights is not None:  # what stopping at the best look would have kept
         training.model.load_state_dict(weights)
         row["best"] = judge(training.policy, task, environment, held_out[0], 1000 + seed)[0]
-    row["curves"] = {name: values for name, values in curves.items() if any(value is not None for value in values)}
-    row["looks"], row["moves"] = looks, trainer.curriculum.history_json()
+    row["curves"] = {
+        name: values
+        for name, values in curves.items()
+        if any(value is not None for value in values)
+    }
+    row["looks"], row["moves"] = looks, trainer.curriculum.export_history()
     row["trainable"] = sum(p.numel() for p in training.model.parameters() if p.requires_grad)
     return row
 
@@ -88,16 +116,28 @@ def outcome(policy: Any, task: Task, environment: Any, held_out: HeldOut, seed: 
         "success": success,
         "levels": [request.level for request in reported],
         "validation": judge(policy, task, environment, validation, seed)[0],
-        "turns": played.turns_mean, "tool_calls": played.tool_calls_mean, "misuse": played.misuse_rate,
+        "turns": played.turns_mean,
+        "tool_calls": played.tool_calls_mean,
+        "misuse": played.misuse_rate,
         "truncated": played.truncated_rate,
-    }  # fmt: skip
+    }
 
 
-def judge(policy: Any, task: Task, environment: Any, requests: Requests, seed: int) -> tuple[list[int], Any]:
+def judge(
+    policy: Any, task: Task, environment: Any, requests: Requests, seed: int
+) -> tuple[list[int], Any]:
     """Success of each episode, played once at temperature 1; and the evaluation."""
     backend = policy.backend()
     backend.refresh()
-    found = evaluate(environment, backend, policy.renderer, requests, samples=1, sampling=task.sampling, seed=seed)
+    found = evaluate(
+        environment,
+        backend,
+        policy.renderer,
+        requests,
+        samples=1,
+        sampling=task.sampling,
+        seed=seed,
+    )
     return [episode.successes for episode in found.episodes], found
 
 

@@ -17,10 +17,15 @@ def runs(output):
     def measured(choose, labels, seed):
         from preferences import accuracy_of_choice
 
-        return {"accuracy": accuracy_of_choice(start_of_seed(output, seed), choose, labels, seed), "labels": labels}
+        return {
+            "accuracy": accuracy_of_choice(start_of_seed(output, seed), choose, labels, seed),
+            "labels": labels,
+        }
 
     return {
-        arm_of(choose, labels): lambda seed, choose=choose, labels=labels: measured(choose, labels, seed)
+        arm_of(choose, labels): lambda seed, choose=choose, labels=labels: measured(
+            choose, labels, seed
+        )
         for labels in COUNTS
         for choose in ("uncertainty", "random")
     }

@@ -24,7 +24,9 @@ def write_report(output: Path, results: Results, seeds: int) -> str:
         if results.of(name, part.arms[0].name, seeds):
             lines += [f"## {name}: {part.title}", "", *policy_table(name, part, results, seeds), ""]
             lines += kl_table(name, part, results, seeds) if name == "kl" else []
-    lines += memory_table(results, seeds) + over_table(results, seeds) + thought_table(results, seeds)
+    lines += (
+        memory_table(results, seeds) + over_table(results, seeds) + thought_table(results, seeds)
+    )
     lines += rating_table(results, seeds)
     text = "\n".join(lines) + "\n"
     output.mkdir(parents=True, exist_ok=True)
@@ -45,10 +47,21 @@ def each(rows: Sequence[Row], key: str = "success") -> str:
 def policy_table(name: str, part: Part, results: Results, seeds: int) -> list[str]:
     """Success of each arm, beside the first one."""
     base = results.of(name, part.arms[0].name, seeds)
-    levels = [level for level in TASKS[part.task].levels if any(level in row["levels"] for row in base)]
+    levels = [
+        level for level in TASKS[part.task].levels if any(level in row["levels"] for row in base)
+    ]
     by_level = levels if len(levels) > 1 else []
     more = [f"episodes until {100 * part.threshold:.0f}% in training"] if part.threshold else []
-    titles = ["arm", "success [95%]", "each seed", "validation", *by_level, "beside the first [95%]", "better", *more]
+    titles = [
+        "arm",
+        "success [95%]",
+        "each seed",
+        "validation",
+        *by_level,
+        "beside the first [95%]",
+        "better",
+        *more,
+    ]
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for arm in part.arms:
         rows = results.of(name, arm.name, seeds)
@@ -57,7 +70,12 @@ def policy_table(name: str, part: Part, results: Results, seeds: int) -> list[st
         cells = [arm.name, f"{shown(interval([success(row) for row in rows]))}%", each(rows)]
         cells.append(f"{statistics.fmean(success(row, 'validation') for row in rows):.1f}%")
         for level in by_level:
-            found = [ok for row in rows for ok, at in zip(row["success"], row["levels"], strict=True) if at == level]
+            found = [
+                ok
+                for row in rows
+                for ok, at in zip(row["success"], row["levels"], strict=True)
+                if at == level
+            ]
             cells.append(f"{100 * statistics.fmean(found):.1f}%")
         if arm is part.arms[0] or len(rows) != len(base):
             cells += ["", ""]
@@ -74,21 +92,39 @@ def policy_table(name: str, part: Part, results: Results, seeds: int) -> list[st
 def behaviour_table(name: str, part: Part, results: Results, seeds: int) -> list[str]:
     """Play of the policies, and effects of the updates: means over the seeds."""
     last = {
-        "policy/entropy": "entropy", "policy/update_kl": "KL of an update", "policy/update_kl_exact": "exact",
-        "value/explained_variance": "explained variance", "policy/refused_steps": "refused steps",
+        "policy/entropy": "entropy",
+        "policy/update_kl": "KL of an update",
+        "policy/update_kl_exact": "exact",
+        "value/explained_variance": "explained variance",
+        "policy/refused_steps": "refused steps",
         "curriculum/rollbacks": "rollbacks",
-    }  # fmt: skip
-    known = {key for arm in part.arms for row in results.of(name, arm.name, seeds) for key in row["curves"]}
+    }
+    known = {
+        key
+        for arm in part.arms
+        for row in results.of(name, arm.name, seeds)
+        for key in row["curves"]
+    }
     seen = [key for key in last if key in known]
-    played = {"turns": "turns", "tool_calls": "calls", "misuse": "misused turns", "truncated": "cut"}
+    played = {
+        "turns": "turns",
+        "tool_calls": "calls",
+        "misuse": "misused turns",
+        "truncated": "cut",
+    }
     titles = ["arm", *played.values(), *(last[key] for key in seen), "processor s"]
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for arm in part.arms:
         rows = results.of(name, arm.name, seeds)
         if rows:
-            cells = [arm.name, *(f"{statistics.fmean(row[key] for row in rows):.3g}" for key in played)]
+            cells = [
+                arm.name,
+                *(f"{statistics.fmean(row[key] for row in rows):.3g}" for key in played),
+            ]
             for key in seen:
-                tails = [[v for v in row["curves"].get(key, []) if v is not None][-5:] for row in rows]
+                tails = [
+                    [v for v in row["curves"].get(key, []) if v is not None][-5:] for row in rows
+                ]
                 values = [statistics.fmean(tail) for tail in tails if tail]
                 cells.append(f"{statistics.fmean(values):.3g}" if values else "")
             cells.append(f"{statistics.fmean(row['processor_seconds'] for row in rows):.0f}")
@@ -108,8 +144,12 @@ def kl_table(name: str, part: Part, results: Results, seeds: int) -> list[str]:
         if rows:
             late = [row["curves"]["policy/ref_kl"][-LATE:] for row in rows]
             means = [statistics.fmean(values) for values in late]
-            inside = statistics.fmean(abs(value / target - 1) <= 0.2 for values in late for value in values)
-            coefs = statistics.fmean(value for row in rows for value in row["curves"]["policy/kl_coef"][-LATE:])
+            inside = statistics.fmean(
+                abs(value / target - 1) <= 0.2 for values in late for value in values
+            )
+            coefs = statistics.fmean(
+                value for row in rows for value in row["curves"]["policy/kl_coef"][-LATE:]
+            )
             numbers = ", ".join(f"{mean:.4f}" for mean in means)
             lines.append(
                 f"| {arm.name} | {shown(interval(means), digits=4)} | {numbers} | {inside:.0%} | {coefs:.3g} |"
@@ -123,13 +163,19 @@ def memory_table(results: Results, seeds: int) -> list[str]:
     if not found:
         return []
     lines = [
-        "## memory: an optimizer step of 26M parameters, 8 rows of about 240 tokens", "",
+        "## memory: an optimizer step of 26M parameters, 8 rows of about 240 tokens",
+        "",
         "| arm | trained weights | peak above the loaded model, MB [95%] | processor s of a step [95%] |",
         "|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for arm, rows in found.items():
-        peaks, seconds = interval([row["peak"] / 1e6 for row in rows]), interval([row["seconds"] for row in rows])
-        lines.append(f"| {arm} | {rows[0]['trainable']:,} | {shown(peaks, digits=0)} | {shown(seconds, digits=2)} |")
+        peaks, seconds = (
+            interval([row["peak"] / 1e6 for row in rows]),
+            interval([row["seconds"] for row in rows]),
+        )
+        lines.append(
+            f"| {arm} | {rows[0]['trainable']:,} | {shown(peaks, digits=0)} | {shown(seconds, digits=2)} |"
+        )
     return [*lines, ""]
 
 
@@ -142,11 +188,12 @@ def over_table(results: Results, seeds: int) -> list[str]:
     stopped = [success(row, "best") for row in base]
     right = ", ".join(f"{row['reward_model']['accuracy']:.3f}" for row in base)
     lines = [
-        f"## {name}: PPO against a reward model (held-out accuracy {right})", "",
+        f"## {name}: PPO against a reward model (held-out accuracy {right})",
+        "",
         "| arm | success at the end [95%] | each seed | at the best look [95%] | each seed | "
         "end, beside stopping the first early [95%] | better | score at the end |",
         "|" + "---|" * 8,
-    ]  # fmt: skip
+    ]
     for arm in arms:
         if rows := results.of(name, arm.name, seeds):
             ends, best = [success(row) for row in rows], [success(row, "best") for row in rows]
@@ -167,16 +214,21 @@ def thought_table(results: Results, seeds: int) -> list[str]:
         return []
     kinds = [row["kinds"] for row in rows]
     lines = [
-        "## thoughts: variance of the policy gradient", "",
+        "## thoughts: variance of the policy gradient",
+        "",
         "| credit | variance against no baseline [95%] | each seed | noise to signal | explained variance |",
         "|" + "---|" * 5,
-    ]  # fmt: skip
+    ]
     for name in thought_variance.KINDS:
         ratios = [kind[name]["variance"] / kind["no baseline"]["variance"] for kind in kinds]
-        noise = statistics.fmean(kind[name]["variance"] / max(kind[name]["signal"], 1e-12) for kind in kinds)
+        noise = statistics.fmean(
+            kind[name]["variance"] / max(kind[name]["signal"], 1e-12) for kind in kinds
+        )
         explained = statistics.fmean(kind[name]["explained"] for kind in kinds)
         numbers = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        lines.append(f"| {name} | {shown(interval(ratios), digits=2)} | {numbers} | {noise:.2f} | {explained:.2f} |")
+        lines.append(
+            f"| {name} | {shown(interval(ratios), digits=2)} | {numbers} | {noise:.2f} | {explained:.2f} |"
+        )
     return [*lines, ""]
 
 
@@ -191,7 +243,9 @@ def rating_table(results: Results, seeds: int) -> list[str]:
         }
         both = sorted(set(found.get("uncertainty", {})) & set(found.get("random", {})))
         if both:
-            chosen, drawn = ([found[choose][seed] for seed in both] for choose in ("uncertainty", "random"))
+            chosen, drawn = (
+                [found[choose][seed] for seed in both] for choose in ("uncertainty", "random")
+            )
             beside = gap(chosen, drawn)
             lines.append(
                 f"| {labels} | {shown(interval(chosen))}% | {shown(interval(drawn))}% | {shown(beside)} | "
@@ -199,5 +253,19 @@ def rating_table(results: Results, seeds: int) -> list[str]:
             )
     if not lines:
         return []
-    head = ["labels", "by uncertainty [95%]", "at random [95%]", "difference [95%]", "better", "seeds"]
-    return ["## ratings: held-out accuracy", "", f"| {' | '.join(head)} |", "|" + "---|" * len(head), *lines, ""]
+    head = [
+        "labels",
+        "by uncertainty [95%]",
+        "at random [95%]",
+        "difference [95%]",
+        "better",
+        "seeds",
+    ]
+    return [
+        "## ratings: held-out accuracy",
+        "",
+        f"| {' | '.join(head)} |",
+        "|" + "---|" * len(head),
+        *lines,
+        "",
+    ]

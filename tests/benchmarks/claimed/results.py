@@ -32,7 +32,7 @@ class Results:
         """Results that are there, in the order of the seeds."""
         return [row for seed in range(seeds) if (row := self.find(part, arm, seed)) is not None]
 
-    def fill(self, part: str, arm: str, seed: int, measure: Callable[[], Row]) -> Row:
+    def fill_slots(self, part: str, arm: str, seed: int, measure: Callable[[], Row]) -> Row:
         """The result, measured where it is not there, with the processor seconds that it took."""
         if (found := self.find(part, arm, seed)) is not None:
             return found

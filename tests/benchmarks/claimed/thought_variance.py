@@ -31,33 +31,48 @@ def measure(output, seed):
     """Variance, signal and the baseline's explained variance, by kind."""
     import rl_core
     from rl_core.settings import ThoughtsSettings
-    from rl_core.thoughts.episodes import answer_rows
+    from rl_core.thoughts.episodes import build_answer_rows
     from rl_core.thoughts.trainer import ThoughtsTrainer
 
     task = TASKS["reckoning"]
     policy = rl_core.load_policy(start_of("reckoning", output))
     common = dict(
-        iterations=WARMUP + BATCHES, episodes_per_iteration=EPISODES, max_thought_tokens=32, answer_coef=0.0,
-        entropy_coef=0.0, entropy_floor=0.0, levels=task.levels, sampling=task.sampling, patience=None, eval_every=0,
-    )  # fmt: skip
+        iterations=WARMUP + BATCHES,
+        episodes_per_iteration=EPISODES,
+        max_thought_tokens=32,
+        answer_coef=0.0,
+        entropy_coef=0.0,
+        entropy_floor=0.0,
+        levels=task.levels,
+        sampling=task.sampling,
+        patience=None,
+        eval_every=0,
+    )
     trainers = {
         name: ThoughtsTrainer(
-            policy.model, policy.renderer, task.make(), ThoughtsSettings(**common, **options), seed, policy.backend()
+            policy.model,
+            policy.renderer,
+            task.build_prompt(),
+            ThoughtsSettings(**common, **options),
+            seed,
+            policy.backend(),
         )
         for name, options in KINDS.items()
     }
     player = trainers["no baseline"]
-    player.baseline.values = lambda states_NH: torch.zeros(len(states_NH))
+    player.baseline.predict_values = lambda states_NH: torch.zeros(len(states_NH))
     gradients, explained = {name: [] for name in KINDS}, {name: [] for name in KINDS}
     for batch in range(WARMUP + BATCHES):
         player.iteration = batch
-        rng = player._generator()
+        rng = player._build_generator()
         requests = [player._draw_episode(rng) for _ in range(EPISODES)]
-        episodes = player._read(player._play_once(requests, "rollouts", batch))
-        plan = answer_rows(episodes)
-        rewards, _ = player._rewards(episodes, plan)
+        episodes = player._read_thought_episodes(
+            player._play_single_rollouts(requests, "rollouts", batch)
+        )
+        plan = build_answer_rows(episodes)
+        rewards, _ = player._compute_rewards(episodes, plan)
         for name, trainer in trainers.items():
-            advantages, metrics = trainer._advantages(episodes, rewards)
+            advantages, metrics = trainer._compute_advantages(episodes, rewards)
             if batch >= WARMUP:
                 gradients[name].append(gradient_of(trainer, episodes, plan, advantages))
                 explained[name].append(metrics["train/explained_variance"])
@@ -67,9 +82,10 @@ def measure(output, seed):
         mean = stacked.mean(0)
         variance = float((stacked - mean).square().sum() / (len(rows) - 1))
         found[name] = {
-            "variance": variance, "signal": float(mean.square().sum()) - variance / len(rows),
+            "variance": variance,
+            "signal": float(mean.square().sum()) - variance / len(rows),
             "explained": sum(explained[name]) / len(explained[name]),
-        }  # fmt: skip
+        }
     return {"kinds": found}
 
 
@@ -81,7 +97,11 @@ def gradient_of(trainer, episodes, plan, advantages):
         trainer.model.zero_grad()
         for batch in batches:
             loss(batch)[0].backward()
-        found.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]).clone())
+        found.append(
+            torch.cat(
+                [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
+            ).clone()
+        )
         trainer.model.zero_grad()
         return {}
 

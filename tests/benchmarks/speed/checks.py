@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from rl_core.inference.engine import Engine, make_backend
+from rl_core.inference.engine import Engine, create_rollout_backend
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.rollouts.batching import TrainRow, build_batches
 from rl_core.settings import SamplingSettings
 from speed import inputs, ours
 from speed.episodes import Scripted, ends, ragged_sequences
@@ -25,20 +25,31 @@ LOGPROB_LIMIT, LOSS_LIMIT = 1e-4, 1e-5
 def greedy_differences(folder, rows):
     """Greedy tokens of the engine that differ from those of `generate`, each prompt alone there."""
     model, tokenizer = ours.load(folder)
-    engine = make_backend(model.eval(), eos_ids=(), pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH)
-    assert isinstance(engine, Engine), "the engine does not know this model, so there would be nothing to compare"
-    prompts = [ours.text_ids(tokenizer, row["prompt"]) for row in inputs.read(folder, "prompts")[:rows]]
+    engine = create_rollout_backend(
+        model.eval(), eos_ids=(), pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH
+    )
+    assert isinstance(engine, Engine), (
+        "the engine does not know this model, so there would be nothing to compare"
+    )
+    prompts = [
+        ours.text_ids(tokenizer, row["prompt"]) for row in inputs.read(folder, "prompts")[:rows]
+    ]
     sequences = [Scripted(prompt, 0, limit=inputs.MAX_NEW) for prompt in prompts]
-    engine.run(sequences, SamplingSettings(temperature=0, max_completion_tokens=inputs.MAX_NEW, slots=rows))
+    engine.run_sequences(
+        sequences, SamplingSettings(temperature=0, max_completion_tokens=inputs.MAX_NEW, slots=rows)
+    )
     model.generation_config.eos_token_id = None
     differences = 0
     for prompt, sequence in zip(prompts, sequences, strict=True):
         ids = torch.tensor([prompt])
         with torch.no_grad():
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=inputs.MAX_NEW,
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=inputs.MAX_NEW,
                 pad_token_id=inputs.PAD,
-            )  # fmt: skip
+            )
         expected = out[0, len(prompt) :].tolist()
         differences += sum(a != b for a, b in zip(expected, sequence.completion_ids, strict=True))
     return differences
@@ -47,12 +58,16 @@ def greedy_differences(folder, rows):
 def logprob_gap(folder):
     """Largest difference between the engine's log-probabilities and the trainer's, over ragged episodes."""
     model, tokenizer = ours.load(folder)
-    engine = make_backend(model.eval(), eos_ids=ends(len(tokenizer)), pad_id=inputs.PAD, max_length=512)
+    engine = create_rollout_backend(
+        model.eval(), eos_ids=ends(len(tokenizer)), pad_id=inputs.PAD, max_length=512
+    )
     sequences = ragged_sequences(folder, tokenizer, 0, count=16)
-    engine.run(sequences, SamplingSettings(max_completion_tokens=sequences[0].limit, slots=8))
+    engine.run_sequences(
+        sequences, SamplingSettings(max_completion_tokens=sequences[0].limit, slots=8)
+    )
     rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, s.logprobs) for s in sequences]
     gap = 0.0
-    for batch in make_batches(rows, 4096, inputs.PAD):
+    for batch in build_batches(rows, 4096, inputs.PAD):
         with torch.no_grad():
             logprobs_BS, _ = completion_logprobs(model, batch)
         gap = max(gap, float((logprobs_BS - batch.sampler_logprobs_BS).abs().max()))
@@ -66,12 +81,17 @@ def loss_gaps(folder):
     sft = ours.sft_rows(folder, tokenizer)[: inputs.BATCH["sft"]]
     tokens = sum(sum(mask) for _, mask in sft)
     width = max(len(ids) for ids, _ in sft)
-    plain = {"sft": -sum(float(plain_logprobs(model, ids, mask, width)) for ids, mask in sft) / tokens}
+    plain = {
+        "sft": -sum(float(plain_logprobs(model, ids, mask, width)) for ids, mask in sft) / tokens
+    }
     pairs = ours.make_pairs(folder, tokenizer, inputs.BATCH["reward"])
     scorer, _ = ours.heads.load_reward_model(folder / "reward_model", ours.CPU)
     scorer.eval()
     width = max(len(ids) for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids))
-    margins = [plain_score(scorer, p.chosen_ids, width) - plain_score(scorer, p.rejected_ids, width) for p in pairs]
+    margins = [
+        plain_score(scorer, p.chosen_ids, width) - plain_score(scorer, p.rejected_ids, width)
+        for p in pairs
+    ]
     plain["reward"] = float(-functional.logsigmoid(torch.stack(margins)).mean())
     found = {"sft": ours.sft_trainer(folder).step(), "reward": ours.reward_trainer(folder).step()}
     return {stage: abs(metrics["train/loss"] - plain[stage]) for stage, metrics in found.items()}
@@ -109,12 +129,24 @@ def main():
     gaps = loss_gaps(options.folder)
     count = options.rows * inputs.MAX_NEW
     found = [
-        (f"greedy tokens of the engine that differ from `generate` ({count})",
-         greedy_differences(options.folder, options.rows), 0),
-        ("log-probabilities, engine against trainer, nats", logprob_gap(options.folder), LOGPROB_LIMIT),
-        *((f"loss of {stage} against padded, unbatched rows", gap, LOSS_LIMIT) for stage, gap in gaps.items()),
-    ]  # fmt: skip
-    print(json.dumps([{"what": what, "value": value, "limit": limit} for what, value, limit in found]))
+        (
+            f"greedy tokens of the engine that differ from `generate` ({count})",
+            greedy_differences(options.folder, options.rows),
+            0,
+        ),
+        (
+            "log-probabilities, engine against trainer, nats",
+            logprob_gap(options.folder),
+            LOGPROB_LIMIT,
+        ),
+        *(
+            (f"loss of {stage} against padded, unbatched rows", gap, LOSS_LIMIT)
+            for stage, gap in gaps.items()
+        ),
+    ]
+    print(
+        json.dumps([{"what": what, "value": value, "limit": limit} for what, value, limit in found])
+    )
 
 
 if __name__ == "__main__":

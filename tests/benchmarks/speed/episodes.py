@@ -9,7 +9,7 @@ import numpy as np
 from rl_core.data.batches import DataOrder
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
-from rl_core.inference.sampling import sequence_seed
+from rl_core.inference.sampling import compute_sequence_seed
 from speed import inputs
 
 LEVEL = "sums"
@@ -39,7 +39,7 @@ class Sums(Environment):
     def __init__(self, folder, seed):
         super().__init__()
         rows = inputs.read(folder, "prompts")
-        self._rows = as_drawn(rows, sequence_seed(seed, "order", LEVEL) % 2**63)
+        self._rows = as_drawn(rows, compute_sequence_seed(seed, "order", LEVEL) % 2**63)
 
     @property
     def tools(self):
@@ -55,14 +55,16 @@ class Sums(Environment):
 def as_drawn(rows, seed):
     """Rows put where `DataOrder` of this seed draws them in the order in which they are given."""
     placed = list(rows)
-    for row, index in zip(rows, DataOrder(len(rows), len(rows), seed).next(), strict=True):
+    for row, index in zip(rows, DataOrder(len(rows), len(rows), seed).next_batch(), strict=True):
         placed[index] = row
     return placed
 
 
 def reward(trajectories):
     """Reward as the peer's function gives it for the same text, also for text cut at the limit."""
-    return [inputs.score(trajectory.turns[-1].action, trajectory.target) for trajectory in trajectories]
+    return [
+        inputs.score(trajectory.turns[-1].action, trajectory.target) for trajectory in trajectories
+    ]
 
 
 class Characters:
@@ -98,7 +100,7 @@ class Scripted:
         """Tokens of the policy."""
         return sum(self.loss_mask)
 
-    def advance(self, action_ids, logprobs, hit_limit):
+    def take_action(self, action_ids, logprobs, hit_limit):
         """See `rl_core.inference.sampling.RolloutSequence`."""
         self._add(action_ids, logprobs, True)
         if hit_limit or not self._observations:
@@ -123,8 +125,12 @@ def ragged_sequences(folder: Path, tokenizer, step, count=64):
     sequences = []
     for index, row in enumerate(rows):
         turns = int(rng.integers(1, TURNS + 1))
-        observations = [rng.integers(4, vocabulary, rng.integers(4, 49)).tolist() for _ in range(turns - 1)]
-        sequences.append(Scripted(tokenizer(row["prompt"])["input_ids"], step * count + index, observations))
+        observations = [
+            rng.integers(4, vocabulary, rng.integers(4, 49)).tolist() for _ in range(turns - 1)
+        ]
+        sequences.append(
+            Scripted(tokenizer(row["prompt"])["input_ids"], step * count + index, observations)
+        )
     return sequences
 
 

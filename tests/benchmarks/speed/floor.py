@@ -32,7 +32,11 @@ class Shape:
     @classmethod
     def of(cls, config):
         """From a dict as in `inputs.SIZES`."""
-        hidden, layers, inner = config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]
+        hidden, layers, inner = (
+            config["hidden_size"],
+            config["num_hidden_layers"],
+            config["intermediate_size"],
+        )
         keys = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
         layer = 2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * inner
         return cls(hidden, layers, layers * layer, hidden * config["vocab_size"])
@@ -61,13 +65,19 @@ class Rates:
 def adamw_seconds(shape, rates):
     """Reads weight, gradient and two moments, writes weight and moments."""
     size = 4 * shape.parameters
-    return 7 * size / (rates.copy_bytes if size > CACHE_BYTES else max(rates.copy_bytes, rates.read_bytes))
+    return (
+        7
+        * size
+        / (rates.copy_bytes if size > CACHE_BYTES else max(rates.copy_bytes, rates.read_bytes))
+    )
 
 
 def decode_seconds(shape, rates, rows, new, prompt, unique):
     """`new` tokens for `rows` prompts of `prompt` tokens each, of which `unique` differ."""
     context = sum(prompt + index for index in range(new))
-    flops = rows * (new * 2 * (shape.trunk + shape.head) + 4 * context * shape.hidden * shape.layers)
+    flops = rows * (
+        new * 2 * (shape.trunk + shape.head) + 4 * context * shape.hidden * shape.layers
+    )
     compute = unique * 2 * shape.trunk * prompt / rates.train_flops + flops / rates.best_flops
     return max(compute, new * 4 * (shape.trunk + shape.head) / rates.read_bytes)
 
@@ -90,12 +100,19 @@ def floor_rates(shape, rates, rows):
         sum(len(row["completion"]) + 1 for row in rows["sft"]),
         inputs.BATCH["sft"],
     )
-    sides = [(len(row["prompt"]), len(row[name]) + 1) for row in rows["pairs"] for name in ("chosen", "rejected")]
+    sides = [
+        (len(row["prompt"]), len(row[name]) + 1)
+        for row in rows["pairs"]
+        for name in ("chosen", "rejected")
+    ]
     lengths = [prompt + completion for prompt, completion in sides]
     scores, pair_tokens = batch(lengths, 0, 2 * inputs.BATCH["reward"])
     dpo, _ = batch(lengths, sum(completion for _, completion in sides), 2 * inputs.BATCH["dpo"])
 
-    prompt, new = sum(len(row["prompt"]) for row in rows["prompts"]) / len(rows["prompts"]), inputs.MAX_NEW
+    prompt, new = (
+        sum(len(row["prompt"]) for row in rows["prompts"]) / len(rows["prompts"]),
+        inputs.MAX_NEW,
+    )
     count = inputs.BATCH["grpo"]
     policy, policy_tokens = batch([prompt + new] * count, count * new, count)
     values, _ = batch([prompt + new] * count, 0, count)
@@ -136,15 +153,28 @@ def measure(config, passes):
     import torch
 
     shape = Shape.of(config)
-    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    hidden, inner, vocabulary = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["vocab_size"],
+    )
     keys = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
-    matrices = [(hidden, hidden, 2), (hidden, keys, 2), (hidden, inner, 2), (inner, hidden, 1),
-                (hidden, vocabulary, 1 / shape.layers)]  # fmt: skip
+    matrices = [
+        (hidden, hidden, 2),
+        (hidden, keys, 2),
+        (hidden, inner, 2),
+        (inner, hidden, 1),
+        (hidden, vocabulary, 1 / shape.layers),
+    ]
 
     def flops(rows):
         work = spent = 0.0
         for width, out, times in matrices:
-            x, weight, result = torch.randn(rows, width), torch.randn(out, width), torch.empty(rows, out)
+            x, weight, result = (
+                torch.randn(rows, width),
+                torch.randn(out, width),
+                torch.empty(rows, out),
+            )
 
             def multiply(x=x, weight=weight, result=result):
                 torch.mm(x, weight.t(), out=result)
@@ -162,7 +192,9 @@ def measure(config, passes):
         return 8 * source.numel() / best_seconds(lambda: target.copy_(source), passes, 0.4, 3)
 
     by_rows = [flops(rows) for rows in (MATRIX_ROWS, 32, 64)]
-    return Rates(train_flops=by_rows[0], best_flops=max(by_rows), read_bytes=read(), copy_bytes=copy())
+    return Rates(
+        train_flops=by_rows[0], best_flops=max(by_rows), read_bytes=read(), copy_bytes=copy()
+    )
 
 
 def main():

@@ -38,11 +38,19 @@ def left_padded(rows):
 
 def generate(model, tokenizer, folder, rows, new):
     """`rows` completions of exactly `new` tokens; how many tokens that were."""
-    prompts = [tokenizer(row["prompt"])["input_ids"] for row in inputs.read(folder, "prompts")[:rows]]
+    prompts = [
+        tokenizer(row["prompt"])["input_ids"] for row in inputs.read(folder, "prompts")[:rows]
+    ]
     batch = left_padded(prompts)
     with torch.no_grad():
         out = model.generate(
-            **batch, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new, pad_token_id=inputs.PAD
+            **batch,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=new,
+            pad_token_id=inputs.PAD,
         )
     return (out.shape[1] - batch["input_ids"].shape[1]) * rows
 
@@ -55,14 +63,20 @@ def play(model, sequences, end_ids):
         rooms = [sequence.limit - len(sequence.completion_ids) for sequence in active]
         with torch.no_grad():
             out = model.generate(
-                **batch, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max(rooms),
-                eos_token_id=end_ids, pad_token_id=inputs.PAD,
-            )  # fmt: skip
+                **batch,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=max(rooms),
+                eos_token_id=end_ids,
+                pad_token_id=inputs.PAD,
+            )
         width, going = batch["input_ids"].shape[1], []
         for sequence, room, row in zip(active, rooms, out[:, width:].tolist(), strict=True):
             end = next((place for place, token in enumerate(row) if token in is_end), len(row))
             action = row[: min(end + 1, room)]
             hit_limit = len(sequence.completion_ids) + len(action) >= sequence.limit
-            if sequence.advance(action, [0.0] * len(action), hit_limit) is not None:
+            if sequence.take_action(action, [0.0] * len(action), hit_limit) is not None:
                 going.append(sequence)
         active = going

@@ -30,7 +30,9 @@ class Fit:
     def of(cls, xs, ys):
         """Raises: ValueError for fewer than two points, or one that is not above 0."""
         if len(xs) < 2 or min(*xs, *ys) <= 0:
-            raise ValueError(f"a power law needs two points above 0; found x {list(xs)}, y {list(ys)}")
+            raise ValueError(
+                f"a power law needs two points above 0; found x {list(xs)}, y {list(ys)}"
+            )
         u, v = [math.log(x) for x in xs], [math.log(y) for y in ys]
         mean_u, mean_v = sum(u) / len(u), sum(v) / len(v)
         uu = sum((a - mean_u) ** 2 for a in u)
@@ -51,7 +53,9 @@ def grouped(points):
 def markdown(points, about):
     """The table of fits, then every point."""
     text = ["# How cost grows", "", *[f"- {entry}" for entry in about], ""]
-    text += ["| against | work | range | seconds ~ x^ [last two], R2 | expected | memory ~ x^ [last two] | expected |"]
+    text += [
+        "| against | work | range | seconds ~ x^ [last two], R2 | expected | memory ~ x^ [last two] | expected |"
+    ]
     text += ["|---|---|---|---|---|---|---|"]
     for (axis, work), part in grouped(points).items():
         xs = [point["value"] for point in part]
@@ -64,7 +68,10 @@ def markdown(points, about):
             quality = f", {fit.r_squared:.3f}" if name == "seconds" else ""
             cells += [f"{fit.exponent:.2f} [{fit.last:.2f}]{quality}", expected]
         text.append(f"| {axis} | {work} | {xs[0]:,} to {xs[-1]:,} | {' | '.join(cells)} |")
-    text += ["", "| against | work | x | seconds | memory, MB above the imports | peak RSS, MB | others' cores |"]
+    text += [
+        "",
+        "| against | work | x | seconds | memory, MB above the imports | peak RSS, MB | others' cores |",
+    ]
     text += ["|---|---|---|---|---|---|---|"]
     for (axis, work), part in grouped(points).items():
         for point in part:
@@ -85,15 +92,21 @@ def picture(points, file):
 
     parts = grouped(points)
     axes = list(dict.fromkeys(axis for axis, _ in parts))
-    figure, grid = pyplot.subplots(2, len(axes), figsize=(3.6 * len(axes), 6.4), squeeze=False, layout="constrained")
+    figure, grid = pyplot.subplots(
+        2, len(axes), figsize=(3.6 * len(axes), 6.4), squeeze=False, layout="constrained"
+    )
     colours = {"update": "#0060a0", "rollout": "#b34700"}
     for (axis, work), part in parts.items():
         column = axes.index(axis)
-        for row, (name, label) in enumerate((("seconds", "seconds"), ("memory_mb", "MB above the imports"))):
+        for row, (name, label) in enumerate(
+            (("seconds", "seconds"), ("memory_mb", "MB above the imports"))
+        ):
             xs, ys = [point["value"] for point in part], [max(point[name], 1e-3) for point in part]
             exponent = f": {Fit.of(xs, ys).exponent:.2f}" if len(part) > 1 else ""
             panel = grid[row][column]
-            panel.loglog(xs, ys, "o-", color=colours.get(work, "#2e7d32"), label=f"{work}{exponent}")
+            panel.loglog(
+                xs, ys, "o-", color=colours.get(work, "#2e7d32"), label=f"{work}{exponent}"
+            )
             panel.set_xticks(xs, [f"{x:,}" for x in xs], fontsize=8)
             panel.minorticks_off()
             panel.yaxis.set_major_formatter("{x:g}")

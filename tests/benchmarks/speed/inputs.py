@@ -18,14 +18,22 @@ from pathlib import Path
 
 SIZES = {
     "small": dict(  # 3.2M
-        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=688,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=688,
         vocab_size=512,
     ),
     "medium": dict(  # 27M
-        hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1376,
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=1376,
         vocab_size=4096,
     ),
-}  # fmt: skip
+}
 SEED = 0
 ROWS = 2048
 PAD, BOS, EOS = 0, 1, 2
@@ -79,13 +87,20 @@ def make_tokenizer(vocab_size):
 
     names = ["<pad>", "<bos>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
     names += [f"<{index}>" for index in range(len(names), vocab_size)]
-    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
-        padding_side="left", model_max_length=1024,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        model_max_length=1024,
+    )
 
 
 def make_config(shape, context=1024):
@@ -93,9 +108,14 @@ def make_config(shape, context=1024):
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        **shape, max_position_embeddings=context, rms_norm_eps=1e-6, tie_word_embeddings=False, pad_token_id=PAD,
-        bos_token_id=BOS, eos_token_id=EOS,
-    )  # fmt: skip
+        **shape,
+        max_position_embeddings=context,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
 
 
 def build(folder, size):
@@ -121,8 +141,15 @@ def build(folder, size):
         data = "".join(json.dumps(row) + "\n" for row in rows).encode()
         (place / f"{name}.jsonl").write_bytes(data)
         digests[name] = hashlib.sha256(data).hexdigest()[:16]
-    digests["model"] = hashlib.sha256((place / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
-    summary = {"size": size, "seed": SEED, "parameters": sum(p.numel() for p in model.parameters()), "sha256": digests}
+    digests["model"] = hashlib.sha256(
+        (place / "model" / "model.safetensors").read_bytes()
+    ).hexdigest()[:16]
+    summary = {
+        "size": size,
+        "seed": SEED,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "sha256": digests,
+    }
     (place / "inputs.json").write_text(json.dumps(summary, indent=1))
     return place
 

@@ -8,8 +8,8 @@ import time
 import torch
 import transformers
 
-from rl_core.data.pairs import Pair, PairSide
-from rl_core.inference.engine import make_backend
+from rl_core.data.pairs import PairSide, PreferencePair
+from rl_core.inference.engine import create_rollout_backend
 from rl_core.models import causal_lm, heads
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import (
@@ -21,9 +21,8 @@ from rl_core.settings import (
     SamplingSettings,
     SFTSettings,
 )
-from rl_core.trainers.pair_references import reference_logprobs
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
-from rl_core.trainers.preference import PreferenceTrainer
+from rl_core.trainers.preference import PreferenceTrainer, compute_reference_logprobs
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from speed import inputs
@@ -31,8 +30,12 @@ from speed.episodes import Characters, Scripted, Sums, as_drawn, ends, ragged_se
 
 CPU = ModelSettings(device="cpu")
 TRAINING = dict(
-    learning_rate=inputs.LEARNING_RATE, betas=inputs.BETAS, schedule="constant", warmup_steps=0, weight_decay=0.0
-)  # fmt: skip
+    learning_rate=inputs.LEARNING_RATE,
+    betas=inputs.BETAS,
+    schedule="constant",
+    warmup_steps=0,
+    weight_decay=0.0,
+)
 
 
 def run(stage, folder, steps, gate):
@@ -54,15 +57,20 @@ def make_step(stage, folder, steps):
     if kind == "generate":
         return generate_step(folder, *map(int, shape.split("x")))
     makers = {
-        "sft": sft_step, "reward": reward_step, "dpo": dpo_step, "episodes": episodes_step, "ppo": ppo_step,
-        "grpo": functools.partial(grpo_step, epochs=1), "grpo4": functools.partial(grpo_step, epochs=4),
-    }  # fmt: skip
+        "sft": sft_step,
+        "reward": reward_step,
+        "dpo": dpo_step,
+        "episodes": episodes_step,
+        "ppo": ppo_step,
+        "grpo": functools.partial(grpo_step, epochs=1),
+        "grpo4": functools.partial(grpo_step, epochs=4),
+    }
     return makers[kind](folder, steps)
 
 
 def load(folder):
     """Policy and tokenizer."""
-    return causal_lm.load(folder / "model", CPU)
+    return causal_lm.load_model(folder / "model", CPU)
 
 
 def text_ids(tokenizer, text):
@@ -74,7 +82,10 @@ def sft_rows(folder, tokenizer):
     """(ids, loss mask) of every row, loss on the completion and its end."""
     rows = []
     for row in inputs.read(folder, "sft"):
-        prompt, completion = text_ids(tokenizer, row["prompt"]), [*text_ids(tokenizer, row["completion"]), inputs.EOS]
+        prompt, completion = (
+            text_ids(tokenizer, row["prompt"]),
+            [*text_ids(tokenizer, row["completion"]), inputs.EOS],
+        )
         rows.append((prompt + completion, [False] * len(prompt) + [True] * len(completion)))
     return rows
 
@@ -85,7 +96,7 @@ def make_pairs(folder, tokenizer, count=None):
     for row in inputs.read(folder, "pairs")[:count]:
         prompt = text_ids(tokenizer, row["prompt"])
         sides = [[*text_ids(tokenizer, row[name]), inputs.EOS] for name in ("chosen", "rejected")]
-        pairs.append(Pair(*(PairSide(prompt, ids, [True] * len(ids)) for ids in sides)))
+        pairs.append(PreferencePair(*(PairSide(prompt, ids, [True] * len(ids)) for ids in sides)))
     return pairs
 
 
@@ -104,7 +115,9 @@ def sft_step(folder, _steps):
 def reward_trainer(folder):
     """On all pairs."""
     model, tokenizer = heads.load_reward_model(folder / "reward_model", CPU)
-    pairs = as_drawn([(p.chosen_ids, p.rejected_ids) for p in make_pairs(folder, tokenizer)], inputs.SEED)
+    pairs = as_drawn(
+        [(p.chosen_ids, p.rejected_ids) for p in make_pairs(folder, tokenizer)], inputs.SEED
+    )
     settings = RewardModelSettings(batch_size=inputs.BATCH["reward"], center_coef=0.0, **TRAINING)
     return RewardModelTrainer(model, inputs.PAD, pairs, [], settings, inputs.SEED)
 
@@ -120,11 +133,15 @@ def dpo_trainer(folder, steps):
     pairs = as_drawn(make_pairs(folder, tokenizer, steps * batch), inputs.SEED)
     settings = PreferenceSettings(batch_size=batch, **TRAINING)
     budget = settings.micro_batch_tokens
-    reference_logprobs(model, pairs[:batch], pad_id=inputs.PAD, max_tokens=budget)  # the first pass warms up
+    compute_reference_logprobs(
+        model, pairs[:batch], pad_id=inputs.PAD, max_tokens=budget
+    )  # the first pass warms up
     wall, cpu = time.perf_counter(), time.process_time()
-    references = reference_logprobs(model, pairs, pad_id=inputs.PAD, max_tokens=budget)
+    references = compute_reference_logprobs(model, pairs, pad_id=inputs.PAD, max_tokens=budget)
     paid = time.perf_counter() - wall, time.process_time() - cpu
-    return PreferenceTrainer(model, inputs.PAD, pairs, [], settings, inputs.SEED, (references, [])), paid
+    return PreferenceTrainer(
+        model, inputs.PAD, pairs, [], settings, inputs.SEED, (references, [])
+    ), paid
 
 
 def dpo_step(folder, steps):
@@ -146,54 +163,85 @@ def policy_step(folder, steps, settings, *, eos_ids, reference=None, scorer=None
     """One iteration of the policy trainer."""
     model, tokenizer = load(folder)
     trainer = PolicyGradientTrainer(
-        model, reference, Characters(tokenizer), Sums(folder, inputs.SEED), settings, inputs.SEED,
+        model,
+        reference,
+        Characters(tokenizer),
+        Sums(folder, inputs.SEED),
+        settings,
+        inputs.SEED,
         RewardOrchestrator(settings.rewards, scorer=scorer, options=settings.reward_options),
-        make_backend(model, eos_ids=eos_ids, pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH),
-    )  # fmt: skip
+        create_rollout_backend(
+            model, eos_ids=eos_ids, pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH
+        ),
+    )
 
     def step():
         metrics = trainer.step()
-        if metrics["train/zero_advantage_rate"] > 0:  # such rows are left out, and the peer's are not
-            raise RuntimeError(f"{metrics['train/zero_advantage_rate']:.0%} of the rollouts had no advantage")
+        if (
+            metrics["train/zero_advantage_rate"] > 0
+        ):  # such rows are left out, and the peer's are not
+            raise RuntimeError(
+                f"{metrics['train/zero_advantage_rate']:.0%} of the rollouts had no advantage"
+            )
         rollouts = [rollout for group in trainer.groups for rollout in group.rollouts]
-        return sum(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts), None
+        return sum(
+            len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts
+        ), None
 
     return step
 
 
 def grpo_step(folder, steps, *, epochs):
     settings = PolicySettings(
-        algorithm="grpo", iterations=steps, prompts_per_iteration=inputs.BATCH["grpo"] // inputs.GROUP,
-        group_size=inputs.GROUP, epochs=epochs, rewards={"speed.episodes:reward": 1.0},
-        sampling=SamplingSettings(max_completion_tokens=inputs.MAX_NEW), **TRAINING,
-    )  # fmt: skip
+        algorithm="grpo",
+        iterations=steps,
+        prompts_per_iteration=inputs.BATCH["grpo"] // inputs.GROUP,
+        group_size=inputs.GROUP,
+        epochs=epochs,
+        rewards={"speed.episodes:reward": 1.0},
+        sampling=SamplingSettings(max_completion_tokens=inputs.MAX_NEW),
+        **TRAINING,
+    )
     return policy_step(folder, steps, settings, eos_ids=(inputs.EOS,))
 
 
 def ppo_step(folder, steps):
     """Every completion runs to the limit, as the peer's does: it stops at no token."""
     settings = PolicySettings(
-        algorithm="ppo", iterations=steps, prompts_per_iteration=inputs.BATCH["ppo"], group_size=1, kl_coef=0.05,
-        kl_in="reward", critic=CriticSettings(kind="separate"), rewards={"learned": 1.0},
-        sampling=SamplingSettings(max_completion_tokens=inputs.MAX_NEW), **TRAINING,
-    )  # fmt: skip
+        algorithm="ppo",
+        iterations=steps,
+        prompts_per_iteration=inputs.BATCH["ppo"],
+        group_size=1,
+        kl_coef=0.05,
+        kl_in="reward",
+        critic=CriticSettings(kind="separate"),
+        rewards={"learned": 1.0},
+        sampling=SamplingSettings(max_completion_tokens=inputs.MAX_NEW),
+        **TRAINING,
+    )
     scorer, _ = heads.load_reward_model(folder / "reward_model", CPU)
     return policy_step(
-        folder, steps, settings, eos_ids=(), reference=load(folder)[0],
-        scorer=functools.partial(heads.score, scorer, pad_id=inputs.PAD),
-    )  # fmt: skip
+        folder,
+        steps,
+        settings,
+        eos_ids=(),
+        reference=load(folder)[0],
+        scorer=functools.partial(heads.score_rows, scorer, pad_id=inputs.PAD),
+    )
 
 
 def generate_step(folder, rows, new):
     """`rows` completions of exactly `new` tokens."""
     model, tokenizer = load(folder)
-    engine = make_backend(model.eval(), eos_ids=(), pad_id=inputs.PAD, max_length=inputs.MAX_PROMPT + new)
+    engine = create_rollout_backend(
+        model.eval(), eos_ids=(), pad_id=inputs.PAD, max_length=inputs.MAX_PROMPT + new
+    )
     prompts = [text_ids(tokenizer, row["prompt"]) for row in inputs.read(folder, "prompts")[:rows]]
     sampling = SamplingSettings(max_completion_tokens=new, slots=rows)
 
     def step():
         sequences = [Scripted(prompt, seed, limit=new) for seed, prompt in enumerate(prompts)]
-        engine.run(sequences, sampling)
+        engine.run_sequences(sequences, sampling)
         return sum(sequence.sampled for sequence in sequences), None
 
     return step
@@ -202,13 +250,18 @@ def generate_step(folder, rows, new):
 def episodes_step(folder, _steps):
     """Ragged episodes of several turns; tokens are those that the policy sampled."""
     model, tokenizer = load(folder)
-    engine = make_backend(model.eval(), eos_ids=ends(len(tokenizer)), pad_id=inputs.PAD, max_length=512)
+    engine = create_rollout_backend(
+        model.eval(), eos_ids=ends(len(tokenizer)), pad_id=inputs.PAD, max_length=512
+    )
     taken = 0
 
     def step():
         nonlocal taken
         sequences = ragged_sequences(folder, tokenizer, taken)
-        engine.run(sequences, SamplingSettings(max_completion_tokens=sequences[0].limit, slots=len(sequences)))
+        engine.run_sequences(
+            sequences,
+            SamplingSettings(max_completion_tokens=sequences[0].limit, slots=len(sequences)),
+        )
         taken += 1
         return sum(sequence.sampled for sequence in sequences), None
 

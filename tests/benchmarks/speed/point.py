@@ -34,7 +34,13 @@ def make_model(millions):
     import torch
     from transformers import LlamaForCausalLM
 
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+    )
     shape = dict(zip(names, SHAPES[millions], strict=True), vocab_size=512)
     torch.manual_seed(inputs.SEED)
     return LlamaForCausalLM(inputs.make_config(shape, context=4096)).float()
@@ -57,38 +63,43 @@ def rollout(options):
     """A function that decodes all rows."""
     import numpy as np
 
-    from rl_core.inference.engine import make_backend
+    from rl_core.inference.engine import create_rollout_backend
     from rl_core.settings import SamplingSettings
     from speed.episodes import Scripted
 
     new = options.length - PROMPT
     prompts = np.random.default_rng(0).integers(3, 512, (options.batch, PROMPT)).tolist()
     model = make_model(options.parameters).eval()
-    engine = make_backend(model, eos_ids=(), pad_id=inputs.PAD, max_length=options.length)
+    engine = create_rollout_backend(model, eos_ids=(), pad_id=inputs.PAD, max_length=options.length)
     sampling = SamplingSettings(max_completion_tokens=new, slots=options.batch)
-    return lambda: engine.run([Scripted(row, seed, limit=new) for seed, row in enumerate(prompts)], sampling)
+    return lambda: engine.run_sequences(
+        [Scripted(row, seed, limit=new) for seed, row in enumerate(prompts)], sampling
+    )
 
 
 def collect_many(options):
     """A function that collects `count` rollouts and keeps them."""
-    from rl_core.inference.engine import make_backend
-    from rl_core.rollouts.collect import EpisodeRequest, collect
+    from rl_core.inference.engine import create_rollout_backend
+    from rl_core.rollouts.collect import collect_rollouts
+    from rl_core.rollouts.episode_sequence import EpisodeRequest
     from rl_core.settings import SamplingSettings
     from speed.episodes import LEVEL, Characters, Sums
 
     model = make_model(options.parameters).eval()
-    engine = make_backend(model, eos_ids=(inputs.EOS,), pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH)
+    engine = create_rollout_backend(
+        model, eos_ids=(inputs.EOS,), pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH
+    )
     environment, renderer = Sums(options.folder, 0), Characters(inputs.make_tokenizer(512))
     sampling = SamplingSettings(max_completion_tokens=inputs.MAX_NEW, slots=64)
     requests = [EpisodeRequest(LEVEL, seed) for seed in range(options.count // inputs.GROUP)]
-    return lambda: collect(
+    return lambda: collect_rollouts(
         environment, engine, renderer, requests, group_size=inputs.GROUP, sampling=sampling, seed=0
-    )  # fmt: skip
+    )
 
 
 def policy(options):
     """A function that trains for `count` iterations."""
-    from rl_core.inference.engine import make_backend
+    from rl_core.inference.engine import create_rollout_backend
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.settings import PolicySettings, SamplingSettings
     from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
@@ -96,15 +107,24 @@ def policy(options):
 
     model = make_model(options.parameters)
     settings = PolicySettings(
-        prompts_per_iteration=4, group_size=inputs.GROUP, iterations=options.count,
+        prompts_per_iteration=4,
+        group_size=inputs.GROUP,
+        iterations=options.count,
         rewards={"speed.episodes:reward": 1.0},
         sampling=SamplingSettings(max_completion_tokens=16),
-    )  # fmt: skip
+    )
     trainer = PolicyGradientTrainer(
-        model, None, Characters(inputs.make_tokenizer(512)), Sums(options.folder, 0), settings, 0,
+        model,
+        None,
+        Characters(inputs.make_tokenizer(512)),
+        Sums(options.folder, 0),
+        settings,
+        0,
         RewardOrchestrator(settings.rewards, options=settings.reward_options),
-        make_backend(model, eos_ids=(inputs.EOS,), pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH),
-    )  # fmt: skip
+        create_rollout_backend(
+            model, eos_ids=(inputs.EOS,), pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH
+        ),
+    )
 
     def train():
         for _ in range(options.count):
@@ -119,7 +139,13 @@ def main():
     parser.add_argument("work", choices=makers)
     parser.add_argument("--folder", type=Path, required=True, help="inputs of the small size")
     parser.add_argument("--parameters", type=int, choices=SHAPES, default=3, help="millions")
-    for name, default in (("length", 128), ("batch", 8), ("count", 0), ("threads", 1), ("repeats", 3)):
+    for name, default in (
+        ("length", 128),
+        ("batch", 8),
+        ("count", 0),
+        ("threads", 1),
+        ("repeats", 3),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
@@ -134,7 +160,11 @@ def main():
 
     torch.set_num_threads(options.threads)
     base, work = peak_mb(), makers[options.work](options)
-    others, seconds, once = Others([]), [], options.count > 0  # a whole collection or training is measured once
+    others, seconds, once = (
+        Others([]),
+        [],
+        options.count > 0,
+    )  # a whole collection or training is measured once
     for repeat in range(1 if once else options.repeats + 1):
         began = time.perf_counter()
         result = work()

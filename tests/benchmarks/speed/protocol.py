@@ -27,7 +27,9 @@ def peak_mb():
     """Highest resident memory of this process, MB. Not ru_maxrss, which after exec still holds the parent's."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-        return round(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6, 1)
+        return round(
+            next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6, 1
+        )
     except (OSError, StopIteration):
         scale = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
         return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e6, 1)
@@ -58,7 +60,9 @@ class Gate:
         """The step is over; `wall_s` and `cpu_s` add what was paid for it beforehand."""
         wall = time.perf_counter() - self._started[0] + wall_s
         cpu = time.process_time() - self._started[1] + cpu_s
-        self._say({"wall_s": wall, "cpu_s": cpu, "tokens": tokens, "loss": loss, "peak_mb": peak_mb()})
+        self._say(
+            {"wall_s": wall, "cpu_s": cpu, "tokens": tokens, "loss": loss, "peak_mb": peak_mb()}
+        )
 
 
 class Worker:
@@ -69,7 +73,12 @@ class Worker:
         started = time.perf_counter()
         with self._log.open("wb") as file:
             self.process = subprocess.Popen(
-                command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, bufsize=0
+                command,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                bufsize=0,
             )
         try:
             self.about = self._read()["ready"]
@@ -83,7 +92,7 @@ class Worker:
         try:
             self.process.stdin.write(b"go\n")
         except BrokenPipeError:
-            raise WorkerFailed(self._last_words()) from None
+            raise WorkerFailed(self._read_last_line()) from None
         return self._read()
 
     def cpu_s(self):
@@ -103,15 +112,17 @@ class Worker:
     def _read(self):
         line, end = b"", time.monotonic() + PATIENCE_S
         while not line.endswith(b"\n"):
-            if not select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
-                raise WorkerFailed(f"no answer in {PATIENCE_S:g} s; {self._last_words()}")
+            if not select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))[
+                0
+            ]:
+                raise WorkerFailed(f"no answer in {PATIENCE_S:g} s; {self._read_last_line()}")
             part = os.read(self.process.stdout.fileno(), 65536)
             if not part:
-                raise WorkerFailed(self._last_words())
+                raise WorkerFailed(self._read_last_line())
             line += part
         return json.loads(line)
 
-    def _last_words(self):
+    def _read_last_line(self):
         text = self._log.read_text(errors="replace").strip().splitlines()
         return f"{self._log}: {' / '.join(text[-3:]) or 'nothing on stderr'}"
 
@@ -166,5 +177,6 @@ def take_turns(sides, steps, warmup):
         for name in sides if index % 2 == 0 else reversed(sides):
             answers[name].append(sides[name].step())
     return tuple(
-        {name: found[part] for name, found in answers.items()} for part in (slice(warmup), slice(warmup, None))
+        {name: found[part] for name, found in answers.items()}
+        for part in (slice(warmup), slice(warmup, None))
     )

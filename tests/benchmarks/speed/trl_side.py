@@ -70,7 +70,9 @@ def run(stage, folder, steps, gate):
     with tempfile.TemporaryDirectory() as output:
         if stage == "ppo":
             trainer = ppo_trainer(folder, tokenizer, rows, output, steps)
-            mean = sum(len(row["prompt"]) for row in rows) / len(rows)  # it shuffles, and tells no one
+            mean = sum(len(row["prompt"]) for row in rows) / len(
+                rows
+            )  # it shuffles, and tells no one
             per_round = round(inputs.BATCH["ppo"] * (mean + inputs.MAX_NEW))
             take = lambda: (per_round, None)  # noqa: E731
         else:
@@ -83,7 +85,11 @@ def run(stage, folder, steps, gate):
                 return (tokens // epochs, None) if is_sampled else (tokens, loss)
 
         trainer.add_callback(Hold(gate, epochs, take))
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
+        versions = {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "trl": trl.__version__,
+        }
         gate.ready(versions=versions)
         gate.wait()
         trainer.train()
@@ -91,11 +97,23 @@ def run(stage, folder, steps, gate):
 
 def common_options(stage, output):
     return dict(
-        output_dir=output, per_device_train_batch_size=inputs.BATCH[stage], learning_rate=inputs.LEARNING_RATE,
-        lr_scheduler_type="constant", adam_beta1=inputs.BETAS[0], adam_beta2=inputs.BETAS[1], weight_decay=0.0,
-        logging_strategy="no", save_strategy="no", report_to="none", bf16=False, use_cpu=True,
-        gradient_checkpointing=False, seed=inputs.SEED, disable_tqdm=True, dataloader_pin_memory=False,
-    )  # fmt: skip
+        output_dir=output,
+        per_device_train_batch_size=inputs.BATCH[stage],
+        learning_rate=inputs.LEARNING_RATE,
+        lr_scheduler_type="constant",
+        adam_beta1=inputs.BETAS[0],
+        adam_beta2=inputs.BETAS[1],
+        weight_decay=0.0,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        seed=inputs.SEED,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
 
 
 def policy(folder):
@@ -128,9 +146,14 @@ def make_trainer(stage, folder, tokenizer, rows, output, steps, epochs):
         return [inputs.score(text, right) for text, right in zip(completions, answer, strict=True)]
 
     args = trl.GRPOConfig(
-        **options, num_generations=inputs.GROUP, max_completion_length=inputs.MAX_NEW, temperature=1.0,
-        num_iterations=epochs, beta=0.0, shuffle_dataset=False,
-    )  # fmt: skip
+        **options,
+        num_generations=inputs.GROUP,
+        max_completion_length=inputs.MAX_NEW,
+        temperature=1.0,
+        num_iterations=epochs,
+        beta=0.0,
+        shuffle_dataset=False,
+    )
     return trl.GRPOTrainer(model=policy(folder), reward_funcs=reward, args=args, **shared)
 
 
@@ -140,13 +163,26 @@ def ppo_trainer(folder, tokenizer, rows, output, steps):
 
     batch = inputs.BATCH["ppo"]
     args = PPOConfig(
-        **common_options("ppo", output), total_episodes=(steps + 1) * batch, num_ppo_epochs=1, num_mini_batches=1,
-        response_length=inputs.MAX_NEW, temperature=1.0, num_sample_generations=0,
-        local_rollout_forward_batch_size=batch, kl_coef=0.05,
-    )  # fmt: skip
-    data = datasets.Dataset.from_list([{"input_ids": tokenizer(row["prompt"])["input_ids"]} for row in rows])
+        **common_options("ppo", output),
+        total_episodes=(steps + 1) * batch,
+        num_ppo_epochs=1,
+        num_mini_batches=1,
+        response_length=inputs.MAX_NEW,
+        temperature=1.0,
+        num_sample_generations=0,
+        local_rollout_forward_batch_size=batch,
+        kl_coef=0.05,
+    )
+    data = datasets.Dataset.from_list(
+        [{"input_ids": tokenizer(row["prompt"])["input_ids"]} for row in rows]
+    )
     return PPOTrainer(
-        args=args, processing_class=tokenizer, model=policy(folder), ref_model=policy(folder),
-        reward_model=scorer(folder), value_model=scorer(folder), train_dataset=data,
+        args=args,
+        processing_class=tokenizer,
+        model=policy(folder),
+        ref_model=policy(folder),
+        reward_model=scorer(folder),
+        value_model=scorer(folder),
+        train_dataset=data,
         eval_dataset=data.select(range(batch)),
-    )  # fmt: skip
+    )

@@ -6,8 +6,13 @@ import argparse
 import os
 from pathlib import Path
 
-for name, value in (("HF_HUB_OFFLINE", "1"), ("HF_DATASETS_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false"),
-                    ("TRANSFORMERS_VERBOSITY", "error"), ("TRL_EXPERIMENTAL_SILENCE", "1")):  # fmt: skip
+for name, value in (
+    ("HF_HUB_OFFLINE", "1"),
+    ("HF_DATASETS_OFFLINE", "1"),
+    ("TOKENIZERS_PARALLELISM", "false"),
+    ("TRANSFORMERS_VERBOSITY", "error"),
+    ("TRL_EXPERIMENTAL_SILENCE", "1"),
+):
     os.environ.setdefault(name, value)
 
 

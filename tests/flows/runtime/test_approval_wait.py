@@ -8,24 +8,34 @@ import pytest
 from prefect.exceptions import Pause
 
 from flows.runtime import approval_wait as waiting
-from flows.runtime.approval_commands import how_to_answer
-from flows.runtime.pipeline_result import PipelineResult
+from flows.runtime.run_summary import PipelineResult, format_approval_instructions
 from tasks.lifecycle.approval import ApprovalRequest
-from tasks.pipeline.result import StageResult
+from tasks.pipeline.stage_result import StageResult
 
 QUESTION = ApprovalRequest(
-    name="demo", version=2, state="waiting", key="k" * 16, champion=1, deadline=0.0, asked="2026-01-01 10:00:00 UTC",
-    run="demo · 1", flow_run_id="here",
-)  # fmt: skip
+    name="demo",
+    version=2,
+    state="waiting",
+    key="k" * 16,
+    champion=1,
+    deadline=0.0,
+    asked="2026-01-01 10:00:00 UTC",
+    run="demo · 1",
+    flow_run_id="here",
+)
 
 
 def test_the_terminal_names_the_page_of_the_form_where_a_server_has_one():
     settings = SimpleNamespace(output="outputs", name="demo", tracking=SimpleNamespace(uri=None))
     served = dataclasses.replace(QUESTION, prefect_api="http://127.0.0.1:4310/api")
-    lines = how_to_answer(settings, served).splitlines()
-    assert lines[1] == "form      http://127.0.0.1:4310/runs/flow-run/here" and lines[2].startswith("approve   ")
+    lines = format_approval_instructions(settings, served).splitlines()
+    assert lines[1] == "form      http://127.0.0.1:4310/runs/flow-run/here" and lines[2].startswith(
+        "approve   "
+    )
     for api in ("", "https://elsewhere/api/accounts/1/workspaces/2"):
-        assert "form" not in how_to_answer(settings, dataclasses.replace(QUESTION, prefect_api=api))
+        assert "form" not in format_approval_instructions(
+            settings, dataclasses.replace(QUESTION, prefect_api=api)
+        )
 
 
 class World:
@@ -43,17 +53,21 @@ class World:
         monkeypatch.setattr(waiting, "emit_event", lambda **event: self.events.append(event))
         for name in ("asked", "answer", "expire"):
             monkeypatch.setattr(waiting, name, getattr(self, name))
-        store = SimpleNamespace(run_url=lambda run, tab="": f"http://mlflow/{run}/{tab}" if run else "")
+        store = SimpleNamespace(
+            run_url=lambda run, tab="": f"http://mlflow/{run}/{tab}" if run else ""
+        )
         monkeypatch.setattr(waiting, "Tracking", lambda *_: store)
-        monkeypatch.setattr(waiting, "pause_flow_run", self.pause)
-        monkeypatch.setattr(waiting, "suspend_flow_run", self.pause)
-        monkeypatch.setattr(waiting, "resume", lambda *_, **__: None)
+        monkeypatch.setattr(waiting, "pause_flow_run", self.wait_for_signal)
+        monkeypatch.setattr(waiting, "suspend_flow_run", self.wait_for_signal)
+        monkeypatch.setattr(waiting, "resume_waiting_flow_run", lambda *_, **__: None)
         monkeypatch.setattr(waiting, "POLL_SECONDS", 0.01)
         self.deploy(monkeypatch, None)
 
     def deploy(self, monkeypatch, deployment, flow_run="here"):
         monkeypatch.setattr(waiting, "deployment", SimpleNamespace(id=deployment))
-        monkeypatch.setattr(waiting, "flow_run", SimpleNamespace(id=flow_run, parent_flow_run_id=None))
+        monkeypatch.setattr(
+            waiting, "flow_run", SimpleNamespace(id=flow_run, parent_flow_run_id=None)
+        )
 
     def asked(self, tracking, request):
         return self.request
@@ -62,11 +76,11 @@ class World:
         state = self.outcomes.pop(0) if self.outcomes else "approved" if approve else "rejected"
         self.request = dataclasses.replace(self.request, state=state, by=by, when="then", note=note)
 
-    def expire(self, tracking, name):
+    def expire_results(self, tracking, name):
         self.request = dataclasses.replace(self.request, state="timed out")
         return [self.request]
 
-    def pause(self, *, wait_for_input, timeout, key, poll_interval=0):
+    def wait_for_signal(self, *, wait_for_input, timeout, key, poll_interval=0):
         self.keys.append(key)
         self.asked_for = wait_for_input
         form = self.forms.pop(0)
@@ -77,13 +91,18 @@ class World:
     def run_once(self):
         self.runs += 1
         if self.runs > 1:  # compared anew, asked again
-            self.request = dataclasses.replace(self.request, state="waiting", asked=f"run {self.runs}", champion=5)
-        summary = {"decision": "awaiting approval", "note": self.request.outcome}
+            self.request = dataclasses.replace(
+                self.request, state="waiting", asked=f"run {self.runs}", champion=5
+            )
+        summary = {"decision": "awaiting approval", "note": self.request.summary}
         stage = StageResult("promote", "f", "d", "k", False, 1.0, "", summary)
-        rows = [{"stage": "sft", "note": "trained"}, {"stage": "promote", "note": self.request.outcome}]
+        rows = [
+            {"stage": "sft", "note": "trained"},
+            {"stage": "promote", "note": self.request.summary},
+        ]
         return PipelineResult({"promote": stage}, rows, "url", 1.0, waiting=self.request)
 
-    def decide(self):
+    def decide_candidate(self):
         return waiting.run_with_approval(self.settings, self.run_once, self.said.append)
 
 
@@ -97,37 +116,44 @@ def form(decision="approve"):
 
 
 @pytest.mark.parametrize(
-    ("decision", "state", "became"), [("approve", "approved", "promoted"), ("reject", "rejected", "rejected")]
+    ("decision", "state", "became"),
+    [("approve", "approved", "promoted"), ("reject", "rejected", "rejected")],
 )
 def test_the_form_decides_and_the_result_says_it(world, decision, state, became):
     world.forms = [form(decision)]
-    result = world.decide()
-    assert world.request.state == state and world.request.by == "ada (Prefect form)" and world.runs == 1
+    result = world.decide_candidate()
+    assert (
+        world.request.state == state
+        and world.request.by == "ada (Prefect form)"
+        and world.runs == 1
+    )
     assert result.waiting is None and result.results["promote"].summary["decision"] == became
     assert [row["note"] for row in result.rows] == ["trained", world.request.outcome]
     assert (
-        "posttrain approve 'demo · 1' --yes" in world.said[0] and world.said[-1] == f"promote: {world.request.outcome}"
+        "posttrain approve 'demo · 1' --yes" in world.said[0]
+        and world.said[-1] == f"promote: {world.request.outcome}"
     )
 
 
 @pytest.mark.parametrize(
-    ("run", "evidence"), [("stage", "[`review/` in MLflow](http://mlflow/stage/artifacts)."), ("", "`review/` in the ")]
+    ("run", "evidence"),
+    [("stage", "[`review/` in MLflow](http://mlflow/stage/artifacts)."), ("", "`review/` in the ")],
 )
 def test_the_form_links_its_evidence(world, run, evidence):
     world.request = dataclasses.replace(world.request, stage_run_id=run)
     world.forms = [form()]
-    world.decide()
+    world.decide_candidate()
     assert evidence in world.asked_for._description
 
 
 def test_nothing_to_decide(world):
     world.run_once = lambda: PipelineResult({}, [], "", 1.0)
-    assert world.decide().waiting is None and world.keys == [] and world.said == []
+    assert world.decide_candidate().waiting is None and world.keys == [] and world.said == []
 
 
 def test_a_new_champion_runs_it_again_under_another_key(world):
     world.forms, world.outcomes = [form(), form()], ["superseded"]
-    result = world.decide()
+    result = world.decide_candidate()
     assert world.runs == 2 and world.request.state == "approved"
     assert len(set(world.keys)) == 2  # Prefect pauses once for each
     assert result.results["promote"].summary["decision"] == "promoted"
@@ -142,13 +168,13 @@ def test_an_answer_from_elsewhere_ends_the_pause_that_prefect_refuses(world):
         raise Away("no API")
 
     waiting.pause_flow_run = answered_meanwhile  # the fixture's monkeypatch puts it back
-    assert world.decide().results["promote"].summary["decision"] == "rejected"
+    assert world.decide_candidate().results["promote"].summary["decision"] == "rejected"
     assert world.request.by == "bob"
 
 
 def test_the_deadline_ends_the_wait(world):
     world.request = dataclasses.replace(world.request, deadline=time.time() - 1)
-    assert world.decide().results["promote"].summary["decision"] == "rejected"
+    assert world.decide_candidate().results["promote"].summary["decision"] == "rejected"
     assert world.keys == [] and "nobody approved it" in world.said[-1]
 
 
@@ -156,11 +182,18 @@ def test_a_deployment_is_suspended_and_comes_back_without_running_again(world, m
     world.deploy(monkeypatch, "deployment")
     world.forms = [Pause(), form()]
     with pytest.raises(Pause):
-        world.decide()
+        world.decide_candidate()
     # behind the last heartbeat, so that nobody takes the run for one whose process is gone
-    assert world.events == [{"event": waiting.WAITS, "resource": {"prefect.resource.id": "prefect.flow-run.here"}}]
-    world.request = dataclasses.replace(world.request, deadline=time.time() - 1)  # a worker was free late
-    result = world.decide()
+    assert world.events == [
+        {
+            "event": waiting.WAITING_EVENT,
+            "resource": {"prefect.resource.id": "prefect.flow-run.here"},
+        }
+    ]
+    world.request = dataclasses.replace(
+        world.request, deadline=time.time() - 1
+    )  # a worker was free late
+    result = world.decide_candidate()
     assert world.runs == 1 and world.request.state == "approved" and result.waiting is None
     assert result.rows[1]["note"] == world.request.outcome and world.keys[0] == world.keys[1]
     assert list(waiting.Path(world.settings.output).rglob("*.json")) == []
@@ -168,4 +201,4 @@ def test_a_deployment_is_suspended_and_comes_back_without_running_again(world, m
 
 def test_a_deployments_second_run_leaves_the_question_to_the_first(world, monkeypatch):
     world.deploy(monkeypatch, "deployment", "another")
-    assert world.decide().waiting == world.request and world.keys == []
+    assert world.decide_candidate().waiting == world.request and world.keys == []

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flows.runtime import dag_figure
-from flows.runtime.dag_figure import _BOX, _arrows, _pixels, _places, draw_pipeline
+from flows.runtime import pipeline_figure
+from flows.runtime.pipeline_figure import (
+    _BOX_PIXELS,
+    _compute_box_positions,
+    _compute_pixel_layout,
+    _list_arrows,
+    draw_pipeline_figure,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +24,10 @@ from flows.runtime.dag_figure import _BOX, _arrows, _pixels, _places, draw_pipel
             "prepare_data sft reward_model policy",
             "prepare_data>sft prepare_data>reward_model sft>reward_model sft>policy reward_model>policy",
         ),
-        ("prepare_data sft preference evaluate", "prepare_data>sft sft>preference preference>evaluate"),
+        (
+            "prepare_data sft preference evaluate",
+            "prepare_data>sft sft>preference preference>evaluate",
+        ),
         ("prepare_data preference", "prepare_data>preference"),
         ("prepare_data sft thoughts evaluate", "prepare_data>sft sft>thoughts thoughts>evaluate"),
         ("policy thoughts evaluate analyze", "policy>thoughts thoughts>evaluate evaluate>analyze"),
@@ -29,32 +38,50 @@ from flows.runtime.dag_figure import _BOX, _arrows, _pixels, _places, draw_pipel
     ],
 )
 def test_each_model_comes_from_the_stage_before_it(present, expected):
-    assert {">".join(arrow) for arrow in _arrows(present.split())} == set(expected.split())
+    assert {">".join(arrow) for arrow in _list_arrows(present.split())} == set(expected.split())
 
 
 @pytest.mark.parametrize(("uses", "end"), [(True, "policy"), (False, "analyze")])
 def test_the_reward_model_points_at_who_asks_it(uses, end):
-    arrows = _arrows(["sft", "reward_model", "policy", "evaluate", "analyze"], uses_reward_model=uses)
+    arrows = _list_arrows(
+        ["sft", "reward_model", "policy", "evaluate", "analyze"], uses_reward_model=uses
+    )
     assert [to for start, to in arrows if start == "reward_model"] == [end]
 
 
 def test_columns_follow_from_the_stages_that_ran():
-    places = _places(["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "promote"])
+    places = _compute_box_positions(
+        ["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "promote"]
+    )
     assert places["sft"] == (1.0, 1.0) and places["reward_model"] == (pytest.approx(1.55), 0.0)
-    assert places["policy"] == (pytest.approx(2.3), 1.0) and places["promote"] == (pytest.approx(4.3), 0.0)
-    assert _places(["prepare_data", "sft", "policy"])["policy"] == (2.0, 1.0)
-    assert _places(["sft", "preference", "thoughts"])["thoughts"] == (2.0, 1.0)
+    assert places["policy"] == (pytest.approx(2.3), 1.0) and places["promote"] == (
+        pytest.approx(4.3),
+        0.0,
+    )
+    assert _compute_box_positions(["prepare_data", "sft", "policy"])["policy"] == (2.0, 1.0)
+    assert _compute_box_positions(["sft", "preference", "thoughts"])["thoughts"] == (2.0, 1.0)
     assert len(set(places.values())) == len(places)
 
 
 def test_no_box_covers_another_whatever_ran():
     """The reward model's covered that of the data without SFT, and the evaluation's without a policy."""
-    names = ["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "export", "promote"]
-    for present in itertools.chain.from_iterable(itertools.combinations(names, count) for count in range(2, 9)):
-        _, centres = _pixels(_places(present))
+    names = [
+        "prepare_data",
+        "sft",
+        "reward_model",
+        "policy",
+        "evaluate",
+        "analyze",
+        "export",
+        "promote",
+    ]
+    for present in itertools.chain.from_iterable(
+        itertools.combinations(names, count) for count in range(2, 9)
+    ):
+        _, centres = _compute_pixel_layout(_compute_box_positions(present))
         for one, other in itertools.combinations(present, 2):
             apart = [abs(a - b) for a, b in zip(centres[one], centres[other], strict=True)]
-            assert apart[0] >= _BOX[0] or apart[1] >= _BOX[1], (present, one, other)
+            assert apart[0] >= _BOX_PIXELS[0] or apart[1] >= _BOX_PIXELS[1], (present, one, other)
 
 
 def row(stage, *, cached=False, **numbers):
@@ -62,10 +89,22 @@ def row(stage, *, cached=False, **numbers):
 
 
 def test_the_figure_has_a_box_for_each_stage_in_the_colour_of_how_it_came_about(tmp_path):
-    rows = [row("prepare_data", cached=True), row("sft", success=0.5), row("policy", success=1.0), {"stage": "other"}]
-    pixels = np.asarray(Image.open(draw_pipeline(rows, tmp_path / "run.png", "demo: 12 s")).convert("RGB"))
-    size, centres = _pixels(_places([one["stage"] for one in rows[:3]]))
-    assert pixels.shape == (size[1], size[0], 3) and size == (810, 342)  # 3 columns of 270; 40 + 216 * 1.4
+    rows = [
+        row("prepare_data", cached=True),
+        row("sft", success=0.5),
+        row("policy", success=1.0),
+        {"stage": "other"},
+    ]
+    pixels = np.asarray(
+        Image.open(draw_pipeline_figure(rows, tmp_path / "run.png", "demo: 12 s")).convert("RGB")
+    )
+    size, centres = _compute_pixel_layout(
+        _compute_box_positions([one["stage"] for one in rows[:3]])
+    )
+    assert pixels.shape == (size[1], size[0], 3) and size == (
+        810,
+        342,
+    )  # 3 columns of 270; 40 + 216 * 1.4
 
     def colour(name):
         x, y = centres[name]
@@ -73,26 +112,32 @@ def test_the_figure_has_a_box_for_each_stage_in_the_colour_of_how_it_came_about(
 
     assert colour("prepare_data") == (0xEE, 0xEE, 0xEE)
     assert colour("sft") == colour("policy") == (0xD7, 0xE8, 0xF7)
-    between = pixels[round(centres["sft"][1]), round((centres["sft"][0] + centres["policy"][0]) / 2)]
+    between = pixels[
+        round(centres["sft"][1]), round((centres["sft"][0] + centres["policy"][0]) / 2)
+    ]
     assert tuple(between) == (0x6B, 0x7F, 0x8F)  # the arrow
     dark = pixels.max(axis=2) < 60
     assert dark[:40, :200].any() and not dark[:40, 400:].any()  # the title, above the boxes
     for x, y in centres.values():
         assert dark[round(y) - 46 : round(y) - 26, round(x) - 60 : round(x) + 60].any()  # its name
-        assert dark[round(y) + 5 : round(y) + 35, round(x) - 60 : round(x) + 60].any()  # its numbers
+        assert dark[
+            round(y) + 5 : round(y) + 35, round(x) - 60 : round(x) + 60
+        ].any()  # its numbers
 
 
 @pytest.mark.parametrize("own", ["judge_answers_by_their_rubric", "s" * 60, "评估_" * 15])
 def test_the_name_of_a_stage_of_ones_own_stays_in_its_box(tmp_path, monkeypatch, own):
-    monkeypatch.setattr(dag_figure, "names", lambda: ("prepare_data", "reward_model", own))
-    path = draw_pipeline([row("prepare_data"), row(own)], tmp_path / "run.png")
+    monkeypatch.setattr(
+        pipeline_figure, "list_stage_names", lambda: ("prepare_data", "reward_model", own)
+    )
+    path = draw_pipeline_figure([row("prepare_data"), row(own)], tmp_path / "run.png")
     dark = np.asarray(Image.open(path).convert("RGB")).max(axis=2) < 60
-    _, centres = _pixels(_places(["prepare_data", own]))
+    _, centres = _compute_pixel_layout(_compute_box_positions(["prepare_data", own]))
     x, y = (round(value) for value in centres[own])
     (columns,) = dark[y - 46 : y - 26].any(axis=0).nonzero()
-    columns = columns[columns > x - _BOX[0]]  # of this box's name
+    columns = columns[columns > x - _BOX_PIXELS[0]]  # of this box's name
     assert x - 100 <= columns.min() < x - 60 and x + 60 < columns.max() <= x + 100
 
 
 def test_a_run_without_a_stage_of_the_dag_has_an_empty_figure(tmp_path):
-    assert Image.open(draw_pipeline([], tmp_path / "run.png")).size == (540, 227)
+    assert Image.open(draw_pipeline_figure([], tmp_path / "run.png")).size == (540, 227)

@@ -7,7 +7,7 @@ import pytest
 from flows import parameters
 from flows.parameters import read_settings
 from rl_core.errors import SettingsError
-from tasks.config import from_dict
+from tasks.config import build_settings
 
 DECLARED = {
     "name": "mine",
@@ -24,7 +24,9 @@ def declares(monkeypatch):
 
     def run(settings, overrides=None, declared=DECLARED, declared_overrides=None):
         monkeypatch.setattr(
-            parameters, "declared_parameters", lambda: {"settings": declared, "overrides": declared_overrides}
+            parameters,
+            "read_declared_parameters",
+            lambda: {"settings": declared, "overrides": declared_overrides},
         )
         return read_settings(settings, overrides)
 
@@ -33,11 +35,18 @@ def declares(monkeypatch):
 
 @pytest.mark.parametrize(
     "override",
-    ["seed=7", "stages.sft.epochs=2", "stages.evaluate={}", "run.wait_seconds=9", "model.context=64",
-     "environment.name=maze", "stages.policy.rewards={task: 1.0, length: 0.1}"],
-)  # fmt: skip
+    [
+        "seed=7",
+        "stages.sft.epochs=2",
+        "stages.evaluate={}",
+        "run.wait_seconds=9",
+        "model.context=64",
+        "environment.name=maze",
+        "stages.policy.rewards={task: 1.0, length: 0.1}",
+    ],
+)
 def test_how_it_trains_may_be_changed(declares, override):
-    assert declares(DECLARED, [override]) != from_dict(DECLARED)
+    assert declares(DECLARED, [override]) != build_settings(DECLARED)
 
 
 @pytest.mark.parametrize(
@@ -66,16 +75,22 @@ def test_how_it_trains_may_be_changed(declares, override):
 )
 def test_code_files_and_places_may_not(declares, tmp_path, override, key):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"question": "1 + 1?", "answer": "#### 2", "prompt": "a", "completion": "b"}\n' * 9)
+    path.write_text(
+        '{"question": "1 + 1?", "answer": "#### 2", "prompt": "a", "completion": "b"}\n' * 9
+    )
     with pytest.raises(SettingsError) as caught:
         declares(DECLARED, [override.replace("FILE", str(path))])
-    assert str(caught.value).startswith("a run of this deployment may not change ") and key in str(caught.value)
+    assert str(caught.value).startswith("a run of this deployment may not change ") and key in str(
+        caught.value
+    )
     assert str(caught.value).endswith(f"POSTTRAIN_RUNS_MAY_CHANGE={key.partition(' ')[0]}")
 
 
 def test_nothing_is_imported_before_the_refusal(declares, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "of_a_run.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    (tmp_path / "of_a_run.py").write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
+    )
     changed = {**DECLARED, "environment": {"name": "of_a_run:Env"}}
     with pytest.raises(SettingsError, match="may not change code"):
         declares(changed)
@@ -87,7 +102,9 @@ def test_nothing_is_imported_before_the_refusal(declares, monkeypatch, tmp_path)
 
 def test_the_operator_may_allow_more(declares, monkeypatch):
     changes = ["name=other", "model.path=other/model"]
-    with pytest.raises(SettingsError, match=r"name, model\.path; .*POSTTRAIN_RUNS_MAY_CHANGE=name,model\.path$"):
+    with pytest.raises(
+        SettingsError, match=r"name, model\.path; .*POSTTRAIN_RUNS_MAY_CHANGE=name,model\.path$"
+    ):
         declares(DECLARED, changes)
     monkeypatch.setenv("POSTTRAIN_RUNS_MAY_CHANGE", "name, model.path")
     assert declares(DECLARED, changes).name == "other"
@@ -106,7 +123,9 @@ def test_declared_overrides_count_and_shipped_configs_are_free(declares):
 
 def test_a_file_that_nobody_declared_is_compared(declares, tmp_path):
     path = tmp_path / "theirs.yaml"
-    path.write_text("name: theirs\nmodel: {path: org/base, trust_remote_code: true}\nstages: {evaluate: {}}\n")
+    path.write_text(
+        "name: theirs\nmodel: {path: org/base, trust_remote_code: true}\nstages: {evaluate: {}}\n"
+    )
     with pytest.raises(SettingsError, match=r"may not change name, model\.trust_remote_code"):
         declares(str(path))
 

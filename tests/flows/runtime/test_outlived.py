@@ -5,13 +5,13 @@ import socket
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.runtime import outlived
+from flows.runtime import prefect_outage
 from rl_core.errors import DataError
 
 
 def flow(body, after=None):
     """As Prefect runs one: its end is reported to the API, which may be away."""
-    with outlived.noted() as outcome:
+    with prefect_outage.capture_outcome() as outcome:
         outcome.result = body()
     if after is not None:
         raise after
@@ -23,14 +23,14 @@ def bad():
 
 
 def test_the_result_stays_though_nobody_could_be_told(caplog):
-    assert outlived.run(lambda: flow(lambda: 5)) == 5 and caplog.text == ""
-    assert outlived.run(lambda: flow(lambda: 5, ConnectionError("refused"))) == 5
+    assert prefect_outage.run_flow(lambda: flow(lambda: 5)) == 5 and caplog.text == ""
+    assert prefect_outage.run_flow(lambda: flow(lambda: 5, ConnectionError("refused"))) == 5
     assert "Prefect's API is away" in caplog.text and "refused" in caplog.text
 
 
 def test_the_error_stays_as_well(caplog):
     with pytest.raises(DataError, match="row 3"):
-        outlived.run(lambda: flow(bad))
+        prefect_outage.run_flow(lambda: flow(bad))
     assert caplog.text == ""
 
     def reported():
@@ -40,7 +40,7 @@ def test_the_error_stays_as_well(caplog):
             raise ConnectionError("refused") from None
 
     with pytest.raises(DataError, match="row 3"):
-        outlived.run(reported)
+        prefect_outage.run_flow(reported)
     assert "refused" in caplog.text
 
 
@@ -49,9 +49,9 @@ def test_what_fails_before_the_flow_begins_is_raised():
         raise ConnectionError("no server")
 
     with pytest.raises(ConnectionError, match="no server"):
-        outlived.run(never)
+        prefect_outage.run_flow(never)
     with pytest.raises(KeyboardInterrupt):
-        outlived.run(lambda: flow(lambda: 5, KeyboardInterrupt()))
+        prefect_outage.run_flow(lambda: flow(lambda: 5, KeyboardInterrupt()))
 
 
 def test_a_silent_api_is_named_before_prefect_waits_for_it(caplog):

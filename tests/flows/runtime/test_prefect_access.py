@@ -12,33 +12,42 @@ import sys
 import pytest
 from helpers import ROOT
 
-from flows.cli.ui import PageServers
-from flows.operations.database import Databases
-from flows.operations.services import client_environment, services
-from flows.operations.state import Options
 from flows.runtime import prefect_access
-from flows.runtime.prefect_access import OnlyFromHere, password
-from tasks.tracking import offline_environment
+from flows.runtime.prefect_access import LoopbackOnlyMiddleware, load_or_create_password
+from posttrain.cli.tracking_pages import PageServers
+from posttrain.operations.database import DatabaseAddresses
+from posttrain.operations.services import build_client_environment, build_service_specs
+from posttrain.operations.state import ServerOptions
+from tasks.tracking import build_offline_environment
 
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    for name in (prefect_access.SERVER, prefect_access.CLIENT, "PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+    for name in (
+        prefect_access.SERVER_AUTH_VARIABLE,
+        prefect_access.CLIENT_AUTH_VARIABLE,
+        "PREFECT_API_URL",
+        "MLFLOW_TRACKING_URI",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
 def test_the_password_is_made_once_and_kept_for_its_owner_alone(tmp_path, monkeypatch):
-    first = password(tmp_path)
+    first = load_or_create_password(tmp_path)
     user, _, secret = first.partition(":")
-    assert user == "posttrain" and len(secret) == 32 and password(tmp_path) == first
+    assert user == "posttrain" and len(secret) == 32 and load_or_create_password(tmp_path) == first
     assert os.listdir(tmp_path / "prefect") == ["password"]
     assert stat.S_IMODE((tmp_path / "prefect" / "password").stat().st_mode) == 0o600
-    assert password(tmp_path / "other") != first
-    (tmp_path / "prefect" / "password").write_text("")  # a power cut: an empty password would let everybody in
-    assert len(password(tmp_path)) > 40 and password(tmp_path) != first
+    assert load_or_create_password(tmp_path / "other") != first
+    (tmp_path / "prefect" / "password").write_text(
+        ""
+    )  # a power cut: an empty password would let everybody in
+    assert (
+        len(load_or_create_password(tmp_path)) > 40 and load_or_create_password(tmp_path) != first
+    )
     assert os.listdir(tmp_path / "prefect") == ["password"]
-    monkeypatch.setenv(prefect_access.SERVER, "me:mine")
-    assert password(tmp_path) == "me:mine"
+    monkeypatch.setenv(prefect_access.SERVER_AUTH_VARIABLE, "me:mine")
+    assert load_or_create_password(tmp_path) == "me:mine"
 
 
 def status_of(headers: list[tuple[str, str]], kind: str = "http") -> int:
@@ -55,7 +64,7 @@ def status_of(headers: list[tuple[str, str]], kind: str = "http") -> int:
         sent.append(message)
 
     scope = {"type": kind, "headers": [(name.encode(), value.encode()) for name, value in headers]}
-    asyncio.run(OnlyFromHere(app)(scope, receive, send))
+    asyncio.run(LoopbackOnlyMiddleware(app)(scope, receive, send))
     return sent[0].get("status") or sent[0]["code"]
 
 
@@ -66,7 +75,11 @@ def status_of(headers: list[tuple[str, str]], kind: str = "http") -> int:
         ("localhost:4200", None, 200),
         ("[::1]:4200", None, 200),
         ("127.0.0.1:4200", "http://127.0.0.1:4200", 200),
-        ("127.0.0.1:4200", "http://localhost:4200", 200),  # the page was opened under the other name
+        (
+            "127.0.0.1:4200",
+            "http://localhost:4200",
+            200,
+        ),  # the page was opened under the other name
         ("127.0.0.1", "http://localhost", 200),  # port 80
         ("127.0.0.1:4200", "http://localhost:8888", 403),  # a page of another local server
         ("127.0.0.1:4200", "http://evil.example", 403),
@@ -97,9 +110,9 @@ def test_two_hosts_or_none_are_refused():
 
 
 def test_the_servers_of_up_get_a_password_and_no_command_shows_it(tmp_path):
-    options = Options(prefect_port=4567, mlflow_port=5678)
-    mlflow, prefect, worker = services(tmp_path, options, Databases("", ""))
-    word = password(tmp_path)
+    options = ServerOptions(prefect_port=4567, mlflow_port=5678)
+    mlflow, prefect, worker = build_service_specs(tmp_path, options, DatabaseAddresses("", ""))
+    word = load_or_create_password(tmp_path)
     assert prefect.environment["PREFECT_SERVER_API_AUTH_STRING"] == word
     origins = "http://127.0.0.1:4567,http://localhost:4567,http://[::1]:4567"
     assert prefect.environment["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == origins
@@ -107,25 +120,31 @@ def test_the_servers_of_up_get_a_password_and_no_command_shows_it(tmp_path):
     place = mlflow.command.index("--cors-allowed-origins")
     assert mlflow.command[place + 1] == origins.replace("4567", "5678")
     assert worker.environment["PREFECT_API_AUTH_STRING"] == word
-    assert client_environment(tmp_path, "x", options, "")["PREFECT_API_AUTH_STRING"] == word
+    assert build_client_environment(tmp_path, "x", options, "")["PREFECT_API_AUTH_STRING"] == word
     assert not [name for name in mlflow.environment if name.endswith("AUTH_STRING")]
     assert not [part for spec in (mlflow, prefect, worker) for part in spec.command if word in part]
 
 
 def test_the_pages_of_ui_are_started_with_it(tmp_path, monkeypatch):
     started = {}
-    monkeypatch.setattr(PageServers, "_start", lambda self, service, arguments, environment: started.update(
-        {service.name: (arguments, environment, service)}
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        PageServers,
+        "_start_process",
+        lambda self, service, arguments, environment: started.update(
+            {service.name: (arguments, environment, service)}
+        ),
+    )
     pages = PageServers(tmp_path, mlflow_port=0, prefect_port=0)
     pages._ports = {"MLflow": 5678, "Prefect": 4567}
-    monkeypatch.setattr(pages, "_free_port", lambda wanted: wanted)
-    pages._mlflow(), pages._prefect()
+    monkeypatch.setattr(pages, "_find_free_port", lambda wanted: wanted)
+    pages._start_mlflow(), pages._start_prefect()
     arguments, environment, service = started["Prefect"]
-    assert environment["PREFECT_SERVER_API_AUTH_STRING"] == password(tmp_path)
+    assert environment["PREFECT_SERVER_API_AUTH_STRING"] == load_or_create_password(tmp_path)
     assert arguments[0] == "flows.runtime.prefect_access"
     assert environment["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"].startswith("http://127.0.0.1:4567,")
-    assert service.notes == [f"(asks once for the password: cat {tmp_path / 'prefect' / 'password'})"]
+    assert service.notes == [
+        f"(asks once for the password: cat {tmp_path / 'prefect' / 'password'})"
+    ]
     assert "http://127.0.0.1:5678,http://localhost:5678,http://[::1]:5678" in started["MLflow"][0]
 
 
@@ -164,12 +183,28 @@ print(json.dumps([mine, *found]))
 
 
 def test_the_embedded_server_of_a_run_answers_its_client_alone(tmp_path):
-    elsewhere = ("PREFECT_API_URL", "PREFECT_PROFILE", prefect_access.SERVER, prefect_access.CLIENT)
-    environment = {name: value for name, value in os.environ.items() if name not in elsewhere} | offline_environment()
-    environment |= {"PREFECT_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    elsewhere = (
+        "PREFECT_API_URL",
+        "PREFECT_PROFILE",
+        prefect_access.SERVER_AUTH_VARIABLE,
+        prefect_access.CLIENT_AUTH_VARIABLE,
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name not in elsewhere
+    } | build_offline_environment()
+    environment |= {
+        "PREFECT_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(tmp_path),
+    }
     environment |= {"PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true"}
     done = subprocess.run(
-        [sys.executable, "-c", EMBEDDED], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280
+        [sys.executable, "-c", EMBEDDED],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [0, 200, 401, 403, 403]

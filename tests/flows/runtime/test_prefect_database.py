@@ -9,8 +9,12 @@ from contextlib import closing
 import pytest
 from helpers.prefect_tables import migrated, rows
 
-from flows.runtime.prefect_database import keep_tables, migration_environment, start_from_tables
-from rl_core.storage import single_files
+from flows.runtime.embedded_server import (
+    build_migration_environment,
+    cache_tables,
+    copy_cached_tables,
+)
+from rl_core.storage import atomic_files
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +25,7 @@ def cache(tmp_path, monkeypatch):
 
 def test_a_new_home_starts_from_the_tables_without_the_rows(tmp_path, cache):
     migrated(tmp_path / "one", "secret")
-    assert keep_tables(tmp_path / "one", {}) and start_from_tables(tmp_path / "two", {})
+    assert cache_tables(tmp_path / "one", {}) and copy_cached_tables(tmp_path / "two", {})
     (kept,) = cache.iterdir()
     for path in (kept, tmp_path / "two/prefect.db"):
         assert rows(path, "flow") == [] and rows(path, "alembic_version") == ["abc"]
@@ -32,75 +36,87 @@ def test_a_new_home_starts_from_the_tables_without_the_rows(tmp_path, cache):
 
 def test_nothing_is_done_twice_or_over_what_is_there(tmp_path, cache):
     migrated(tmp_path / "one")
-    assert keep_tables(tmp_path / "one", {}) and not keep_tables(tmp_path / "one", {})
+    assert cache_tables(tmp_path / "one", {}) and not cache_tables(tmp_path / "one", {})
     migrated(tmp_path / "two", "mine")
-    assert not start_from_tables(tmp_path / "two", {}) and rows(tmp_path / "two/prefect.db", "flow") == ["mine"]
+    assert not copy_cached_tables(tmp_path / "two", {}) and rows(
+        tmp_path / "two/prefect.db", "flow"
+    ) == ["mine"]
 
 
-def test_a_server_looks_for_migrations_unless_its_database_has_the_number_of_the_kept_tables(tmp_path):
+def test_a_server_looks_for_migrations_unless_its_database_has_the_number_of_the_kept_tables(
+    tmp_path,
+):
     opened_as_it_is = {"PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "false"}
     path = migrated(tmp_path / "one")
-    assert migration_environment(tmp_path / "one", {}) == {}  # nothing is kept that would tell the newest number
-    keep_tables(tmp_path / "one", {})
-    assert migration_environment(tmp_path / "one", {}) == opened_as_it_is
-    assert migration_environment(tmp_path / "two", {}) == {}  # no database
-    start_from_tables(tmp_path / "two", {})
-    assert migration_environment(tmp_path / "two", {}) == opened_as_it_is
+    assert (
+        build_migration_environment(tmp_path / "one", {}) == {}
+    )  # nothing is kept that would tell the newest number
+    cache_tables(tmp_path / "one", {})
+    assert build_migration_environment(tmp_path / "one", {}) == opened_as_it_is
+    assert build_migration_environment(tmp_path / "two", {}) == {}  # no database
+    copy_cached_tables(tmp_path / "two", {})
+    assert build_migration_environment(tmp_path / "two", {}) == opened_as_it_is
     elsewhere = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": "postgresql://me@db/x"}
-    assert migration_environment(tmp_path / "one", elsewhere) == {}
+    assert build_migration_environment(tmp_path / "one", elsewhere) == {}
     with closing(sqlite3.connect(path)) as database:
         database.execute("UPDATE alembic_version SET version_num = 'older'")
         database.commit()
-    assert migration_environment(tmp_path / "one", {}) == {}
+    assert build_migration_environment(tmp_path / "one", {}) == {}
     with closing(sqlite3.connect(path)) as database:
         database.execute("DELETE FROM alembic_version")
         database.commit()
-    assert migration_environment(tmp_path / "one", {}) == {}
+    assert build_migration_environment(tmp_path / "one", {}) == {}
 
 
 def test_another_database_is_left_to_prefect(tmp_path):
     migrated(tmp_path / "one")
     environment = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": "postgresql://me@db/x"}
-    assert not keep_tables(tmp_path / "one", environment)
-    assert keep_tables(tmp_path / "one", {}) and not start_from_tables(tmp_path / "two", environment)
+    assert not cache_tables(tmp_path / "one", environment)
+    assert cache_tables(tmp_path / "one", {}) and not copy_cached_tables(
+        tmp_path / "two", environment
+    )
 
 
 def test_a_database_that_another_run_makes_meanwhile_stays(tmp_path, monkeypatch):
     migrated(tmp_path / "one")
-    assert keep_tables(tmp_path / "one", {})
-    theirs, sync = migrated(tmp_path / "theirs", "theirs"), single_files.sync
+    assert cache_tables(tmp_path / "one", {})
+    theirs, sync = migrated(tmp_path / "theirs", "theirs"), atomic_files.fsync_path
 
     def made_meanwhile(path):
         if path.parent == tmp_path / "two":
             theirs.replace(tmp_path / "two/prefect.db")
         sync(path)
 
-    monkeypatch.setattr(single_files, "sync", made_meanwhile)
-    assert not start_from_tables(tmp_path / "two", {})
-    assert rows(tmp_path / "two/prefect.db", "flow") == ["theirs"] and os.listdir(tmp_path / "two") == ["prefect.db"]
+    monkeypatch.setattr(atomic_files, "fsync_path", made_meanwhile)
+    assert not copy_cached_tables(tmp_path / "two", {})
+    assert rows(tmp_path / "two/prefect.db", "flow") == ["theirs"] and os.listdir(
+        tmp_path / "two"
+    ) == ["prefect.db"]
 
 
 @pytest.mark.parametrize("content", [b"", b"no database at all", b"SQLite format 3\0" + b"x" * 500])
 def test_kept_tables_that_are_damaged_are_passed_over(tmp_path, cache, content):
     migrated(tmp_path / "one")
-    keep_tables(tmp_path / "one", {})
+    cache_tables(tmp_path / "one", {})
     (kept,) = cache.iterdir()
     kept.write_bytes(content)
-    assert not start_from_tables(tmp_path / "two", {}) and not (tmp_path / "two/prefect.db").exists()
-    assert keep_tables(tmp_path / "one", {}) and start_from_tables(tmp_path / "two", {})
+    assert (
+        not copy_cached_tables(tmp_path / "two", {}) and not (tmp_path / "two/prefect.db").exists()
+    )
+    assert cache_tables(tmp_path / "one", {}) and copy_cached_tables(tmp_path / "two", {})
 
 
 def test_a_user_without_a_cache_does_without(tmp_path, monkeypatch):
     migrated(tmp_path / "one")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one/prefect.db"))  # a file
-    assert not keep_tables(tmp_path / "one", {}) and not start_from_tables(tmp_path / "two", {})
+    assert not cache_tables(tmp_path / "one", {}) and not copy_cached_tables(tmp_path / "two", {})
 
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path, cache, monkeypatch):
     """A file size limit left a temporary in each output folder."""
 
     migrated(tmp_path / "one")
-    assert keep_tables(tmp_path / "one", {})
+    assert cache_tables(tmp_path / "one", {})
 
     def part(source, target):
         target.write_bytes(source.read_bytes()[:100])
@@ -108,5 +124,5 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path, cache, monkeypatch):
 
     monkeypatch.setattr(shutil, "copyfile", part)
     home = tmp_path / "home"
-    assert not start_from_tables(home, {})
+    assert not copy_cached_tables(home, {})
     assert list(home.iterdir()) == []

@@ -25,25 +25,39 @@ print(sorted(extra), levels, before == dict(os.environ))
 
 
 def run(**environment):
-    variables = {"PATH": "/usr/bin:/bin", "HOME": environment.pop("home"), "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True, timeout=120)
+    variables = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": environment.pop("home"),
+        "PYTHONPATH": str(ROOT),
+        **environment,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
 
 def test_the_console_is_quiet_and_the_environment_stays(tmp_path):
-    assert run(home=str(tmp_path)) == "['flows', 'rl_core', 'tasks'] {'PrefectConsoleHandler': 50} True"
+    assert (
+        run(home=str(tmp_path))
+        == "['flows', 'rl_core', 'tasks'] {'PrefectConsoleHandler': 50} True"
+    )
 
 
 def test_a_level_that_the_user_has_set_stays(tmp_path):
-    assert "'PrefectConsoleHandler': 10" in run(home=str(tmp_path), PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL="DEBUG")
+    assert "'PrefectConsoleHandler': 10" in run(
+        home=str(tmp_path), PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL="DEBUG"
+    )
 
 
 def test_a_full_disk_is_said_at_once(tmp_path, monkeypatch):
     """The server's database could not be made, and the run waited 120 s for it."""
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2_000_000))
-    with pytest.raises(BackendError, match=r"No space left on device for Prefect's database: 2\.0 MB are free"):
+    with pytest.raises(
+        BackendError, match=r"No space left on device for Prefect's database: 2\.0 MB are free"
+    ):
         embedded_server._refuse_full_disk(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=20_000_000))
     assert embedded_server._refuse_full_disk(tmp_path) is None
@@ -52,9 +66,12 @@ def test_a_full_disk_is_said_at_once(tmp_path, monkeypatch):
 def test_a_file_size_limit_is_said_at_once(tmp_path, monkeypatch):
     """As above: with `ulimit -f 300` the server did not come up, and did not end either."""
     limits = {"soft": 300 * 1024}
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits["soft"], resource.RLIM_INFINITY))
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda kind: (limits["soft"], resource.RLIM_INFINITY)
+    )
     with pytest.raises(
-        BackendError, match=r"File too large for Prefect's database: files may have 0\.3 MB here.*ulimit"
+        BackendError,
+        match=r"File too large for Prefect's database: files may have 0\.3 MB here.*ulimit",
     ):
         embedded_server._refuse_full_disk(tmp_path)
     limits["soft"] = 20_000_000
@@ -63,9 +80,11 @@ def test_a_file_size_limit_is_said_at_once(tmp_path, monkeypatch):
     assert embedded_server._refuse_full_disk(tmp_path) is None
 
 
-def test_the_client_s_waits_and_pings_are_not_drawn_from_the_generator_of_the_user_s_code(monkeypatch):
+def test_the_client_s_waits_and_pings_are_not_drawn_from_the_generator_of_the_user_s_code(
+    monkeypatch,
+):
     """A reward that draws from `random` gave other numbers after each ping of the client's connection."""
-    modules = [importlib.import_module(name) for name in prefect_home._DRAWING]
+    modules = [importlib.import_module(name) for name in prefect_home._RANDOM_CONSUMERS]
     for module in modules:
         monkeypatch.setattr(module, "random", random)
     math, client, connection = modules
@@ -80,5 +99,5 @@ def test_the_client_s_waits_and_pings_are_not_drawn_from_the_generator_of_the_us
     random.seed(0)
     first = random.random()
     assert drawn() != first
-    prefect_home.leave_global_generator()
+    prefect_home.isolate_random_generator()
     assert drawn() == first

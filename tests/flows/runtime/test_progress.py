@@ -8,8 +8,7 @@ import os
 import pytest
 from rich.console import Console
 
-from flows.runtime.progress import Display
-from flows.runtime.time_left import TimeLeft, earlier_seconds
+from flows.runtime.progress import ProgressDisplay, RemainingTimeEstimator, read_earlier_seconds
 
 
 class Clock:
@@ -21,29 +20,35 @@ class Clock:
 
 def test_time_left_is_that_of_the_speed_since_the_stage_went_on():
     clock = Clock()
-    left = TimeLeft(["sft", "policy", "evaluate"], {"evaluate": 30.0}, clock)
-    left.observe("policy", 40, 100)  # resumed in the middle
+    left = RemainingTimeEstimator(["sft", "policy", "evaluate"], {"evaluate": 30.0}, clock)
+    left.observe_progress("policy", 40, 100)  # resumed in the middle
     clock.now = 10.0
-    assert left.of_stage("policy", 60, 100) == 20.0  # 20 in 10 s, 40 are left
-    assert left.of_run("policy", 60, 100) == 50.0
-    assert left.of_stage("policy", 100, 100) == 0.0
-    assert left.of_stage("policy", 41, 100) is None  # one in a hundred says little
-    left.observe("sft", 0, 100)
+    assert left.estimate_stage_seconds("policy", 60, 100) == 20.0  # 20 in 10 s, 40 are left
+    assert left.estimate_run_seconds("policy", 60, 100) == 50.0
+    assert left.estimate_stage_seconds("policy", 100, 100) == 0.0
+    assert left.estimate_stage_seconds("policy", 41, 100) is None  # one in a hundred says little
+    left.observe_progress("sft", 0, 100)
     clock.now = 20.0
-    assert left.of_stage("sft", 50, 100) == 10.0
-    assert left.of_run("sft", 50, 100) is None  # nobody knows how long the policy takes
-    assert (left.place("policy"), left.place("own"), left.of_stage("own", 1, 2)) == ("2/3", "", None)
+    assert left.estimate_stage_seconds("sft", 50, 100) == 10.0
+    assert (
+        left.estimate_run_seconds("sft", 50, 100) is None
+    )  # nobody knows how long the policy takes
+    assert (
+        left.format_stage_position("policy"),
+        left.format_stage_position("own"),
+        left.estimate_stage_seconds("own", 1, 2),
+    ) == ("2/3", "", None)
 
 
 def test_a_stage_that_counts_something_else_has_a_new_speed():
     clock = Clock()
-    left = TimeLeft(["reward_model"], clock=clock)
-    left.observe("reward_model", 0, 6000)  # pairs
+    left = RemainingTimeEstimator(["reward_model"], clock=clock)
+    left.observe_progress("reward_model", 0, 6000)  # pairs
     clock.now = 100.0
-    left.observe("reward_model", 0, 300)  # steps
+    left.observe_progress("reward_model", 0, 300)  # steps
     clock.now = 110.0
-    left.observe("reward_model", 100, 300)
-    assert left.of_stage("reward_model", 100, 300) == 20.0
+    left.observe_progress("reward_model", 100, 300)
+    assert left.estimate_stage_seconds("reward_model", 100, 300) == 20.0
 
 
 def test_seconds_of_earlier_runs_are_those_of_the_newest_folder(tmp_path):
@@ -54,17 +59,17 @@ def test_seconds_of_earlier_runs_are_those_of_the_newest_folder(tmp_path):
         os.utime(folder / "summary.json", (when, when))
     (tmp_path / "policy" / "x").mkdir(parents=True)
     (tmp_path / "policy" / "x" / "summary.json").write_text("{")
-    assert earlier_seconds(tmp_path, ["sft", "policy", "promote"]) == {"sft": 7.0}
+    assert read_earlier_seconds(tmp_path, ["sft", "policy", "promote"]) == {"sft": 7.0}
 
 
 def printed(*, terminal: bool, width: int = 80) -> str:
     text, clock = io.StringIO(), Clock()
-    left = TimeLeft(["sft", "policy"], {"policy": 90.0}, clock)
+    left = RemainingTimeEstimator(["sft", "policy"], {"policy": 90.0}, clock)
     console = Console(file=text, force_terminal=terminal, width=width, no_color=True)
-    with Display(console=console, time_left=left) as display:
+    with ProgressDisplay(console=console, time_left=left) as display:
         display("sft", 0, 100, "loss 2")
         clock.now = 20.0
-        display._last.clear()
+        display._last_line_at.clear()
         display("sft", 50, 100, "loss 1")
         if terminal:
             display._progress.refresh()
@@ -81,14 +86,16 @@ def test_lines_without_a_terminal_name_place_progress_time_and_numbers():
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_bar_stays_on_one_line_of_the_terminal(width):
     lines = [
-        line for line in printed(terminal=True, width=width).replace("\r", "\n").split("\n") if "stage 1/2" in line
+        line
+        for line in printed(terminal=True, width=width).replace("\r", "\n").split("\n")
+        if "stage 1/2" in line
     ]
     assert lines and all(len(line.partition("stage")[2]) <= width + 20 for line in lines)
     assert ("run 2 min" in lines[-1]) == (width > 60)
 
 
 def test_the_numbers_that_matter_are_told_in_their_order():
-    from rl_core.training.loop import headline
+    from rl_core.training.loop import format_headline
 
     metrics = {
         "train/loss": 0.5,
@@ -97,19 +104,24 @@ def test_the_numbers_that_matter_are_told_in_their_order():
         "train/success_rate": 0.915,
         "x": 1.0,
     }
-    assert headline(metrics) == "success 92% · reward 0.75 · KL 0.0123"
-    assert headline({**metrics, "policy/update_kl": 0.0, "policy/entropy": 0.176}).endswith("0.75 · entropy 0.176")
-    assert headline({"train/loss": 0.5}) == "loss 0.5" and headline({}) == ""
-    assert headline({"reward/mean": -7.59e-19}) == "reward 0" and headline({"train/loss": 1e-6}) == "loss 1e-06"
+    assert format_headline(metrics) == "success 92% · reward 0.75 · KL 0.0123"
+    assert format_headline({**metrics, "policy/update_kl": 0.0, "policy/entropy": 0.176}).endswith(
+        "0.75 · entropy 0.176"
+    )
+    assert format_headline({"train/loss": 0.5}) == "loss 0.5" and format_headline({}) == ""
+    assert (
+        format_headline({"reward/mean": -7.59e-19}) == "reward 0"
+        and format_headline({"train/loss": 1e-6}) == "loss 1e-06"
+    )
 
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_what_is_said_in_a_quiet_run_does_not_stand_in_what_a_program_reads(capsys, quiet):
     """`profile --json` began with "policy runs anew ..."."""
-    with Display(quiet=quiet) as display:
+    with ProgressDisplay(quiet=quiet) as display:
         logging.getLogger("tasks.x").info("policy runs anew", extra={"for_people": True})
         logging.getLogger("rl_core.x").warning("slow")
-        display.announce("approve it")
+        display.print_announcement("approve it")
     told = capsys.readouterr()
     said, silent = (told.err, told.out) if quiet else (told.out, told.err)
     assert said.splitlines() == ["policy runs anew", "warning: slow", "approve it"] and silent == ""
@@ -119,17 +131,21 @@ def test_what_is_said_in_a_quiet_run_does_not_stand_in_what_a_program_reads(caps
 def test_a_warning_is_whole_in_a_pipe_and_breaks_no_path_of_a_terminal(terminal, lines):
     out = io.StringIO()
     path = "/data/" + "long/" * 18 + "d977d5e8ca8fda5f.tracking"
-    with Display(console=Console(file=out, width=80, force_terminal=terminal), quiet=True):
-        logging.getLogger("tasks").warning("the records of this stage wait in %s until the store answers", path)
+    with ProgressDisplay(console=Console(file=out, width=80, force_terminal=terminal), quiet=True):
+        logging.getLogger("tasks").warning(
+            "the records of this stage wait in %s until the store answers", path
+        )
     assert path in out.getvalue() and len(out.getvalue().splitlines()) == lines
 
 
 def test_texts_of_environments_and_models_cannot_move_the_cursor():
     out = io.StringIO()
-    with Display(console=Console(file=out, width=80)) as display:
+    with ProgressDisplay(console=Console(file=out, width=80)) as display:
         logging.getLogger("rl_core").warning("the environment said \x1b[2J")
         logging.getLogger("tasks").info("for people \x1b]0;x\x07", extra={"for_people": True})
-        display.announce("asked \x1b[1A")
+        display.print_announcement("asked \x1b[1A")
     said = out.getvalue()
     assert "\x1b" not in said and "\x07" not in said
-    assert all(text in said for text in ("said \\x1b[2J", "people \\x1b]0;x\\x07", "asked \\x1b[1A"))
+    assert all(
+        text in said for text in ("said \\x1b[2J", "people \\x1b]0;x\\x07", "asked \\x1b[1A")
+    )

@@ -4,99 +4,138 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.runtime.summary import headline, parent_metrics, result_rows, result_table
-from tasks.own_commands import own_command
-from tasks.tracking import MAX_RESULT
+from flows.runtime.run_summary import (
+    build_result_rows,
+    collect_parent_metrics,
+    format_headline,
+    format_result_table,
+)
+from tasks.command_hints import format_posttrain_command
+from tasks.tracking import MAX_RESULT_LENGTH
 
 
 @pytest.mark.parametrize("name", ["/out[br]put", "/a[/b]", "/a[red]b", "/a\\[b"])
 def test_names_are_printed_as_they_are(name):
     row = {"stage": "sft", "note": f"model of {name}", "cached": False, "seconds": 1.0}
     facts = {"output": name, "logs": f"{name}/stages/*/*/stage.log"}
-    lines = [line.rstrip() for line in result_table([row], "", facts, 80).splitlines()]
+    lines = [line.rstrip() for line in format_result_table([row], "", facts, 80).splitlines()]
     assert f"sft: model of {name}" in lines and f"Files       {name}" in lines
     assert f"Logs        {name}/stages/*/*/stage.log" in lines
 
 
 def test_the_command_for_the_pages_names_the_output_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    facts = {"output": "x", "pages": own_command("ui", tmp_path / "my runs")}
-    text = result_table([], "http://127.0.0.1:5000/#/x", facts, 80)
+    facts = {"output": "x", "pages": format_posttrain_command("ui", tmp_path / "my runs")}
+    text = format_result_table([], "http://127.0.0.1:5000/#/x", facts, 80)
     assert f"Pages       posttrain ui --output '{tmp_path}/my runs'    starts" in text
 
 
 @pytest.mark.parametrize(("knows", "rate"), [(True, "25.0% [10.0%, 50.0%]"), (False, "")])
 def test_a_success_that_nobody_knows_is_not_shown(knows, rate):
-    found = {"success": 0.25, "success_low": 0.1, "success_high": 0.5, "reward": 0.75, "knows_success": knows,
-             "tokens_per_second": 9.0}  # fmt: skip
+    found = {
+        "success": 0.25,
+        "success_low": 0.1,
+        "success_high": 0.5,
+        "reward": 0.75,
+        "knows_success": knows,
+        "tokens_per_second": 9.0,
+    }
     stages = {
         name: SimpleNamespace(summary={"note": name}, seconds=1.0, cached=False, run_id="")
         for name in ("sft", "evaluate")
     }
     stages["evaluate"].summary["models"] = {"sft": found}
-    run = SimpleNamespace(results=stages, postponed="", settings=SimpleNamespace(stages=SimpleNamespace(policy=None)))
-    rows = result_rows(run)
+    run = SimpleNamespace(
+        results=stages, postponed="", settings=SimpleNamespace(stages=SimpleNamespace(policy=None))
+    )
+    rows = build_result_rows(run)
     assert rows[0]["reward"] == 0.75 and ("success" in rows[0]) == knows
-    (line,) = [line for line in result_table(rows, "", {}, 90).splitlines() if line.startswith("│sft")]
+    (line,) = [
+        line
+        for line in format_result_table(rows, "", {}, 90).splitlines()
+        if line.startswith("│sft")
+    ]
     assert "0.750" in line and (rate in line) and ("%" in line) == knows
-    assert headline(rows) == (f"sft {rate}" if knows else "evaluate")
+    assert format_headline(rows) == (f"sft {rate}" if knows else "evaluate")
 
 
 def evaluated(*names):
     """A run of an evaluation of models that no stage of it made, one of them by an alias."""
-    found = {"success": 0.5, "success_low": 0.25, "success_high": 0.75, "reward": 0.4, "tokens_per_second": 9.0}
+    found = {
+        "success": 0.5,
+        "success_low": 0.25,
+        "success_high": 0.75,
+        "reward": 0.4,
+        "tokens_per_second": 9.0,
+    }
     summary = {"note": "played", "models": dict.fromkeys(names, found)}
     result = SimpleNamespace(summary=summary, seconds=2.0, cached=False, run_id="r")
     return SimpleNamespace(
-        results={"evaluate": result}, postponed="", settings=SimpleNamespace(stages=SimpleNamespace(policy=None)),
+        results={"evaluate": result},
+        postponed="",
+        settings=SimpleNamespace(stages=SimpleNamespace(policy=None)),
         options=SimpleNamespace(given={"demo@champion": "models:/demo@champion", "mine": "folder"}),
         models=SimpleNamespace(version_of={"models:/demo@champion": "2"}.get),
         tracking=SimpleNamespace(
-            run_url=lambda run: f"page/{run}", cost=SimpleNamespace(foreground_seconds=0, background_seconds=0)
+            run_url=lambda run: f"page/{run}",
+            cost=SimpleNamespace(foreground_seconds=0, background_seconds=0),
         ),
         seconds=3.0,
-    )  # fmt: skip
+    )
 
 
 def test_a_model_that_was_evaluated_is_named_with_its_version_and_its_success():
     run = evaluated("demo@champion")
-    rows = result_rows(run)
-    (line,) = [line for line in result_table(rows, "", {}, 120).splitlines() if line.startswith("│evaluate")]
+    rows = build_result_rows(run)
+    (line,) = [
+        line
+        for line in format_result_table(rows, "", {}, 120).splitlines()
+        if line.startswith("│evaluate")
+    ]
     assert "evaluate demo@champion (version 2)" in line and "50.0% [25.0%, 75.0%]" in line
-    assert headline(rows) == "demo@champion (version 2) 50.0% [25.0%, 75.0%]"
-    metrics = parent_metrics(run)
+    assert format_headline(rows) == "demo@champion (version 2) 50.0% [25.0%, 75.0%]"
+    metrics = collect_parent_metrics(run)
     assert metrics["success_rate/demo@champion"] == 0.5 and metrics["seconds/evaluate"] == 2.0
 
 
 def test_of_several_models_each_has_a_line():
     run = evaluated("demo@champion", "mine")
-    rows = result_rows(run)
+    rows = build_result_rows(run)
     assert [row["stage"] for row in rows] == ["evaluate", "demo@champion (version 2)", "mine"]
-    assert headline(rows) == "demo@champion (version 2) 50.0% [25.0%, 75.0%]; mine 50.0% [25.0%, 75.0%]"
-    table = result_table(rows, "", {}, 120).splitlines()
+    assert (
+        format_headline(rows)
+        == "demo@champion (version 2) 50.0% [25.0%, 75.0%]; mine 50.0% [25.0%, 75.0%]"
+    )
+    table = format_result_table(rows, "", {}, 120).splitlines()
     assert sum("50.0%" in line for line in table) == 2 and "evaluate: played" in table
-    assert {"success_rate/demo@champion", "success_rate/mine"} <= set(parent_metrics(run))
+    assert {"success_rate/demo@champion", "success_rate/mine"} <= set(collect_parent_metrics(run))
 
 
 def test_a_long_headline_keeps_the_decision_whole():
-    rates = [{"stage": f"model_{n}", "success": 0.5, "low": 0.25, "high": 0.75, "note": ""} for n in range(30)]
+    rates = [
+        {"stage": f"model_{n}", "success": 0.5, "low": 0.25, "high": 0.75, "note": ""}
+        for n in range(30)
+    ]
     decision = "version 3 of demo promoted: gain over champion version 2 +7.0 points; sign test p = 2.56e-06"
-    text = headline([*rates, {"stage": "promote", "note": decision}])
-    assert text.startswith("model_29 50.0% [25.0%, 75.0%]; model_28") and text.endswith(f"; …; {decision}")
-    assert len(text) <= MAX_RESULT
+    text = format_headline([*rates, {"stage": "promote", "note": decision}])
+    assert text.startswith("model_29 50.0% [25.0%, 75.0%]; model_28") and text.endswith(
+        f"; …; {decision}"
+    )
+    assert len(text) <= MAX_RESULT_LENGTH
 
 
 def test_notes_are_wrapped_between_words_in_a_terminal_and_whole_in_a_pipe(monkeypatch):
     note = (
-        "ranks 94.9% of 903 held-out pairs rightly; " * 3 + "/a/path/that/is/longer/than/what/is/left/of/a/line/model"
+        "ranks 94.9% of 903 held-out pairs rightly; " * 3
+        + "/a/path/that/is/longer/than/what/is/left/of/a/line/model"
     )
     row = {"stage": "sft", "note": note, "cached": False, "seconds": 1.0}
     monkeypatch.setenv("COLUMNS", "60")
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    assert f"sft: {note}" in result_table([row], "", {}, None).splitlines()
+    assert f"sft: {note}" in format_result_table([row], "", {}, None).splitlines()
     monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
-    lines = result_table([row], "", {}, None).splitlines()
+    lines = format_result_table([row], "", {}, None).splitlines()
     first = next(n for n, line in enumerate(lines) if line.startswith("sft: "))
     told = lines[first : lines.index("", first)]
     assert len(told) > 2 and all(len(line) <= 60 for line in told)

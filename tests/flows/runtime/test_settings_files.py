@@ -2,9 +2,7 @@
 
 import pytest
 
-from flows.online.online_settings import load_online_settings
-from flows.runtime.settings_files import model_place
-from flows.service.configuration import load_service_settings
+from posttrain.settings_files import load_online_settings, load_service_settings, resolve_model_path
 from rl_core.errors import SettingsError
 
 
@@ -13,16 +11,17 @@ def test_the_current_folder_comes_first_then_the_files(tmp_path, monkeypatch):
     (beside / "base").mkdir(parents=True)
     here.mkdir()
     monkeypatch.chdir(here)
-    assert model_place("model", "base", beside) == str(beside / "base")
+    assert resolve_model_path("model", "base", beside) == str(beside / "base")
     (here / "base").mkdir()
-    assert model_place("model", "base", beside) == str(here / "base")
+    assert resolve_model_path("model", "base", beside) == str(here / "base")
 
 
 def test_a_file_that_is_not_there_names_the_shipped_one_of_its_kind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for load, name in ((load_service_settings, "service"), (load_online_settings, "online")):
         with pytest.raises(
-            SettingsError, match=rf"^nothere: no such file, and no shipped config; these are shipped: {name};"
+            SettingsError,
+            match=rf"^nothere: no such file, and no shipped config; these are shipped: {name};",
         ):
             load("nothere")
     (tmp_path / "empty.yaml").touch()
@@ -32,7 +31,7 @@ def test_a_file_that_is_not_there_names_the_shipped_one_of_its_kind(tmp_path, mo
 
 def test_a_name_of_the_hub_stays_and_a_path_must_be_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert model_place("model", "owner/name", tmp_path) == "owner/name"
+    assert resolve_model_path("model", "owner/name", tmp_path) == "owner/name"
     for place in ("./base", "/nowhere/base", "~/base", "a/b/c"):
         with pytest.raises(SettingsError, match=rf"model: {place} is no folder"):
-            model_place("model", place, tmp_path)
+            resolve_model_path("model", place, tmp_path)

@@ -2,8 +2,8 @@
 
 import io
 
-from flows.runtime import status_line
-from flows.runtime.status_line import StatusLine
+from flows.runtime import terminal
+from flows.runtime.terminal import StatusLine
 
 
 class Terminal(io.StringIO):
@@ -16,20 +16,20 @@ def test_a_terminal_has_one_line_that_is_written_over_and_removed():
     line = StatusLine(stream)
     line("a")
     line("b")
-    line.line("stays")
+    line.print_line("stays")
     line("c")
-    line.clear()
+    line.clear_line()
     assert stream.getvalue() == "\r\033[Ka\r\033[Kb\r\033[Kstays\n\r\033[Kc\r\033[K"
 
 
 def test_elsewhere_a_line_is_printed_now_and_then(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(status_line.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
     line = StatusLine(stream)
     for second in range(40):
         now[0] = 100.0 + second
         line(f"second {second}")
-    line.line("stays")
-    line.clear()
+    line.print_line("stays")
+    line.clear_line()
     assert stream.getvalue().splitlines() == ["second 16", "second 32", "stays"]

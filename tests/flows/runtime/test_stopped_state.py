@@ -4,7 +4,7 @@ import pytest
 from prefect import flow
 from prefect.client.orchestration import get_client
 
-from flows.runtime.stopped_state import name_stopped
+from flows.runtime.flow_run_states import mark_flow_run_stopped
 from rl_core.errors import DataError, Stopped
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
@@ -13,7 +13,12 @@ pytestmark = pytest.mark.usefixtures("prefect_api")
 def final_state(error: BaseException):
     seen = []
 
-    @flow(name="stops", on_failure=[name_stopped], on_crashed=[name_stopped], persist_result=False)
+    @flow(
+        name="stops",
+        on_failure=[mark_flow_run_stopped],
+        on_crashed=[mark_flow_run_stopped],
+        persist_result=False,
+    )
     def stops():
         from prefect.runtime import flow_run
 
@@ -42,7 +47,7 @@ def test_every_flow_of_ours_says_it():
     from flows.post_training import post_training
     from flows.retrain import retrain
     from flows.single_stage import compare_models, single_stage
-    from flows.sweep.conduct import sweep
+    from flows.sweep.sweep_flow import sweep
 
     for one in (post_training, retrain, evaluate_champion, single_stage, compare_models, sweep):
-        assert one.on_failure_hooks == [name_stopped] == one.on_crashed_hooks
+        assert one.on_failure_hooks == [mark_flow_run_stopped] == one.on_crashed_hooks

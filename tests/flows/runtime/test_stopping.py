@@ -27,7 +27,9 @@ def test_what_does_not_stop_is_ended(tmp_path, how, code):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
     assert done.returncode == code, done.stderr
     assert ("stopped by SIGTERM" in done.stderr) is (how != "end")
-    assert ("resumes from the last checkpoint" in done.stderr) is (how == "hang")  # a server has none
+    assert ("resumes from the last checkpoint" in done.stderr) is (
+        how == "hang"
+    )  # a server has none
     assert (tmp_path / "words").exists() is (how != "end")
     assert how == "end" or (tmp_path / "words").read_text() == "stopped True"
 
@@ -64,10 +66,12 @@ print("ended by itself")
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
-        ("hang", 130, ""), ("loop", 130, "iteration over 2 False\n"), ("end", 0, "ended by itself\n"),
+        ("hang", 130, ""),
+        ("loop", 130, "iteration over 2 False\n"),
+        ("end", 0, "ended by itself\n"),
         ("off", 0, "ended by itself\n"),
     ],
-)  # fmt: skip
+)
 def test_ctrl_c_is_bounded_from_the_end_of_the_iteration(tmp_path, how, code, said):
     command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "words"), how]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)

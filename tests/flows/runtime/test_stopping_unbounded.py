@@ -25,14 +25,22 @@ with stopping.bounded():
 """
 
 
-@pytest.mark.parametrize(("block", "code", "words"), [
-    ("stopping.unbounded()", 0, "saved"), ("__import__('contextlib').nullcontext()", 143, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("block", "code", "words"),
+    [
+        ("stopping.unbounded()", 0, "saved"),
+        ("__import__('contextlib').nullcontext()", 143, ""),
+    ],
+)
 def test_a_block_without_the_bound_ends_by_itself(block, code, words):
     child = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(block=block)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-        stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [sys.executable, "-c", PROGRAM.format(block=block)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert child.stdout.readline() == "ready\n"
     time.sleep(0.05)
     child.send_signal(signal.SIGTERM)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.runtime.terminal_text import fitted
+from flows.runtime.progress import wrap_to_terminal
 
 
 @pytest.fixture
@@ -15,15 +15,21 @@ def terminal(monkeypatch):
 
 def test_long_lines_are_wrapped_below_their_own_indent(terminal):
     text = "short\n    posttrain itself: code 684844bd953e -> 4182712bb9a1\n\nend"
-    assert fitted(text) == "short\n    posttrain itself: code 684844bd953e\n      -> 4182712bb9a1\n\nend"
+    assert (
+        wrap_to_terminal(text)
+        == "short\n    posttrain itself: code 684844bd953e\n      -> 4182712bb9a1\n\nend"
+    )
 
 
 def test_what_has_no_spaces_stays_whole(terminal):
     link = "http://127.0.0.1:5000/#/experiments/1/runs/0123456789abcdef"
-    assert fitted(f"page of the newest: {link}").splitlines() == ["page of the newest:", f"  {link}"]
+    assert wrap_to_terminal(f"page of the newest: {link}").splitlines() == [
+        "page of the newest:",
+        f"  {link}",
+    ]
 
 
 def test_a_pipe_gets_the_lines_as_they_are(monkeypatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "40")
-    assert fitted("a " * 60) == "a " * 60
+    assert wrap_to_terminal("a " * 60) == "a " * 60

@@ -13,12 +13,11 @@ from helpers.small_sweep import CONFIG
 
 from flows.sweep import ray_trials
 from flows.sweep.plan import SweepPlan
-from flows.sweep.pool import LocalTrials, Worker
-from flows.sweep.ray_trials import RayTrials, TrialHost, TrialResources
-from flows.sweep.trial_process import NodeLost
+from flows.sweep.ray_trials import RayTrialPool, TrialHost, TrialResources
+from flows.sweep.trial_process import LocalTrialPool, NodeLost, TrialWorker
 from rl_core.errors import SettingsError, Stopped, WorkerFailed
 from rl_core.rollout_workers.cluster import WorkerLost
-from tasks.config import from_dict
+from tasks.config import build_settings
 
 NODES = [{"CPU": 4.0, "memory": 8e9}, {"CPU": 8.0, "memory": 8e9, "GPU": 2.0}]
 # In the place of flows.sweep.worker: answers each job by what the job says.
@@ -40,7 +39,14 @@ class StandInSession:
     """A `RaySession` whose actors are objects of this process; `lose` ends all calls of an actor from then on."""
 
     def __init__(self, address, cpus, key):
-        self.address, self.cpus, self.key, self.lost, self.made, self.stopped = address, cpus, key, set(), [], []
+        self.address, self.cpus, self.key, self.lost, self.made, self.stopped = (
+            address,
+            cpus,
+            key,
+            set(),
+            [],
+            [],
+        )
         self.is_closed = self.is_silent = False
 
     def begin(self):
@@ -52,7 +58,7 @@ class StandInSession:
     def nodes(self):
         return NODES
 
-    def actor(self, kind, *arguments, **options):
+    def create_actor(self, kind, *arguments, **options):
         host, number = kind(*arguments), len(self.made)
 
         def remote(name):
@@ -86,15 +92,18 @@ def trials(monkeypatch, tmp_path):
     echo.write_text(ECHO)
     start = subprocess.Popen
     monkeypatch.setattr(
-        subprocess, "Popen",
+        subprocess,
+        "Popen",
         lambda command, **options: start([sys.executable, str(echo), *command[-2:]], **options),
-    )  # fmt: skip
-    monkeypatch.setattr(ray_trials, "check_ray", lambda *_: None)
+    )
+    monkeypatch.setattr(ray_trials, "check_ray_installed", lambda *_: None)
     monkeypatch.setattr(ray_trials, "RaySession", StandInSession)
-    monkeypatch.setattr(ray_trials, "_READ_S", 0.05)
-    monkeypatch.setattr(ray_trials, "LAST_SECONDS", 0.2)
-    place = RayTrials("head:6379", 2, TrialResources(cpus=2))
-    place.open(from_dict({"name": "x", "stages": {"prepare_data": {}}}, check_files=False))
+    monkeypatch.setattr(ray_trials, "_READ_SECONDS", 0.05)
+    monkeypatch.setattr(ray_trials, "STOP_SECONDS", 0.2)
+    place = RayTrialPool("head:6379", 2, TrialResources(cpus=2))
+    place.open_pool(
+        build_settings({"name": "x", "stages": {"prepare_data": {}}}, check_files=False)
+    )
     yield place
     for host, _ in place._session.made:
         host._process.process.kill()
@@ -103,114 +112,145 @@ def trials(monkeypatch, tmp_path):
 
 def worker_on(place, home, stop=None):
     stop = stop or threading.Event()
-    return Worker(home / "w.log", lambda: place.start(0, home, home / "w.log", stop), stop)
+    return TrialWorker(home / "w.log", lambda: place.start(0, home, home / "w.log", stop), stop)
 
 
 def test_jobs_and_rungs_travel_over_the_actor_which_holds_the_resources(trials, tmp_path):
     worker, asked = worker_on(trials, tmp_path), []
     job = {"number": 1, "rung": True}
-    found = worker.run(job, lambda value: asked.append(value) or False, lambda *_: None)
+    found = worker.run_job(job, lambda value: asked.append(value) or False, lambda *_: None)
     assert found == {**job, "told": {"goes_on": False}} and asked == [0.5]
-    assert worker.run({"number": 2}, lambda value: True, lambda *_: None) == {"number": 2}
-    ((_, options),) = trials._session.made  # one process for both
+    assert worker.run_job({"number": 2}, lambda value: True, lambda *_: None) == {"number": 2}
+    ((_, options),) = trials._session.add_new_run  # one process for both
     assert options["num_cpus"] == 2 and options["num_gpus"] == 1.0 and options["memory"] > 0.5e9
     assert trials.threads == 2 and not trials.shares_memory
-    worker.close()
+    worker.close_process()
     assert trials._session.stopped == [0], "its resources are free again"
 
 
-def test_a_process_that_ends_by_itself_is_a_failed_trial_and_the_next_one_has_another(trials, tmp_path):
+def test_a_process_that_ends_by_itself_is_a_failed_trial_and_the_next_one_has_another(
+    trials, tmp_path
+):
     worker = worker_on(trials, tmp_path)
-    with pytest.raises(WorkerFailed, match="the process of the trial ended with 3; its output is in"):
-        worker.run({"dies": True}, lambda value: True, lambda *_: None)
-    assert worker.run({"number": 2}, lambda value: True, lambda *_: None) == {"number": 2}
+    with pytest.raises(
+        WorkerFailed, match="the process of the trial ended with 3; its output is in"
+    ):
+        worker.run_job({"dies": True}, lambda value: True, lambda *_: None)
+    assert worker.run_job({"number": 2}, lambda value: True, lambda *_: None) == {"number": 2}
     assert len(trials._session.made) == 2
-    worker.close()
+    worker.close_process()
 
 
 def test_a_lost_node_is_told_and_the_same_job_goes_to_another(trials, tmp_path):
     worker = worker_on(trials, tmp_path)
-    worker.run({"number": 1}, lambda value: True, lambda *_: None)
+    worker.run_job({"number": 1}, lambda value: True, lambda *_: None)
     trials._session.lost.add(0)
     with pytest.raises(NodeLost, match="the node died"):
-        worker.run({"number": 2}, lambda value: True, lambda *_: None)
-    assert worker.run({"number": 2}, lambda value: True, lambda *_: None) == {"number": 2}
+        worker.run_job({"number": 2}, lambda value: True, lambda *_: None)
+    assert worker.run_job({"number": 2}, lambda value: True, lambda *_: None) == {"number": 2}
     assert trials._session.stopped == [0]
-    worker.close()
+    worker.close_process()
 
 
 def test_a_sweep_that_stops_does_not_wait_for_a_silent_node(trials, tmp_path):
     stop = threading.Event()
     worker = worker_on(trials, tmp_path, stop)
-    worker.run({"number": 1}, lambda value: True, lambda *_: None)
+    worker.run_job({"number": 1}, lambda value: True, lambda *_: None)
     trials._session.is_silent = True
     stop.set()
     with pytest.raises(Stopped, match="the same command goes on"):
-        worker.run({"number": 2}, lambda value: True, lambda *_: None)
+        worker.run_job({"number": 2}, lambda value: True, lambda *_: None)
 
 
 @pytest.mark.parametrize(
     ("parallel", "resources", "message"),
     [
         (4, TrialResources(cpus=2, gpus=0.5), ""),
-        (5, TrialResources(cpus=2, gpus=0.5), r"--parallel 5: a trial holds 2 CPUs, .* GiB, 0.5 GPUs, and the 2 nodes"),
+        (
+            5,
+            TrialResources(cpus=2, gpus=0.5),
+            r"--parallel 5: a trial holds 2 CPUs, .* GiB, 0.5 GPUs, and the 2 nodes",
+        ),
         (6, TrialResources(cpus=2, gpus=0.0), ""),
-        (7, TrialResources(cpus=2, gpus=0.0), r"have room for 6 at a time; use --parallel 6, --trial-cpus or"),
-        (1, TrialResources(cpus=16, gpus=0.0), r"have room for 0 at a time; use --parallel 1, --trial-cpus"),
+        (
+            7,
+            TrialResources(cpus=2, gpus=0.0),
+            r"have room for 6 at a time; use --parallel 6, --trial-cpus or",
+        ),
+        (
+            1,
+            TrialResources(cpus=16, gpus=0.0),
+            r"have room for 0 at a time; use --parallel 1, --trial-cpus",
+        ),
     ],
 )
-def test_more_trials_than_the_nodes_have_room_for_are_refused(monkeypatch, parallel, resources, message):
-    monkeypatch.setattr(ray_trials, "check_ray", lambda *_: None)
+def test_more_trials_than_the_nodes_have_room_for_are_refused(
+    monkeypatch, parallel, resources, message
+):
+    monkeypatch.setattr(ray_trials, "check_ray_installed", lambda *_: None)
     monkeypatch.setattr(ray_trials, "RaySession", StandInSession)
-    place = RayTrials("auto", parallel, resources)
-    settings = from_dict({"name": "x", "stages": {"prepare_data": {}}}, check_files=False)
+    place = RayTrialPool("auto", parallel, resources)
+    settings = build_settings({"name": "x", "stages": {"prepare_data": {}}}, check_files=False)
     if not message:
-        place.open(settings)
+        place.open_pool(settings)
         return
     with pytest.raises(SettingsError, match=message):
-        place.open(settings)
+        place.open_pool(settings)
     assert place._session.is_closed
 
 
 def test_a_node_without_the_folder_is_one_line(tmp_path):
     host = TrialHost(str(tmp_path / "none"), str(tmp_path / "log"), {})
-    assert "does not see" in str(host.read()) and "storage that all nodes share" in str(host.do("is_alive"))
+    assert "does not see" in str(host.read()) and "storage that all nodes share" in str(
+        host.do("is_alive")
+    )
 
 
 def test_versions_of_a_cluster_are_asked_for_and_those_of_this_machine_are_not(monkeypatch):
     asked = []
-    monkeypatch.setattr(ray_trials, "check_ray", lambda *_: None)
+    monkeypatch.setattr(ray_trials, "check_ray_installed", lambda *_: None)
     monkeypatch.setattr(ray_trials, "RaySession", StandInSession)
     monkeypatch.setattr(StandInSession, "check_versions", lambda self: asked.append(self.address))
-    settings = from_dict({"name": "x", "stages": {"prepare_data": {}}}, check_files=False)
+    settings = build_settings({"name": "x", "stages": {"prepare_data": {}}}, check_files=False)
     for address in ("head:1", "local"):
-        RayTrials(address, 1, TrialResources()).open(settings)
+        RayTrialPool(address, 1, TrialResources()).open_pool(settings)
     assert asked == ["head:1"]
 
 
 def test_ray_that_is_missing_or_away_is_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"--ray needs the package ray .*posttrain\[ray\].*or leave --ray out"):
-        RayTrials("auto", 1, TrialResources())
+    with pytest.raises(
+        SettingsError, match=r"--ray needs the package ray .*posttrain\[ray\].*or leave --ray out"
+    ):
+        RayTrialPool("auto", 1, TrialResources())
 
 
 def plan_of(tmp_path, text, method):
-    from flows.sweep.space import parse_set
+    from flows.sweep.search import parse_set_options
 
     (tmp_path / "small.yaml").write_text(CONFIG)
-    overrides, dimensions = parse_set([f"output={tmp_path / 'out'}", *text])
+    overrides, dimensions = parse_set_options([f"output={tmp_path / 'out'}", *text])
     return SweepPlan(
-        config=str(tmp_path / "small.yaml"), overrides=tuple(overrides), dimensions=tuple(dimensions), method=method
+        config=str(tmp_path / "small.yaml"),
+        overrides=tuple(overrides),
+        dimensions=tuple(dimensions),
+        method=method,
     )
 
 
 @pytest.mark.parametrize("method", ["grid", "random", "bayes", "halving"])
 def test_an_unknown_key_is_refused_before_any_trial_whatever_the_method(tmp_path, method):
     with pytest.raises(SettingsError, match="learning_rat"):
-        plan_of(tmp_path, ["stages.policy.learning_rat=1e-4,1e-3"], method).check_settings()
-    plan_of(tmp_path, ["stages.policy.learning_rate=0,1e-3"], "random").check_settings()  # one value can be
+        plan_of(
+            tmp_path, ["stages.policy.learning_rat=1e-4,1e-3"], method
+        ).validate_trial_settings()
+    plan_of(
+        tmp_path, ["stages.policy.learning_rate=0,1e-3"], "random"
+    ).validate_trial_settings()  # one value can be
     with pytest.raises(SettingsError, match="learning_rate"):
-        plan_of(tmp_path, ["stages.policy.learning_rate=-2..-1"], "random").check_settings()
+        plan_of(
+            tmp_path, ["stages.policy.learning_rate=-2..-1"], "random"
+        ).validate_trial_settings()
 
 
 LETTERS = "stages.policy.learning_rate=1e-4,1e-2"
@@ -221,7 +261,7 @@ LETTERS = "stages.policy.learning_rate=1e-4,1e-2"
 def test_a_sweep_on_real_ray_outlives_a_lost_actor_and_has_the_figures_of_one_without(tmp_path):
     """The actor of the first trial is killed in the middle: the trial goes on from its checkpoint."""
     pytest.importorskip("ray")
-    from flows.sweep.conduct import run_sweep
+    from flows.sweep.sweep_flow import run_sweep
 
     alone, on_ray = tmp_path / "alone", tmp_path / "on_ray"
     for folder in (alone, on_ray):
@@ -240,7 +280,9 @@ def test_a_sweep_on_real_ray_outlives_a_lost_actor_and_has_the_figures_of_one_wi
     done = threading.Event()
     kill()
     try:
-        second = run_sweep(plan_of(on_ray, [LETTERS], "grid"), gate=False, quiet=True, ray="local", parallel=1)
+        second = run_sweep(
+            plan_of(on_ray, [LETTERS], "grid"), gate=False, quiet=True, ray="local", parallel=1
+        )
     finally:
         done.set()
     assert killed and [row["mean"] for row in first.rows] == [row["mean"] for row in second.rows]
@@ -250,15 +292,26 @@ def test_a_sweep_on_real_ray_outlives_a_lost_actor_and_has_the_figures_of_one_wi
 
 def kill_actor():
     """SIGKILL to the living actor of a trial; its process of trials goes with it."""
-    (actor,) = [one for one in psutil.Process().children(recursive=True) if "TrialHost" in "".join(one.cmdline())]
+    (actor,) = [
+        one
+        for one in psutil.Process().children(recursive=True)
+        if "TrialHost" in "".join(one.cmdline())
+    ]
     actor.kill()
     return actor.pid
 
 
 def test_processes_of_this_machine_are_started_as_before(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr("flows.sweep.pool.LocalTrialProcess", lambda log, environment: seen.append((log, environment)))
-    LocalTrials(1).start(0, tmp_path, tmp_path / "log", threading.Event())
+    monkeypatch.setattr(
+        "flows.sweep.trial_process.LocalTrialProcess",
+        lambda log, environment: seen.append((log, environment)),
+    )
+    LocalTrialPool(1).start_process(0, tmp_path, tmp_path / "log", threading.Event())
     ((log, environment),) = seen
-    assert log == tmp_path / "log" and environment["PATH"] == os.environ["PATH"] and environment["PYTHONPATH"]
-    assert LocalTrials(1).threads is None and LocalTrials(2).threads >= 1
+    assert (
+        log == tmp_path / "log"
+        and environment["PATH"] == os.environ["PATH"]
+        and environment["PYTHONPATH"]
+    )
+    assert LocalTrialPool(1).threads is None and LocalTrialPool(2).threads >= 1

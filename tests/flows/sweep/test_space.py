@@ -2,28 +2,43 @@
 
 import pytest
 
-from flows.sweep.plan import label_of
-from flows.sweep.space import Dimension, grid, parse_set, split_list
+from flows.sweep.plan import format_configuration
+from flows.sweep.search import Dimension, build_grid, parse_set_options, split_list_text
 from rl_core.errors import SettingsError
 
 
 def test_lists_and_ranges_vary_and_the_rest_is_an_override():
-    plain, varied = parse_set(
-        ["a.b=1e-4,3e-4", "c=[easy, hard]", "d=1..3", "e=1e-5..1e-3:3:log", "f='x,y'", "g={a: 1, b: 2}", "h=0.1..0.5"]
+    plain, varied = parse_set_options(
+        [
+            "a.b=1e-4,3e-4",
+            "c=[easy, hard]",
+            "d=1..3",
+            "e=1e-5..1e-3:3:log",
+            "f='x,y'",
+            "g={a: 1, b: 2}",
+            "h=0.1..0.5",
+        ]
     )
     assert plain == ["c=[easy, hard]", "f='x,y'", "g={a: 1, b: 2}"]
     assert [one.key for one in varied] == ["a.b", "d", "e", "h"]
     assert varied[0] == Dimension("a.b", ("1e-4", "3e-4"))
-    assert varied[1].is_whole and varied[1].grid_values() == ("1", "2", "3")
-    assert varied[2].is_log and [float(text) for text in varied[2].grid_values()] == pytest.approx([1e-5, 1e-4, 1e-3])
-    assert split_list("[a, b], 'c,d', {e: 1, f: 2}") == ["[a, b]", "'c,d'", "{e: 1, f: 2}"]
+    assert varied[1].is_whole and varied[1].list_grid_values() == ("1", "2", "3")
+    assert varied[2].is_log and [
+        float(text) for text in varied[2].list_grid_values()
+    ] == pytest.approx([1e-5, 1e-4, 1e-3])
+    assert split_list_text("[a, b], 'c,d', {e: 1, f: 2}") == ["[a, b]", "'c,d'", "{e: 1, f: 2}"]
 
 
 def test_the_grid_changes_the_last_setting_fastest():
     varied = [Dimension("a", ("1", "2")), Dimension("b", (), 0.0, 1.0, points=3)]
-    assert [tuple(one.values()) for one in grid(varied)] == [
-        ("1", "0.0"), ("1", "0.5"), ("1", "1.0"), ("2", "0.0"), ("2", "0.5"), ("2", "1.0"),
-    ]  # fmt: skip
+    assert [tuple(one.values()) for one in build_grid(varied)] == [
+        ("1", "0.0"),
+        ("1", "0.5"),
+        ("1", "1.0"),
+        ("2", "0.0"),
+        ("2", "0.5"),
+        ("2", "1.0"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -39,16 +54,20 @@ def test_the_grid_changes_the_last_setting_fastest():
 )
 def test_what_cannot_vary_is_refused_with_a_remedy(text, said):
     with pytest.raises(SettingsError, match=said):
-        parse_set([text])
+        parse_set_options([text])
 
 
 def test_a_grid_of_a_range_asks_for_points_and_has_a_limit():
-    with pytest.raises(SettingsError, match=r"as in 0.1..0.5:5; or draw from it with --method random"):
-        grid([Dimension("a", (), 0.1, 0.5)])
+    with pytest.raises(
+        SettingsError, match=r"as in 0.1..0.5:5; or draw from it with --method random"
+    ):
+        build_grid([Dimension("a", (), 0.1, 0.5)])
     with pytest.raises(SettingsError, match="20,000 configurations"):
-        grid([Dimension("a", (), 0, 199, is_whole=True), Dimension("b", (), 0, 99, is_whole=True)])
+        build_grid(
+            [Dimension("a", (), 0, 199, is_whole=True), Dimension("b", (), 0, 99, is_whole=True)]
+        )
     with pytest.raises(SettingsError, match="varies twice"):
-        parse_set(["a=1,2", "a=3,4"])
+        parse_set_options(["a=1,2", "a=3,4"])
 
 
 def test_a_label_has_drawn_numbers_in_three_digits_and_written_ones_as_they_are():
@@ -57,5 +76,8 @@ def test_a_label_has_drawn_numbers_in_three_digits_and_written_ones_as_they_are(
         "stages.policy.clip_eps": "0.2",
         "model.path": "a=b",
     }
-    assert label_of(drawn) == "learning_rate=7.99e-05, clip_eps=0.2, path=a=b"
-    assert label_of({"seed": "12345678901", "name": "v1.23456789012"}) == "seed=12345678901, name=v1.23456789012"
+    assert format_configuration(drawn) == "learning_rate=7.99e-05, clip_eps=0.2, path=a=b"
+    assert (
+        format_configuration({"seed": "12345678901", "name": "v1.23456789012"})
+        == "seed=12345678901, name=v1.23456789012"
+    )

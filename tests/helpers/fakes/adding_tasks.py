@@ -25,7 +25,9 @@ class Adder(vf.Task):
 
 
 def data(number, **values):
-    fields = dict(idx=number, name=None, system_prompt="add", prompt=f"{number}+1?", answer=str(number + 1))
+    fields = dict(
+        idx=number, name=None, system_prompt="add", prompt=f"{number}+1?", answer=str(number + 1)
+    )
     return SimpleNamespace(**{**fields, **values})
 
 
@@ -37,7 +39,10 @@ class Adding(vf.Taskset):
 class Talking(Adding):
     def load(self):
         hello = vf.UserMessage("hello")
-        return [Adder(data(n, system_prompt=None, prompt=[hello, vf.UserMessage(f"{n}+1?")])) for n in range(20)]
+        return [
+            Adder(data(n, system_prompt=None, prompt=[hello, vf.UserMessage(f"{n}+1?")]))
+            for n in range(20)
+        ]
 
 
 class Repeating(Adding):
@@ -48,7 +53,9 @@ class Repeating(Adding):
 class Shuffled(Adding):
     def load(self):
         tasks = super().load()
-        first = int.from_bytes(os.urandom(4), "little") % len(tasks)  # process numbers begin at 1 in each child
+        first = int.from_bytes(os.urandom(4), "little") % len(
+            tasks
+        )  # process numbers begin at 1 in each child
         return tasks[first:] + tasks[:first]
 
 

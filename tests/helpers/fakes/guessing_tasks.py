@@ -58,9 +58,13 @@ class GuessingEnv(vf.Env):
                     continue
                 word = "smaller" if segment.last_reply > task.data.answer else "greater"
                 word = f"please {word}" if self.config.polite else word
-                segment = await exchange.turn([{"role": "user", "content": word}] if self.config.polite else word)
+                segment = await exchange.turn(
+                    [{"role": "user", "content": word}] if self.config.polite else word
+                )
         exchange.trace.record_reward("game", 1.0 if exchange.trace.num_turns < 3 else 0.5)
-        exchange.trace.metrics["left"] = float(exchange.trace.state.guesses - exchange.trace.num_turns)
+        exchange.trace.metrics["left"] = float(
+            exchange.trace.state.guesses - exchange.trace.num_turns
+        )
 
     async def finalize(self, task, episode):
         (trace,) = episode.traces
@@ -68,7 +72,13 @@ class GuessingEnv(vf.Env):
 
 
 def data(number, **values):
-    fields = dict(idx=number, name=None, system_prompt="guess", prompt="a number below ten?", answer=str(number % 10))
+    fields = dict(
+        idx=number,
+        name=None,
+        system_prompt="guess",
+        prompt="a number below ten?",
+        answer=str(number % 10),
+    )
     return SimpleNamespace(**{**fields, "id": number, **values})
 
 

@@ -39,13 +39,19 @@ class Shopper(vf.Task):
 
     async def right(self, trace):
         trace.metrics["asked"] = float(trace.state.asked)
-        trace.metrics["calls"] = float(sum(len(node.message.tool_calls or ()) for node in trace.nodes if node.sampled))
+        trace.metrics["calls"] = float(
+            sum(len(node.message.tool_calls or ()) for node in trace.nodes if node.sampled)
+        )
         return float(trace.last_reply == self.data.answer)
 
 
 def data(number):
     return SimpleNamespace(
-        idx=number, name=None, system_prompt="shop", prompt=f"{number} tea?", answer=str(3 * number + 1)
+        idx=number,
+        name=None,
+        system_prompt="shop",
+        prompt=f"{number} tea?",
+        answer=str(3 * number + 1),
     )
 
 

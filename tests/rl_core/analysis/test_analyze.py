@@ -9,11 +9,10 @@ import pytest
 from helpers.handmade_trajectories import played, trajectory, zoom
 from numpy.testing import assert_allclose
 
-from rl_core.analysis import analyze, training_figure, write_trajectories
-from rl_core.analysis.calibration import calibrate
-from rl_core.analysis.canvas import COLORS, shades
-from rl_core.analysis.probe_results import ModelProbe, Probes
-from rl_core.analysis.training_curves import MAX_POINTS, Curve, read_training
+from rl_core.analysis import analyze, training_curves, write_trajectories
+from rl_core.analysis.canvas import COLORS, build_shades
+from rl_core.analysis.results import ModelProbeResult, ProbeResults, calibrate_reward_model
+from rl_core.analysis.training_curves import MAX_POINTS, TrainingCurve, read_training_curves
 from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings
 from rl_core.types import Turn
@@ -54,14 +53,21 @@ def result(tmp_path_factory):
     for name, skill in skills.items():
         write_trajectories(folder / f"{name}.jsonl", played(150, skill, seed=len(name)))
     rows = [
-        {"step": i, "time": 0, "metrics": {"success_rate": i / 40, "reward/mean": i / 50, "curriculum/stage": i // 20}}
+        {
+            "step": i,
+            "time": 0,
+            "metrics": {"success_rate": i / 40, "reward/mean": i / 50, "curriculum/stage": i // 20},
+        }
         for i in range(40)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 40, "met')
     found = analyze(
-        {name: folder / f"{name}.jsonl" for name in skills}, folder / "out", SETTINGS,
-        training={"policy": folder / "metrics.jsonl"}, image_of=lambda level, seed: PNG,
-    )  # fmt: skip
+        {name: folder / f"{name}.jsonl" for name in skills},
+        folder / "out",
+        SETTINGS,
+        training={"policy": folder / "metrics.jsonl"},
+        image_of=lambda level, seed: PNG,
+    )
     return found, folder
 
 
@@ -69,10 +75,18 @@ def test_every_file_is_there(result):
     found, _ = result
     assert found.report.name == "report.html"
     assert {path.name for path in found.files} == {
-        "report.html", "analysis.json", "analysis.csv", "success_by_level.png", "success_by_kind.png",
+        "report.html",
+        "analysis.json",
+        "analysis.csv",
+        "success_by_level.png",
+        "success_by_kind.png",
         "differences.png",
-        "distributions.png", "tools.png", "misuse.png", "rewards.png", "training_0.png",
-    }  # fmt: skip
+        "distributions.png",
+        "tools.png",
+        "misuse.png",
+        "rewards.png",
+        "training_0.png",
+    }
     for path in found.files:
         assert path.stat().st_size > 500
         assert path.suffix != ".png" or path.read_bytes().startswith(b"\x89PNG")
@@ -82,10 +96,16 @@ def test_metrics_agree_with_the_rows(result):
     found, _ = result
     for name, skill in (("sft", 0.5), ("policy", 0.95)):
         rows = list(played(150, skill, seed=len(name)))
-        assert_allclose(found.metrics[f"analysis/{name}/success_rate"], sum(r.success for r in rows) / 150)
-        assert_allclose(found.metrics[f"analysis/{name}/reward_mean"], sum(r.reward for r in rows) / 150)
+        assert_allclose(
+            found.metrics[f"analysis/{name}/success_rate"], sum(r.success for r in rows) / 150
+        )
+        assert_allclose(
+            found.metrics[f"analysis/{name}/reward_mean"], sum(r.reward for r in rows) / 150
+        )
         hard = [r.success for r in rows if r.level == "hard"]
-        assert_allclose(found.metrics[f"analysis/{name}/success_rate_by_level/hard"], sum(hard) / len(hard))
+        assert_allclose(
+            found.metrics[f"analysis/{name}/success_rate_by_level/hard"], sum(hard) / len(hard)
+        )
     difference = found.metrics["analysis/policy_minus_sft/success"]
     both = [found.metrics[f"analysis/{name}/success_rate"] for name in ("policy", "sft")]
     assert_allclose(difference, both[0] - both[1])
@@ -117,24 +137,38 @@ def test_report_is_self_contained_and_marks_the_turning_point(result):
 def test_json_and_csv(result):
     found, _ = result
     row = json.loads((found.files[1]).read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert [model["name"] for model in row["models"]] == ["sft", "policy"] and len(row["cases"]) == 3
-    assert_allclose(row["models"][1]["success"]["rate"], found.metrics["analysis/policy/success_rate"])
+    assert [model["name"] for model in row["models"]] == ["sft", "policy"] and len(
+        row["cases"]
+    ) == 3
+    assert_allclose(
+        row["models"][1]["success"]["rate"], found.metrics["analysis/policy/success_rate"]
+    )
     with found.files[2].open(newline="") as file:
         rows = list(csv.DictReader(file))
     [total] = [
-        r for r in rows if (r["model"], r["group"], r["metric"]) == ("policy", "all", "success_rate")
-    ]  # fmt: skip
-    assert float(total["value"]) == found.metrics["analysis/policy/success_rate"] and total["n"] == "150"
+        r
+        for r in rows
+        if (r["model"], r["group"], r["metric"]) == ("policy", "all", "success_rate")
+    ]
+    assert (
+        float(total["value"]) == found.metrics["analysis/policy/success_rate"]
+        and total["n"] == "150"
+    )
     assert any(r["group"] == "minus sft" and r["name"] == "hard" for r in rows)
-    assert any(r["group"] == "tool" and r["name"] == "hard: scan" and r["metric"] == "calls" for r in rows)
+    assert any(
+        r["group"] == "tool" and r["name"] == "hard: scan" and r["metric"] == "calls" for r in rows
+    )
 
 
 def test_same_input_gives_the_same_bytes(result, tmp_path):
     found, folder = result
     again = analyze(
-        {name: folder / f"{name}.jsonl" for name in ("sft", "policy")}, tmp_path / "again", SETTINGS,
-        training={"policy": folder / "metrics.jsonl"}, image_of=lambda level, seed: PNG,
-    )  # fmt: skip
+        {name: folder / f"{name}.jsonl" for name in ("sft", "policy")},
+        tmp_path / "again",
+        SETTINGS,
+        training={"policy": folder / "metrics.jsonl"},
+        image_of=lambda level, seed: PNG,
+    )
     assert again.metrics == found.metrics
     for one, other in zip(found.files, again.files, strict=True):
         assert one.read_bytes() == other.read_bytes(), one.name
@@ -147,10 +181,22 @@ def test_torn_training_rows_are_said(result):
 
 def test_markup_in_every_text_is_escaped(tmp_path):
     turns = [zoom(1, 1, EVIL), Turn(EVIL, None, EVIL, True), Turn(EVIL)]
-    row = trajectory(1, False, turns, level=EVIL, kind=EVIL, prompt=EVIL, target=EVIL, answer=EVIL, stop_reason=EVIL)
+    row = trajectory(
+        1,
+        False,
+        turns,
+        level=EVIL,
+        kind=EVIL,
+        prompt=EVIL,
+        target=EVIL,
+        answer=EVIL,
+        stop_reason=EVIL,
+    )
     row.turns[0].tool_call.name = EVIL
     row.rewards = {"task": 0.0, EVIL: 1.0}
-    other = trajectory(1, True, [Turn("answer red")], level=EVIL, kind=EVIL, prompt=EVIL, target=EVIL)
+    other = trajectory(
+        1, True, [Turn("answer red")], level=EVIL, kind=EVIL, prompt=EVIL, target=EVIL
+    )
     write_trajectories(tmp_path / "a.jsonl", [row, trajectory(2, kind="$x_{")])
     write_trajectories(tmp_path / "b.jsonl", [other, trajectory(2, kind="$x_{")])
     models = {EVIL: tmp_path / "a.jsonl", "<b>": tmp_path / "b.jsonl"}
@@ -158,7 +204,11 @@ def test_markup_in_every_text_is_escaped(tmp_path):
     page = Page(found.report.read_text(encoding="utf-8"))
     assert "script" not in page.tags and "b" in page.tags
     assert not [attribute for attribute in page.attributes if attribute[1].startswith("on")]
-    assert all(value.startswith("data:image/png;base64,") for _, name, value in page.attributes if name == "src")
+    assert all(
+        value.startswith("data:image/png;base64,")
+        for _, name, value in page.attributes
+        if name == "src"
+    )
     assert any("<script>alert(1)</script>" in words for words in page.words)
 
 
@@ -175,7 +225,9 @@ def test_csv_cells_are_no_formulas(tmp_path):
 
 def test_one_model_alone_and_no_cases(tmp_path):
     write_trajectories(tmp_path / "a.jsonl", [trajectory(1, turns=[])])
-    found = analyze({"only": tmp_path / "a.jsonl"}, tmp_path / "out", AnalysisSettings(side_by_side=0))
+    found = analyze(
+        {"only": tmp_path / "a.jsonl"}, tmp_path / "out", AnalysisSettings(side_by_side=0)
+    )
     assert found.comparisons == [] and found.notes == []
     assert "Episodes side by side" not in found.report.read_text()
     assert found.metrics["analysis/only/success_rate"] == 1.0
@@ -183,32 +235,59 @@ def test_one_model_alone_and_no_cases(tmp_path):
 
 def test_what_models_said_is_reported(tmp_path):
     for name in ("sft", "policy"):
-        write_trajectories(tmp_path / f"{name}.jsonl", [trajectory(1, name == "policy"), trajectory(2)])
-    probes = Probes(
+        write_trajectories(
+            tmp_path / f"{name}.jsonl", [trajectory(1, name == "policy"), trajectory(2)]
+        )
+    probes = ProbeResults(
         {
-            "sft": ModelProbe(perplexity=2.0, demonstrations=3, entropy=0.5, kl_to_first=0.0, entropy_by_turn=[0.5]),
-            "policy": ModelProbe(
-                entropy=0.25, kl_to_first=0.125, coherence=0.75, entropy_by_turn=[0.25], kl_by_turn=[0.125]
+            "sft": ModelProbeResult(
+                perplexity=2.0,
+                demonstrations=3,
+                entropy=0.5,
+                kl_to_first=0.0,
+                entropy_by_turn=[0.5],
+            ),
+            "policy": ModelProbeResult(
+                entropy=0.25,
+                kl_to_first=0.125,
+                coherence=0.75,
+                entropy_by_turn=[0.25],
+                kl_by_turn=[0.125],
             ),
         },
-        calibrate([0.0, 1.0, 2.0, 2.0], [False, True, True, True], [1, 1, 2, 2]),
+        calibrate_reward_model([0.0, 1.0, 2.0, 2.0], [False, True, True, True], [1, 1, 2, 2]),
         ["'x' was left out."],
     )
     models = {name: tmp_path / f"{name}.jsonl" for name in ("sft", "policy")}
     found = analyze(models, tmp_path / "out", SETTINGS, probes=probes)
     metrics = found.metrics
-    assert metrics["analysis/policy/kl_to_first"] == 0.125 and metrics["analysis/sft/perplexity"] == 2.0
-    assert "analysis/policy/perplexity" not in metrics and metrics["analysis/policy/coherence"] == 0.75
-    assert metrics["analysis/reward_model/accuracy"] == 1.0 and metrics["analysis/reward_model/pairs"] == 1
+    assert (
+        metrics["analysis/policy/kl_to_first"] == 0.125
+        and metrics["analysis/sft/perplexity"] == 2.0
+    )
+    assert (
+        "analysis/policy/perplexity" not in metrics and metrics["analysis/policy/coherence"] == 0.75
+    )
+    assert (
+        metrics["analysis/reward_model/accuracy"] == 1.0
+        and metrics["analysis/reward_model/pairs"] == 1
+    )
     assert {"entropy_and_kl.png", "reward_model.png"} <= {path.name for path in found.files}
     row = json.loads(found.files[1].read_text())
     assert row["models"][1]["probe"]["kl_by_turn"] == [0.125]
-    assert row["reward_model"]["pairs"] == 1 and row["reward_model"]["bins"][0]["right"]["rate"] == 1.0
+    assert (
+        row["reward_model"]["pairs"] == 1 and row["reward_model"]["bins"][0]["right"]["rate"] == 1.0
+    )
     with found.files[2].open(newline="") as file:
         cells = {(r["model"], r["metric"]): r["value"] for r in csv.DictReader(file)}
     assert cells["policy", "kl_to_first"] == "0.125" and cells["reward_model", "auc"] == "1.0"
     words = " ".join(Page(found.report.read_text(encoding="utf-8")).words)
-    for expected in ("Reward model against true success", "KL from the first model", "Perplexity", "'x' was left out."):
+    for expected in (
+        "Reward model against true success",
+        "KL from the first model",
+        "Perplexity",
+        "'x' was left out.",
+    ):
         assert expected in words
 
 
@@ -224,7 +303,9 @@ def test_pass_at_k_is_reported(tmp_path):
 def test_different_episodes_are_compared_on_the_common_ones(tmp_path):
     write_trajectories(tmp_path / "a.jsonl", [trajectory(seed, False) for seed in range(10)])
     write_trajectories(tmp_path / "b.jsonl", [trajectory(seed, True) for seed in range(4, 11)])
-    found = analyze({"a": tmp_path / "a.jsonl", "b": tmp_path / "b.jsonl"}, tmp_path / "out", SETTINGS)
+    found = analyze(
+        {"a": tmp_path / "a.jsonl", "b": tmp_path / "b.jsonl"}, tmp_path / "out", SETTINGS
+    )
     assert found.metrics["analysis/b_minus_a/episodes"] == 6
     assert found.metrics["analysis/b_minus_a/success"] == 1.0
     [note] = found.notes
@@ -243,7 +324,11 @@ def test_nothing_in_common_is_an_error_and_leaves_nothing(tmp_path):
 def test_bad_input_leaves_nothing(tmp_path):
     write_trajectories(tmp_path / "a.jsonl", [trajectory(1)])
     (tmp_path / "b.jsonl").write_text("{")
-    cases = [({}, None), ({"a": tmp_path / "b.jsonl"}, None), ({"a": tmp_path / "a.jsonl"}, {"a": tmp_path / "none"})]
+    cases = [
+        ({}, None),
+        ({"a": tmp_path / "b.jsonl"}, None),
+        ({"a": tmp_path / "a.jsonl"}, {"a": tmp_path / "none"}),
+    ]
     for models, training in cases:
         with pytest.raises(DataError):
             analyze(models, tmp_path / "out", SETTINGS, training=training)
@@ -261,9 +346,10 @@ def test_a_failing_image_costs_only_the_image(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_number_of_trajectories(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_core.analysis.summary.RESERVOIR", 200)
-    monkeypatch.setattr("rl_core.analysis.summary.KEPT_ACTIONS", 100)
-    from rl_core.analysis.runner import EpisodeIndex, _count
+    monkeypatch.setattr("rl_core.analysis.summary.RESERVOIR_SIZE", 200)
+    monkeypatch.setattr("rl_core.analysis.summary.DIVERSITY_SAMPLE_SIZE", 100)
+    from rl_core.analysis.episode_index import EpisodeIndex
+    from rl_core.analysis.runner import _summarize_model
 
     def peak(count):
         path = tmp_path / f"{count}.jsonl"
@@ -273,21 +359,24 @@ def test_memory_does_not_grow_with_the_number_of_trajectories(tmp_path, monkeypa
                 file.write(base.replace('"seed": 0', f'"seed": {seed}') + "\n")
         tracemalloc.start()
         with EpisodeIndex() as index:
-            model = _count(index, 0, "m", path, None, 0)
+            model = _summarize_model(index, 0, "m", path, None, 0)
             assert model.episodes == count
         top = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return top
 
-    small, large = peak(3000), peak(9000)  # more than the reservoirs and one batch of the index hold
+    small, large = (
+        peak(3000),
+        peak(9000),
+    )  # more than the reservoirs and one batch of the index hold
     assert large < 1.05 * small, (small, large)
 
 
 def test_curve_is_thinned_by_averaging():
-    curve = Curve()
+    curve = TrainingCurve()
     for step in range(5 * MAX_POINTS):
-        curve.add(step, float(step % 2))
-    curve.flush()
+        curve.add_point(step, float(step % 2))
+    curve.flush_pending_points()
     assert len(curve.values) <= MAX_POINTS and curve.steps == sorted(curve.steps)
     assert set(curve.values) == {0.5}
 
@@ -303,26 +392,40 @@ def test_training_rows_of_a_resumed_or_torn_run(tmp_path):
         {"step": 4, "metrics": {"success_rate": 0.4}},
     ]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n[1]\n{")
-    run = read_training(path, frozenset({"success_rate", "curriculum/stage"}))
-    assert run.curves["success_rate"].steps == [1, 2, 4] and run.curves["success_rate"].values == [0.1, 0.2, 0.4]
-    assert run.stages == [(1, 0), (2, 1)] and run.skipped == 3 and "other" not in run.curves
+    run = read_training_curves(path, frozenset({"success_rate", "curriculum/stage"}))
+    assert run.curves["success_rate"].steps == [1, 2, 4] and run.curves["success_rate"].values == [
+        0.1,
+        0.2,
+        0.4,
+    ]
+    assert run.stages == [(1, 0), (2, 1)] and run.num_skipped == 3 and "other" not in run.curves
     with pytest.raises(DataError, match="cannot be read"):
-        read_training(tmp_path / "none", frozenset())
+        read_training_curves(tmp_path / "none", frozenset())
 
 
 def test_rollbacks_of_the_curriculum_are_read_and_drawn(tmp_path):
     path = tmp_path / "metrics.jsonl"
     stages, rollbacks = [0, 1, 1, 0, 1, 1, 1], [0, 0, 0, 1, 1, 2, 2]
     lines = [
-        {"step": i, "metrics": {"train/success_rate": 0.5, "curriculum/stage": s, "curriculum/rollbacks": r}}
+        {
+            "step": i,
+            "metrics": {
+                "train/success_rate": 0.5,
+                "curriculum/stage": s,
+                "curriculum/rollbacks": r,
+            },
+        }
         for i, (s, r) in enumerate(zip(stages, rollbacks, strict=True), 1)
     ]
     path.write_text("\n".join(map(json.dumps, [*lines, lines[3]])))  # replayed after a kill
-    run = read_training(path, training_figure.WANTED)
+    run = read_training_curves(path, training_curves.DRAWN_METRICS)
     assert run.rollbacks == [4, 6] and run.stages == [(1, 0), (2, 1), (4, 0), (5, 1)]
-    drawn = training_figure.training(tmp_path / "with.png", run, "policy")
+    drawn = training_curves.draw_training_run(tmp_path / "with.png", run, "policy")
     run.rollbacks = []
-    assert drawn.read_bytes() != training_figure.training(tmp_path / "without.png", run, "policy").read_bytes()
+    assert (
+        drawn.read_bytes()
+        != training_curves.draw_training_run(tmp_path / "without.png", run, "policy").read_bytes()
+    )
 
 
 def test_a_curve_of_one_point_or_of_zeros_is_no_picture(tmp_path):
@@ -330,7 +433,12 @@ def test_a_curve_of_one_point_or_of_zeros_is_no_picture(tmp_path):
     rows = [{"step": i, "metrics": {"policy/update_kl": 0.0}} for i in range(9)]
     rows += [{"step": 9, "metrics": {"eval/loss": 0.5}}]
     path.write_text("\n".join(map(json.dumps, rows)))
-    assert training_figure.training(tmp_path / "x.png", read_training(path, training_figure.WANTED), "sft") is None
+    assert (
+        training_curves.draw_training_run(
+            tmp_path / "x.png", read_training_curves(path, training_curves.DRAWN_METRICS), "sft"
+        )
+        is None
+    )
 
 
 def test_parts_of_the_reward_are_drawn_where_there_are_several(tmp_path):
@@ -339,9 +447,11 @@ def test_parts_of_the_reward_are_drawn_where_there_are_several(tmp_path):
     def drawn(*parts):
         metrics = {f"reward/weighted/{part}": 0.5 for part in parts}
         path.write_text("\n".join(json.dumps({"step": i, "metrics": metrics}) for i in range(9)))
-        run = read_training(path, training_figure.WANTED, training_figure.PREFIXES)
+        run = read_training_curves(
+            path, training_curves.DRAWN_METRICS, training_curves.DRAWN_PREFIXES
+        )
         assert sorted(run.curves) == sorted(metrics)
-        return training_figure.training(tmp_path / "x.png", run, "policy")
+        return training_curves.draw_training_run(tmp_path / "x.png", run, "policy")
 
     assert drawn("task", "curiosity") is not None and drawn("task") is None
 
@@ -351,7 +461,7 @@ def test_shades_run_from_light_to_dark():
         return sum(int(color[place : place + 2], 16) for place in (1, 3, 5))
 
     for color in COLORS:
-        values = [brightness(shade) for shade in shades(color, 4)]
+        values = [brightness(shade) for shade in build_shades(color, 4)]
         assert values == sorted(values, reverse=True) and len(set(values)) == 4
 
 
@@ -360,4 +470,9 @@ def test_matplotlib_is_imported_only_to_draw():
         "import sys, rl_core.analysis, rl_core.evaluation; "
         "print([m for m in ('matplotlib', 'pandas', 'prefect', 'mlflow', 'pydantic', 'yaml') if m in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )

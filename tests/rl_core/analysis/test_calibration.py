@@ -5,7 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.analysis.calibration import calibrate, correlation, ranking, reliability
+from rl_core.analysis.results import (
+    calibrate_reward_model,
+    compute_auc,
+    compute_correlation,
+    compute_reliability,
+)
 from rl_core.errors import DataError
 from rl_core.losses.preference import calibration_error
 
@@ -14,51 +19,67 @@ LOGIT_3 = math.log(3)  # sigmoid = 0.75
 
 def test_reliability_by_hand():
     # sure with 0.75 four times, right three times: no gap. Sure with 0.9 twice, both wrong: a gap of 0.9.
-    bins, ece = reliability([LOGIT_3, LOGIT_3, LOGIT_3, -LOGIT_3, -math.log(9), -math.log(9)], 10)
+    bins, ece = compute_reliability(
+        [LOGIT_3, LOGIT_3, LOGIT_3, -LOGIT_3, -math.log(9), -math.log(9)], 10
+    )
     assert [b.right.n for b in bins] == [4, 2]
     assert [b.confidence for b in bins] == pytest.approx([0.75, 0.9])
     assert [b.right.rate for b in bins] == [0.75, 0.0]
     assert ece == pytest.approx(2 / 6 * 0.9)
     assert bins[1].right.low == 0 and 0.6 < bins[1].right.high < 0.7  # Wilson at 0 of 2: 0.658
-    assert reliability([0.0], 10)[1] == 0.0  # a tie is half right, and half is what it claims
+    assert (
+        compute_reliability([0.0], 10)[1] == 0.0
+    )  # a tie is half right, and half is what it claims
 
 
 @given(st.lists(st.floats(-8, 8), min_size=1, max_size=40), st.integers(1, 10))
 def test_reliability_agrees_with_what_training_logs(margins, bins):
     expected = calibration_error(torch.tensor(margins, dtype=torch.float64), num_bins=bins)
-    assert reliability(margins, bins)[1] == pytest.approx(expected, abs=1e-9)
+    assert compute_reliability(margins, bins)[1] == pytest.approx(expected, abs=1e-9)
 
 
 def test_ranking_by_hand():
-    assert ranking([2.0, 1.0], [0.0, 1.0]) == (2 + 1.5) / 4
-    assert ranking([0.0], [1.0]) == 0.0
-    assert ranking([], [1.0]) is None and ranking([1.0], []) is None
+    assert compute_auc([2.0, 1.0], [0.0, 1.0]) == (2 + 1.5) / 4
+    assert compute_auc([0.0], [1.0]) == 0.0
+    assert compute_auc([], [1.0]) is None and compute_auc([1.0], []) is None
 
 
 def test_correlation_by_hand():
     # values 0 1 2 3, flags 0 0 1 1: cov = 2, |a|^2 = 5, |b|^2 = 1
-    assert correlation([0, 1, 2, 3], [0, 0, 1, 1]) == pytest.approx(2 / math.sqrt(5))
-    assert correlation([0, 1, 2, 3], [1, 1, 0, 0]) == pytest.approx(-2 / math.sqrt(5))
-    assert correlation([1.0, 1.0], [0, 1]) is None and correlation([1.0, 2.0], [1, 1]) is None
+    assert compute_correlation([0, 1, 2, 3], [0, 0, 1, 1]) == pytest.approx(2 / math.sqrt(5))
+    assert compute_correlation([0, 1, 2, 3], [1, 1, 0, 0]) == pytest.approx(-2 / math.sqrt(5))
+    assert (
+        compute_correlation([1.0, 1.0], [0, 1]) is None
+        and compute_correlation([1.0, 2.0], [1, 1]) is None
+    )
 
 
 def test_pairs_are_made_within_episodes_only():
     # episode a: success 2 against failures 0 and 3; episode b has a success alone: no pair
-    found = calibrate([2.0, 0.0, 3.0, 9.0], [True, False, False, True], ["a", "a", "a", "b"])
+    found = calibrate_reward_model(
+        [2.0, 0.0, 3.0, 9.0], [True, False, False, True], ["a", "a", "a", "b"]
+    )
     assert found.pairs == 2
     assert found.accuracy.rate == 0.5 and found.accuracy.n == 2
     assert found.auc == 0.75  # over all: 2 beats 0 and not 3, 9 beats both
     assert len(found.bins) == 1  # too few pairs for more
-    assert found.metrics().keys() == {"ece", "accuracy", "correlation", "auc", "pairs", "trajectories"}
+    assert found.collect_metrics().keys() == {
+        "ece",
+        "accuracy",
+        "correlation",
+        "auc",
+        "pairs",
+        "trajectories",
+    }
     assert "scores" not in found.to_json()
 
 
 def test_without_pairs_nothing_is_made_up():
-    found = calibrate([1.0, 2.0], [True, True], [1, 1])
-    assert found.bins == [] and found.metrics() == {"pairs": 0.0, "trajectories": 2.0}
+    found = calibrate_reward_model([1.0, 2.0], [True, True], [1, 1])
+    assert found.bins == [] and found.collect_metrics() == {"pairs": 0.0, "trajectories": 2.0}
 
 
 @pytest.mark.parametrize("scores", [[], [1.0], [1.0, math.nan]])
 def test_bad_input(scores):
     with pytest.raises(DataError):
-        calibrate(scores, [True, False][: max(len(scores), 2)], [1, 1])
+        calibrate_reward_model(scores, [True, False][: max(len(scores), 2)], [1, 1])

@@ -5,29 +5,33 @@ import math
 import numpy as np
 import pytest
 
-from rl_core.analysis.diversity import distinct_ngrams, self_bleu
-from rl_core.analysis.statistics import bootstrap_ratio, distinct_n
+from rl_core.analysis.statistics import (
+    bootstrap_ratio,
+    compute_distinct_ngrams,
+    compute_distinct_words,
+    compute_self_bleu,
+)
 from rl_core.errors import DataError
 
 
 def test_distinct_ngrams_by_hand():
     # bigrams: ab ba ab | bc: 4, of which 3 differ; none crosses the two sequences
-    assert distinct_ngrams(["abab", "bc"], 2) == 3 / 4
-    assert distinct_ngrams([[1], [2]], 2) == 0.0
-    assert distinct_n(["a b a b", "b c"], 2) == 3 / 4
+    assert compute_distinct_ngrams(["abab", "bc"], 2) == 3 / 4
+    assert compute_distinct_ngrams([[1], [2]], 2) == 0.0
+    assert compute_distinct_words(["a b a b", "b c"], 2) == 3 / 4
 
 
 def test_self_bleu_by_hand():
     one, two = ["a", "b", "c", "d"], ["a", "b", "c", "e"]
     # 3 of 4 unigrams; smoothed: (2 + 1) / (3 + 1) bigrams, (1 + 1) / (2 + 1) trigrams, (0 + 1) / (1 + 1) of order 4
     expected = (3 / 4 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25
-    assert self_bleu([one, two]) == pytest.approx(expected, rel=1e-12)
-    assert self_bleu([one, one, one]) == pytest.approx(1.0, rel=1e-12)
-    assert self_bleu([one, ["e", "f", "g", "h"]]) == 0.0
+    assert compute_self_bleu([one, two]) == pytest.approx(expected, rel=1e-12)
+    assert compute_self_bleu([one, one, one]) == pytest.approx(1.0, rel=1e-12)
+    assert compute_self_bleu([one, ["e", "f", "g", "h"]]) == 0.0
     # clipped: "a" occurs once in the reference, so 1 of 3 unigrams; bigrams (0 + 1) / (2 + 1); brevity 1 (3 > 1)
     # and the other way round: its only unigram matches, exp(1 - 3 / 1)
     expected = (math.sqrt(1 / 3 * 1 / 3) + math.exp(-2)) / 2
-    assert self_bleu([["a"] * 3, ["a"]], max_n=2) == pytest.approx(expected, rel=1e-12)
+    assert compute_self_bleu([["a"] * 3, ["a"]], max_n=2) == pytest.approx(expected, rel=1e-12)
 
 
 def naive_self_bleu(sequences, max_n):
@@ -43,7 +47,10 @@ def naive_self_bleu(sequences, max_n):
             grams = [tuple(hypothesis[i : i + n]) for i in range(len(hypothesis) - n + 1)]
             matched = 0
             for gram in set(grams):
-                seen = max(sum(tuple(other[i : i + n]) == gram for i in range(len(other) - n + 1)) for other in others)
+                seen = max(
+                    sum(tuple(other[i : i + n]) == gram for i in range(len(other) - n + 1))
+                    for other in others
+                )
                 matched += min(grams.count(gram), seen)
             added = int(n > 1)
             product *= (matched + added) / (len(grams) + added)
@@ -55,13 +62,17 @@ def naive_self_bleu(sequences, max_n):
 def test_self_bleu_is_that_of_a_naive_count():
     rng = np.random.default_rng(0)
     for _ in range(30):
-        sequences = [rng.integers(0, 4, rng.integers(0, 9)).tolist() for _ in range(rng.integers(2, 6))]
-        assert self_bleu(sequences, 3) == pytest.approx(naive_self_bleu(sequences, 3), rel=1e-12, abs=1e-15)
+        sequences = [
+            rng.integers(0, 4, rng.integers(0, 9)).tolist() for _ in range(rng.integers(2, 6))
+        ]
+        assert compute_self_bleu(sequences, 3) == pytest.approx(
+            naive_self_bleu(sequences, 3), rel=1e-12, abs=1e-15
+        )
 
 
 def test_self_bleu_needs_two():
     with pytest.raises(DataError, match="1 sequences"):
-        self_bleu([["a"]])
+        compute_self_bleu([["a"]])
 
 
 def test_ratio_bootstrap():

@@ -6,7 +6,7 @@ import pytest
 from helpers.handmade_trajectories import played, trajectory, zoom
 
 from rl_core.analysis import write_trajectories
-from rl_core.analysis.model_diff import diff_models
+from rl_core.analysis.comparison import diff_models
 from rl_core.errors import DataError
 from rl_core.types import Turn
 
@@ -35,34 +35,58 @@ def test_figures_by_hand(tmp_path):
     # signs of four episodes: 2 (P(+ >= 3)) = 2 (4 + 1) / 16
     assert [found.exact_p_value, found.paired.p_value] == pytest.approx([10 / 16, 10 / 16])
     assert [(row.name, row.success.difference) for row in found.worse] == [
-        ("hard", -1.0), ("colour", pytest.approx(-0.4)), ("easy", pytest.approx(-0.25)),
-    ]  # fmt: skip
+        ("hard", -1.0),
+        ("colour", pytest.approx(-0.4)),
+        ("easy", pytest.approx(-0.25)),
+    ]
     one, other = found.behaviour
     assert (one.turns, one.tools, one.truncated_rate) == (2.0, {"zoom": 1.0}, 0.0)
     assert (other.turns, other.tools, other.truncated_rate) == (2.0, {"zoom": 6 / 5}, 0.2)
     parted = {episode.seed: episode for episode in found.lost}
     assert set(parted) == {1, 2, 3} and [episode.seed for episode in found.won] == [4]
-    assert (parted[1].turn, parted[1].before, parted[1].actions) == (1, ("zoom 1 2",), ("answer red", "zoom 3 3"))
+    assert (parted[1].turn, parted[1].before, parted[1].actions) == (
+        1,
+        ("zoom 1 2",),
+        ("answer red", "zoom 3 3"),
+    )
     assert parted[1].observations == ("", "blue") and parted[1].success == (1.0, 0.0)
-    assert (parted[2].turn, parted[2].actions, parted[2].ends) == (1, ("answer red", ""), ("terminated", "max_turns"))
+    assert (parted[2].turn, parted[2].actions, parted[2].ends) == (
+        1,
+        ("answer red", ""),
+        ("terminated", "max_turns"),
+    )
     assert (parted[3].turn, parted[3].actions) == (None, ("", ""))
     plain = found.to_json()
     assert plain["first"] == "sft" and plain["behaviour"]["policy"]["tools"] == {"zoom": 1.2}
-    assert [row["seed"] for row in plain["won"]] == [4] and plain["exact_p_value"] == pytest.approx(0.625)
+    assert [row["seed"] for row in plain["won"]] == [4] and plain["exact_p_value"] == pytest.approx(
+        0.625
+    )
 
 
 def test_the_exact_test_is_that_of_all_signs_with_several_samples(tmp_path):
     """Rates of three samples: the distribution over all 2^n signs, enumerated."""
-    first, second = list(played(12, 0.5, seed=1, samples=3)), list(played(12, 0.9, seed=2, samples=3))
+    first, second = (
+        list(played(12, 0.5, seed=1, samples=3)),
+        list(played(12, 0.9, seed=2, samples=3)),
+    )
     found = diff_models(files(tmp_path, first, second), ("a", "b"))
     rates = [
-        {seed: sum(t.success for t in side if t.seed == seed) / 3 for seed in {t.seed for t in side}}
+        {
+            seed: sum(t.success for t in side if t.seed == seed) / 3
+            for seed in {t.seed for t in side}
+        }
         for side in (first, second)
     ]
     differences = [rates[1][seed] - rates[0][seed] for seed in rates[0]]
     moved = [value for value in differences if value]
-    sums = [sum(s * abs(v) for s, v in zip(signs, moved, strict=True)) for signs in itertools.product((1, -1), repeat=len(moved))]  # fmt: skip  # noqa: E501
-    more, less = (sum(total * sign >= sum(moved) * sign - 1e-9 for total in sums) / len(sums) for sign in (1, -1))
+    sums = [
+        sum(s * abs(v) for s, v in zip(signs, moved, strict=True))
+        for signs in itertools.product((1, -1), repeat=len(moved))
+    ]  # noqa: E501
+    more, less = (
+        sum(total * sign >= sum(moved) * sign - 1e-9 for total in sums) / len(sums)
+        for sign in (1, -1)
+    )
     assert len(moved) > 4 and found.exact_p_value == pytest.approx(min(1.0, 2 * min(more, less)))
     assert found.paired.total.success.difference == pytest.approx(sum(differences) / 12)
 

@@ -52,15 +52,20 @@ def test_the_mean_over_episodes_is_in_metrics_tables_and_report(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("two", "is called with one trajectory"), ("reward_mean", "a measure named 'reward_mean' already"),
-     ("absent", "measures.0: no function 'absent' there")],
-)  # fmt: skip
+    [
+        ("two", "is called with one trajectory"),
+        ("reward_mean", "a measure named 'reward_mean' already"),
+        ("absent", "measures.0: no function 'absent' there"),
+    ],
+)
 def test_wrong_functions_are_refused_before_anything_is_read(tmp_path, name, message):
     with pytest.raises(SettingsError, match=message):
         analyze({"sft": tmp_path / "absent.jsonl"}, tmp_path / "out", settings(name))
 
 
-@pytest.mark.parametrize(("name", "message"), [("bad", "gave nan"), ("raises", "raised AttributeError")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("bad", "gave nan"), ("raises", "raised AttributeError")]
+)
 def test_what_fails_on_an_episode_names_both(tmp_path, name, message):
     write_trajectories(tmp_path / "sft.jsonl", played(3, 0.5, seed=1))
     with pytest.raises(DataError, match=rf"measure '{name}' on \w+/\d+ {message}"):

@@ -6,13 +6,13 @@ import math
 import numpy as np
 import pytest
 
-from rl_core.analysis.paired_tests import (
-    alpha_left,
+from rl_core.analysis.significance_tests import (
     betting_test,
-    episodes_needed,
-    gain_test,
+    compute_remaining_alpha,
+    compute_spent_alpha,
+    estimate_episodes_needed,
+    run_gain_test,
     sign_flip_test,
-    spent_alpha,
 )
 from rl_core.errors import DataError
 
@@ -20,7 +20,9 @@ from rl_core.errors import DataError
 def enumerated(differences):
     """Share of all 2^n sign patterns whose sum is at least the observed one."""
     sizes = np.abs(differences)
-    sums = np.array([np.dot(signs, sizes) for signs in itertools.product((-1, 1), repeat=len(sizes))])
+    sums = np.array(
+        [np.dot(signs, sizes) for signs in itertools.product((-1, 1), repeat=len(sizes))]
+    )
     return float((sums >= np.sum(differences) - 1e-12).mean())
 
 
@@ -52,22 +54,26 @@ def test_real_rewards_against_all_sign_patterns(seed):
     found = sign_flip_test(differences, np.ones(12, int), draws=200_000, seed=1)
     exact = enumerated(differences)
     assert abs(found - exact) < 5 * math.sqrt(exact * (1 - exact) / 200_000) + 1e-5
-    assert found != sign_flip_test(differences, np.ones(12, int), draws=200_000, seed=2)  # signs were drawn
+    assert found != sign_flip_test(
+        differences, np.ones(12, int), draws=200_000, seed=2
+    )  # signs were drawn
     assert sign_flip_test([1e-3 * math.pi], [40], draws=999) == pytest.approx(1 / 1000)  # never 0
 
 
 def test_kinds_of_test_and_their_counts():
-    found = gain_test([1, 1, -1, 0, 0])
+    found = run_gain_test([1, 1, -1, 0, 0])
     assert (found.name, found.episodes, found.discordant) == ("sign test", 5, 3)
     assert found.p_value == pytest.approx(4 / 8)
-    assert gain_test([0.5, 1, -0.5]).name == "sign-flip test"
-    assert gain_test([1, 1, -1], margin=0.1).name == "betting test"
-    assert gain_test([1, 1, -1], margin=0.1, bounded=False).name == "sign-flip test"
+    assert run_gain_test([0.5, 1, -0.5]).name == "sign-flip test"
+    assert run_gain_test([1, 1, -1], margin=0.1).name == "betting test"
+    assert run_gain_test([1, 1, -1], margin=0.1, bounded=False).name == "sign-flip test"
     # around the margin .5: .5, .5, -1.5; only +++, and ++- and its likes with a sum of at least -.5: 7 of 8
-    assert gain_test([1, 1, -1], margin=0.5, bounded=False).p_value == pytest.approx(enumerated([0.5, 0.5, -1.5]))
+    assert run_gain_test([1, 1, -1], margin=0.5, bounded=False).p_value == pytest.approx(
+        enumerated([0.5, 0.5, -1.5])
+    )
     for wrong in ([], [math.nan], [[1.0]]):
         with pytest.raises(DataError):
-            gain_test(wrong)
+            run_gain_test(wrong)
     with pytest.raises(DataError):
         betting_test([1.5], [3], 0.1)
 
@@ -79,14 +85,19 @@ def test_the_betting_test_keeps_its_level_for_every_share_of_ties(margin, level)
     n = 20
     cases = [(wins, losses) for wins in range(n + 1) for losses in range(n + 1 - wins)]
     rejected = [
-        betting_test([1.0, -1.0, 0.0], [wins, losses, n - wins - losses], margin) <= level for wins, losses in cases
+        betting_test([1.0, -1.0, 0.0], [wins, losses, n - wins - losses], margin) <= level
+        for wins, losses in cases
     ]
     sizes = []
     for share in np.linspace(max(0.0, -margin), (1 - margin) / 2, 9):
         up, down = share + margin, share
         sizes.append(
             sum(
-                math.comb(n, w) * math.comb(n - w, b) * up**w * down**b * max(0.0, 1 - up - down) ** (n - w - b)
+                math.comb(n, w)
+                * math.comb(n - w, b)
+                * up**w
+                * down**b
+                * max(0.0, 1 - up - down) ** (n - w - b)
                 for (w, b), out in zip(cases, rejected, strict=True)
                 if out
             )
@@ -102,14 +113,16 @@ def test_the_betting_test_finds_what_is_there():
 
 
 def test_alpha_is_spent_and_never_overspent():
-    assert [spent_alpha(0.06, k) for k in (1, 2, 3)] == pytest.approx([0.03, 0.01, 0.005])
-    assert [alpha_left(0.06, k) for k in (1, 2, 3)] == pytest.approx([0.03, 0.02, 0.015])
-    assert sum(spent_alpha(0.05, k) for k in range(1, 10_000)) < 0.05
+    assert [compute_spent_alpha(0.06, k) for k in (1, 2, 3)] == pytest.approx([0.03, 0.01, 0.005])
+    assert [compute_remaining_alpha(0.06, k) for k in (1, 2, 3)] == pytest.approx(
+        [0.03, 0.02, 0.015]
+    )
+    assert sum(compute_spent_alpha(0.05, k) for k in range(1, 10_000)) < 0.05
     with pytest.raises(DataError):
-        spent_alpha(0.05, 0)
+        compute_spent_alpha(0.05, 0)
 
 
 def test_episodes_that_it_would_take():
     # mean .1, variance .2 - .01 = .19; (1.95996 + .84162)^2 * .19 / .01 = 149.1 -> 150
-    assert episodes_needed([1.0] * 15 + [-1.0] * 5 + [0.0] * 80, 0.0, 0.025) == 150
-    assert episodes_needed([1.0, -1.0], 0.0, 0.025) is None
+    assert estimate_episodes_needed([1.0] * 15 + [-1.0] * 5 + [0.0] * 80, 0.0, 0.025) == 150
+    assert estimate_episodes_needed([1.0, -1.0], 0.0, 0.025) is None

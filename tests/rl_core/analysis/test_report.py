@@ -6,8 +6,8 @@ import pytest
 from helpers.handmade_trajectories import played, trajectory
 
 from rl_core.analysis import analyze, write_trajectories
-from rl_core.analysis.report_cases import filter_style, shown_cases
-from rl_core.analysis.report_html import points
+from rl_core.analysis.report import render_cases, render_filters
+from rl_core.analysis.report_html import format_difference
 from rl_core.analysis.statistics import Difference
 from rl_core.settings import AnalysisSettings
 
@@ -25,23 +25,37 @@ def report(tmp_path_factory):
     return found, found.report.read_text(encoding="utf-8")
 
 
-def test_the_verdict_comes_first_then_what_got_worse_and_the_contents_list_names_every_section(report):
+def test_the_verdict_comes_first_then_what_got_worse_and_the_contents_list_names_every_section(
+    report,
+):
     _, text = report
     identities = re.findall(r"<section id='([\w-]+)'", text)
-    assert text.index("id='verdict'") < text.index("<nav>") < text.index("<section id='regressions'")
+    assert (
+        text.index("id='verdict'") < text.index("<nav>") < text.index("<section id='regressions'")
+    )
     assert identities[:2] == ["regressions", "overview"] and "is-worse" in text
     assert re.findall(r"<a href='#([\w-]+)'>", text) == identities
 
 
 def test_differences_of_the_last_model_from_the_first_stand_in_every_table(report):
     found, text = report
-    [pair] = [pair for pair in found.comparisons if (pair.first, pair.second) == ("champion", "policy")]
+    [pair] = [
+        pair for pair in found.comparisons if (pair.first, pair.second) == ("champion", "policy")
+    ]
     for section in ("overview", "levels", "kinds"):
         table = text.partition(f"<section id='{section}'")[2].partition("</section>")[0]
         assert "<th>policy &minus; champion</th>" in table
     d = pair.total.success
-    shown = f"{100 * d.difference:+.1f}</span> <small>[{100 * d.low:+.1f}, {100 * d.high:+.1f}]</small>"
-    assert text.partition("<section id='overview'")[2].partition("</tr>")[2].partition("</tr>")[0].count(shown) == 1
+    shown = (
+        f"{100 * d.difference:+.1f}</span> <small>[{100 * d.low:+.1f}, {100 * d.high:+.1f}]</small>"
+    )
+    assert (
+        text.partition("<section id='overview'")[2]
+        .partition("</tr>")[2]
+        .partition("</tr>")[0]
+        .count(shown)
+        == 1
+    )
     levels = text.partition("<section id='levels'")[2].partition("</section>")[0]
     for row in pair.by_level:
         assert f"[{100 * row.success.low:+.1f}, {100 * row.success.high:+.1f}]" in levels
@@ -49,26 +63,38 @@ def test_differences_of_the_last_model_from_the_first_stand_in_every_table(repor
 
 def test_measures_of_an_episode_have_paired_differences_with_intervals(report):
     found, text = report
-    [pair] = [pair for pair in found.comparisons if (pair.first, pair.second) == ("champion", "policy")]
-    rows = dict(re.findall(r"<tr><td class=text>([^<]+)</td>(.*?)</tr>", text.partition("id='overview'")[2]))
+    [pair] = [
+        pair for pair in found.comparisons if (pair.first, pair.second) == ("champion", "policy")
+    ]
+    rows = dict(
+        re.findall(r"<tr><td class=text>([^<]+)</td>(.*?)</tr>", text.partition("id='overview'")[2])
+    )
     for label, name, scale, digits in (
-        ("Turns per episode", "turns_mean", 1, 2), ("Cut by a limit", "truncated_rate", 100, 1),
-    ):  # fmt: skip
+        ("Turns per episode", "turns_mean", 1, 2),
+        ("Cut by a limit", "truncated_rate", 100, 1),
+    ):
         d = pair.measures[name]
         assert f"[{scale * d.low:+.{digits}f}, {scale * d.high:+.{digits}f}]" in rows[label]
-    assert pair.measures["truncated_rate"].low > 0 and "<span class='worse'>worse" in rows["Cut by a limit"]
+    assert (
+        pair.measures["truncated_rate"].low > 0
+        and "<span class='worse'>worse" in rows["Cut by a limit"]
+    )
     means = {one["model"]: one["turns_mean"] for one in found.summary}
-    assert pair.measures["turns_mean"].difference == pytest.approx(means["policy"] - means["champion"])
+    assert pair.measures["turns_mean"].difference == pytest.approx(
+        means["policy"] - means["champion"]
+    )
     assert "[" not in rows["Strategy entropy (nats)"]  # no episode has one
 
 
 def test_better_and_worse_are_said_only_where_the_interval_leaves_out_zero():
-    assert "better" in points(Difference(0.1, 0.05, 0.2)) and "worse" in points(Difference(-0.1, -0.2, -0.05))
-    assert "worse" in points(Difference(0.1, 0.05, 0.2), direction=-1)
-    assert "better" in points(Difference(-0.1, -0.2, -0.05), direction=-1)
-    either = points(Difference(0.1, 0.05, 0.2), direction=0)
+    assert "better" in format_difference(
+        Difference(0.1, 0.05, 0.2)
+    ) and "worse" in format_difference(Difference(-0.1, -0.2, -0.05))
+    assert "worse" in format_difference(Difference(0.1, 0.05, 0.2), direction=-1)
+    assert "better" in format_difference(Difference(-0.1, -0.2, -0.05), direction=-1)
+    either = format_difference(Difference(0.1, 0.05, 0.2), direction=0)
     assert "better" not in either and "worse" not in either
-    text = points(Difference(0.1, -0.05, 0.2))
+    text = format_difference(Difference(0.1, -0.05, 0.2))
     assert "better" not in text and "worse" not in text and "+10.0" in text
 
 
@@ -78,7 +104,9 @@ def test_lost_episodes_are_filtered_by_level_and_kind_without_a_script(report):
     cases = re.findall(r"<article class='([^']*)'", part)
     assert len(cases) >= 5
     controls = dict(re.findall(r"<input type='radio' name='\w' id='(\w+)'>([^<]*)</label>", part))
-    assert any(label.startswith("hard (") for label in controls.values()) and any(n[0] == "k" for n in controls)
+    assert any(label.startswith("hard (") for label in controls.values()) and any(
+        n[0] == "k" for n in controls
+    )
     for name, label in controls.items():
         count = int(label.rpartition("(")[2].rstrip(")"))
         assert count == sum(name in classes.split() for classes in cases) > 0
@@ -86,36 +114,57 @@ def test_lost_episodes_are_filtered_by_level_and_kind_without_a_script(report):
 
 
 def test_what_does_not_fit_is_counted(report, monkeypatch):
-    from rl_core.analysis import report_cases, runner
+    from rl_core.analysis import report as report_cases
+    from rl_core.analysis import runner
 
     kept = []
-    monkeypatch.setattr(runner, "render", lambda analysis, figures, title: kept.append(analysis) or "")
+    monkeypatch.setattr(
+        runner, "render_report", lambda analysis, figures, title: kept.append(analysis) or ""
+    )
     found, _ = report
     folder = found.report.parent.parent
-    analyze({name: folder / f"{name}.jsonl" for name in ("champion", "policy")}, folder / "again", SETTINGS)
+    analyze(
+        {name: folder / f"{name}.jsonl" for name in ("champion", "policy")},
+        folder / "again",
+        SETTINGS,
+    )
     cases = kept[0].cases
     names = ["champion", "policy"]
-    whole = [part.count("<article") for part in shown_cases(cases, names)]
+    whole = [part.count("<article") for part in render_cases(cases, names)]
     assert sum(whole) == len(cases) and whole[0] >= len(cases) / 2
-    size = sum(len(part.encode()) for part in shown_cases(cases, names))
-    cut = shown_cases(cases, names, size // 3)
+    size = sum(len(part.encode()) for part in render_cases(cases, names))
+    cut = render_cases(cases, names, size // 3)
     assert sum(part.count("<article") for part in cut) < len(cases)
     assert sum(len(part.encode()) for part in cut) < size // 3 + 400
-    assert f"<p class='note'>{whole[1] - cut[1].count('<article'):,} more would make this page too large" in cut[1]
-    assert filter_style(cases)[1].count(":checked") == report_cases.filter_style(cases)[0].count("<input") - 2
+    assert (
+        f"<p class='note'>{whole[1] - cut[1].count('<article'):,} more would make this page too large"
+        in cut[1]
+    )
+    assert (
+        render_filters(cases)[1].count(":checked")
+        == report_cases.render_filters(cases)[0].count("<input") - 2
+    )
 
 
 def test_one_model_has_no_differences(tmp_path):
     write_trajectories(tmp_path / "a.jsonl", [trajectory(seed, seed > 2) for seed in range(5)])
     text = analyze({"only": tmp_path / "a.jsonl"}, tmp_path / "out", SETTINGS).report.read_text()
-    assert "&minus;</th>" not in text and "<section id='regressions'" not in text and "id='verdict'" in text
+    assert (
+        "&minus;</th>" not in text
+        and "<section id='regressions'" not in text
+        and "id='verdict'" in text
+    )
 
 
 @pytest.mark.slow
 def test_two_thousand_episodes_of_eight_models_fit_into_five_megabytes(tmp_path):
     names = [f"model {number}" for number in range(8)]
     for number, name in enumerate(names):
-        write_trajectories(tmp_path / f"{name}.jsonl", played(2000, 0.95 - 0.05 * number, seed=number))
+        write_trajectories(
+            tmp_path / f"{name}.jsonl", played(2000, 0.95 - 0.05 * number, seed=number)
+        )
     settings = AnalysisSettings(bootstrap_samples=200, side_by_side=10_000)
-    found = analyze({name: tmp_path / f"{name}.jsonl" for name in names}, tmp_path / "out", settings)
+    found = analyze(
+        {name: tmp_path / f"{name}.jsonl" for name in names}, tmp_path / "out", settings
+    )
     assert 1e6 < found.report.stat().st_size < 5e6

@@ -21,7 +21,9 @@ def address(tmp_path_factory):
     for name, skill in {"champion": 0.9, "policy": 0.5}.items():
         write_trajectories(folder / f"{name}.jsonl", played(80, skill, seed=len(name)))
     models = {name: folder / f"{name}.jsonl" for name in ("champion", "policy")}
-    return analyze(models, folder / "out", AnalysisSettings(bootstrap_samples=100, side_by_side=12)).report.as_uri()
+    return analyze(
+        models, folder / "out", AnalysisSettings(bootstrap_samples=100, side_by_side=12)
+    ).report.as_uri()
 
 
 def open_at(address, width, *, dark=False):
@@ -36,7 +38,9 @@ def test_nothing_is_cut_off_and_a_link_of_the_contents_goes_there(address, width
         assert page.run("document.documentElement.scrollWidth") <= width
         assert page.run("document.querySelector('#verdict').getBoundingClientRect().top") < 200
         page.run("document.querySelector('nav a[href=\"#levels\"]').click()")
-        assert page.wait("Math.abs(document.querySelector('#levels').getBoundingClientRect().top - 8) < 2")
+        assert page.wait(
+            "Math.abs(document.querySelector('#levels').getBoundingClientRect().top - 8) < 2"
+        )
         assert page.errors == []
 
 
@@ -48,7 +52,9 @@ def test_on_a_phone_tables_scroll_and_their_first_column_stays(address):
         row.children[1].getBoundingClientRect().left - row.children[0].getBoundingClientRect().right]; })()"""
     with open_at(address, 420) as page:
         scrolled, first, second = page.run(place)
-        assert scrolled == 50 and abs(first) < 1.5 and second < -40  # the second column went below the first
+        assert (
+            scrolled == 50 and abs(first) < 1.5 and second < -40
+        )  # the second column went below the first
 
 
 def test_lost_episodes_are_filtered_by_a_click(address):
@@ -68,7 +74,10 @@ def test_dark_follows_the_system_and_paper_is_white_with_every_episode_open(addr
         light = page.run(ink)
     with open_at(address, 1400, dark=True) as page:
         dark = page.run(ink)
-        assert light == ["rgb(251, 251, 250)", "rgb(31, 38, 48)"] and dark == ["rgb(21, 24, 28)", "rgb(228, 232, 237)"]
+        assert light == ["rgb(251, 251, 250)", "rgb(31, 38, 48)"] and dark == [
+            "rgb(21, 24, 28)",
+            "rgb(228, 232, 237)",
+        ]
         page.call("Emulation.setEmulatedMedia", media="print")
         assert page.run(ink) == ["rgb(255, 255, 255)", "rgb(0, 0, 0)"]
         assert page.run("document.querySelector('.filters').offsetParent === null")

@@ -7,18 +7,18 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from rl_core.analysis.statistics import (
-    Loop,
     Rate,
+    StepLoop,
     bootstrap_mean,
-    clustered_rate,
-    distinct_n,
-    entropy,
+    bootstrap_paired_difference,
+    compute_clustered_rate,
+    compute_distinct_words,
+    compute_entropy,
+    compute_mean_pass_at_k,
+    compute_moving_average,
+    compute_rate_difference,
     find_loop,
-    mean_pass_at_k,
-    moving_average,
-    paired_bootstrap,
     pass_at_k,
-    rate_difference,
     sign_test,
     wilson_interval,
 )
@@ -47,7 +47,9 @@ def test_wilson_at_90_percent():
     assert_allclose(wilson_interval(2, 4, 0.9), (0.182401, 0.817599), atol=2e-6)
 
 
-@pytest.mark.parametrize(("successes", "n", "confidence"), [(3, 2, 0.95), (-1, 2, 0.95), (1, 2, 1.0), (1, 2, 0.0)])
+@pytest.mark.parametrize(
+    ("successes", "n", "confidence"), [(3, 2, 0.95), (-1, 2, 0.95), (1, 2, 1.0), (1, 2, 0.0)]
+)
 def test_wilson_refuses(successes, n, confidence):
     with pytest.raises(DataError):
         wilson_interval(successes, n, confidence)
@@ -61,14 +63,14 @@ def test_wilson_holds_the_share_and_is_never_a_point(pair):
 
 
 def test_clustered_rate_is_wilson_with_one_sample_each():
-    rate = clustered_rate([1] * 8 + [0] * 2, [1] * 10)
+    rate = compute_clustered_rate([1] * 8 + [0] * 2, [1] * 10)
     assert rate.n == 10 and rate.rate == 0.8
     assert_allclose((rate.low, rate.high), wilson_interval(8, 10), rtol=1e-12)
 
 
 def test_clustered_rate_counts_identical_samples_once():
     # every episode's 5 samples agree: 10 episodes are worth 10 looks, not 50
-    rate = clustered_rate([5] * 8 + [0] * 2, [5] * 10)
+    rate = compute_clustered_rate([5] * 8 + [0] * 2, [5] * 10)
     assert rate.n == 50 and rate.rate == 0.8
     assert_allclose((rate.low, rate.high), wilson_interval(8, 10), rtol=1e-9)
     assert rate.high - rate.low > 1.5 * (wilson_interval(40, 50)[1] - wilson_interval(40, 50)[0])
@@ -76,33 +78,33 @@ def test_clustered_rate_counts_identical_samples_once():
 
 def test_clustered_rate_between_the_extremes():
     # c = 4, 2, 0, 2 of 4: p = .5, spread = 4 + 0 + 4 + 0 = 8, n_eff = .25 * 256 / 8 = 8
-    rate = clustered_rate([4, 2, 0, 2], [4] * 4)
+    rate = compute_clustered_rate([4, 2, 0, 2], [4] * 4)
     assert_allclose((rate.low, rate.high), wilson_interval(4, 8), rtol=1e-12)
     # every episode at exactly p: more even than chance; never more than all 16 samples
-    rate = clustered_rate([2, 2, 2, 2], [4] * 4)
+    rate = compute_clustered_rate([2, 2, 2, 2], [4] * 4)
     assert_allclose((rate.low, rate.high), wilson_interval(2, 4), rtol=1e-12)
-    rate = clustered_rate([2, 2, 2, 3], [4] * 4)
+    rate = compute_clustered_rate([2, 2, 2, 3], [4] * 4)
     assert_allclose((rate.low, rate.high), wilson_interval(9, 16), rtol=1e-12)
 
 
 def test_clustered_rate_at_the_ends_and_empty():
-    assert_allclose(clustered_rate([4, 4], [4, 4])[1:3], wilson_interval(2, 2))
-    assert_allclose(clustered_rate([0, 0], [4, 4])[1:3], wilson_interval(0, 2))
-    assert clustered_rate([], []) == (0.0, 0.0, 1.0, 0)
+    assert_allclose(compute_clustered_rate([4, 4], [4, 4])[1:3], wilson_interval(2, 2))
+    assert_allclose(compute_clustered_rate([0, 0], [4, 4])[1:3], wilson_interval(0, 2))
+    assert compute_clustered_rate([], []) == (0.0, 0.0, 1.0, 0)
     with pytest.raises(DataError):
-        clustered_rate([2], [1])
+        compute_clustered_rate([2], [1])
     with pytest.raises(DataError):
-        clustered_rate([1, 1], [1])
+        compute_clustered_rate([1, 1], [1])
 
 
 def test_paired_bootstrap_sign_and_seed():
     a, b = [1, 1, 1, 0, 1, 1, 0, 1] * 10, [0, 1, 0, 0, 1, 0, 0, 1] * 10
-    difference = paired_bootstrap(a, b, 1000, seed=3)
+    difference = bootstrap_paired_difference(a, b, 1000, seed=3)
     assert_allclose(difference.difference, 3 / 8)
     assert 0 < difference.low < 3 / 8 < difference.high
-    assert paired_bootstrap(a, b, 1000, seed=3) == difference
-    assert paired_bootstrap(a, b, 1000, seed=4) != difference
-    back = paired_bootstrap(b, a, 1000, seed=3)
+    assert bootstrap_paired_difference(a, b, 1000, seed=3) == difference
+    assert bootstrap_paired_difference(a, b, 1000, seed=4) != difference
+    back = bootstrap_paired_difference(b, a, 1000, seed=3)
     assert back.difference == -3 / 8 and back.high < 0
 
 
@@ -111,9 +113,9 @@ def test_paired_bootstrap_is_narrower_than_unpaired():
     hard = rng.random(400)
     b = (hard < 0.5).astype(float)
     a = (hard < 0.55).astype(float)  # solves what b solves, and a little more
-    paired = paired_bootstrap(a, b, 2000, seed=0)
+    paired = bootstrap_paired_difference(a, b, 2000, seed=0)
     assert paired.low > 0
-    shuffled = paired_bootstrap(a, rng.permutation(b), 2000, seed=0)
+    shuffled = bootstrap_paired_difference(a, rng.permutation(b), 2000, seed=0)
     assert shuffled.low < 0 < shuffled.high
 
 
@@ -128,28 +130,32 @@ def test_bootstrap_has_the_binomial_width():
 def test_bootstrap_resamples_episodes_not_samples():
     # 20 episodes whose 50 samples agree: the interval is that of 20 draws, sd = sqrt(.25/20) = .112
     a = np.repeat([[1.0], [0.0]], 10, axis=0) * np.ones((1, 50))
-    result = paired_bootstrap(a, np.zeros((20, 50)), 5000, seed=0)
+    result = bootstrap_paired_difference(a, np.zeros((20, 50)), 5000, seed=0)
     assert_allclose(result.high - result.low, 2 * 1.96 * 0.112, atol=0.06)
 
 
 def test_bootstrap_chunks_do_not_change_the_result(monkeypatch):
     values, counts = np.arange(50.0), np.full(50, 3)
     whole = bootstrap_mean(values, counts, samples=200, seed=0)
-    monkeypatch.setattr("rl_core.analysis.statistics._CHUNK", 1000)
+    monkeypatch.setattr("rl_core.analysis.statistics._CELLS_PER_CHUNK", 1000)
     assert bootstrap_mean(values, counts, samples=200, seed=0) == whole
 
 
-@pytest.mark.parametrize(("a", "b"), [([1], [1, 0]), ([], []), ([[1, 0]], [[[1]]]), ([math.nan], [0])])
+@pytest.mark.parametrize(
+    ("a", "b"), [([1], [1, 0]), ([], []), ([[1, 0]], [[[1]]]), ([math.nan], [0])]
+)
 def test_paired_bootstrap_refuses(a, b):
     with pytest.raises(DataError):
-        paired_bootstrap(a, b)
+        bootstrap_paired_difference(a, b)
 
 
 def test_sign_test_by_hand():
     assert_allclose(sign_test(5, 0), 2 / 32)  # 2 * .5^5
     assert_allclose(sign_test(1, 4), 2 * (1 + 5) / 32)
     assert sign_test(3, 3) == 1.0 and sign_test(0, 0) == 1.0
-    assert_allclose(sign_test(300, 340), 2 * sum(math.comb(640, i) for i in range(301)) / 2**640, rtol=1e-9)
+    assert_allclose(
+        sign_test(300, 340), 2 * sum(math.comb(640, i) for i in range(301)) / 2**640, rtol=1e-9
+    )
     # a million pairs: z = (498,999.5 - 500,000 + 1) / 500 with continuity correction -> about 2 Phi(-1.999)
     assert_allclose(sign_test(499_000, 501_000), 0.04561, rtol=1e-3)
     with pytest.raises(DataError):
@@ -167,22 +173,24 @@ def test_pass_at_k_by_hand():
 
 
 def test_mean_pass_at_k_skips_episodes_with_too_few_samples():
-    assert_allclose(mean_pass_at_k([4, 4, 1], [1, 0, 1], 2), 0.25)
-    assert mean_pass_at_k([1], [1], 2) is None
-    assert mean_pass_at_k([2, 2, 1], [1, 0, 1], 2) == 0.5  # exactly enough samples are enough
+    assert_allclose(compute_mean_pass_at_k([4, 4, 1], [1, 0, 1], 2), 0.25)
+    assert compute_mean_pass_at_k([1], [1], 2) is None
+    assert (
+        compute_mean_pass_at_k([2, 2, 1], [1, 0, 1], 2) == 0.5
+    )  # exactly enough samples are enough
 
 
 def test_entropy_by_hand():
-    assert_allclose(entropy([2, 2, 0]), math.log(2))
-    assert_allclose(entropy([1, 3]), -0.25 * math.log(0.25) - 0.75 * math.log(0.75))
-    assert entropy([]) == 0.0 and entropy([7]) == 0.0
+    assert_allclose(compute_entropy([2, 2, 0]), math.log(2))
+    assert_allclose(compute_entropy([1, 3]), -0.25 * math.log(0.25) - 0.75 * math.log(0.75))
+    assert compute_entropy([]) == 0.0 and compute_entropy([7]) == 0.0
 
 
 def test_distinct_n_by_hand():
     # bigrams: (zoom 1) (1 2) | (zoom 1) (1 3): 3 of 4 are distinct; none across the two texts
-    assert distinct_n(["zoom 1 2", "zoom 1 3"], 2) == 0.75
-    assert distinct_n(["zoom 1 2", "zoom 1 3"], 1) == 4 / 6
-    assert distinct_n(["zoom"], 2) == 0.0
+    assert compute_distinct_words(["zoom 1 2", "zoom 1 3"], 2) == 0.75
+    assert compute_distinct_words(["zoom 1 2", "zoom 1 3"], 1) == 4 / 6
+    assert compute_distinct_words(["zoom"], 2) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -193,12 +201,12 @@ def test_distinct_n_by_hand():
         ("a", None),
         ("aba", None),  # coming back once is no cycle
         ("abcab", None),
-        ("aa", Loop(0, 1, 2)),
-        ("abab", Loop(0, 2, 2)),  # no two neighbours are equal
-        ("xabcabcy", Loop(1, 3, 2)),
-        ("ababa", Loop(0, 2, 2)),  # half a block at the end is not counted
-        ("abbbbc", Loop(1, 1, 4)),
-        ("aabcbcbc", Loop(2, 2, 3)),  # covers six steps rather than two
+        ("aa", StepLoop(0, 1, 2)),
+        ("abab", StepLoop(0, 2, 2)),  # no two neighbours are equal
+        ("xabcabcy", StepLoop(1, 3, 2)),
+        ("ababa", StepLoop(0, 2, 2)),  # half a block at the end is not counted
+        ("abbbbc", StepLoop(1, 1, 4)),
+        ("aabcbcbc", StepLoop(2, 2, 3)),  # covers six steps rather than two
     ],
 )
 def test_find_loop(steps, loop):
@@ -207,7 +215,7 @@ def test_find_loop(steps, loop):
 
 def test_find_loop_with_more_repeats():
     assert find_loop("abab", min_repeats=3) is None
-    assert find_loop("zababab", min_repeats=3) == Loop(1, 2, 3)
+    assert find_loop("zababab", min_repeats=3) == StepLoop(1, 2, 3)
     with pytest.raises(DataError):
         find_loop("aa", min_repeats=1)
 
@@ -227,8 +235,8 @@ def test_find_loop_agrees_with_brute_force(steps):
 
 
 def test_moving_average_by_hand():
-    assert_allclose(moving_average([1, 2, 6, 4], 2), [1, 1.5, 4, 5])
-    assert moving_average([], 3).tolist() == []
+    assert_allclose(compute_moving_average([1, 2, 6, 4], 2), [1, 1.5, 4, 5])
+    assert compute_moving_average([], 3).tolist() == []
 
 
 def test_the_difference_of_two_shares_is_the_published_one():
@@ -236,7 +244,11 @@ def test_the_difference_of_two_shares_is_the_published_one():
     def rate(successes, n):
         return Rate(successes / n, *wilson_interval(successes, n), n)
 
-    assert_allclose(rate_difference(rate(56, 70), rate(48, 80)), (0.2, 0.0524, 0.3339), atol=5e-5)
-    assert_allclose(rate_difference(rate(5, 56), rate(0, 29)), (5 / 56, -0.0381, 0.1926), atol=5e-5)
-    found = rate_difference(rate(48, 80), rate(56, 70))
+    assert_allclose(
+        compute_rate_difference(rate(56, 70), rate(48, 80)), (0.2, 0.0524, 0.3339), atol=5e-5
+    )
+    assert_allclose(
+        compute_rate_difference(rate(5, 56), rate(0, 29)), (5 / 56, -0.0381, 0.1926), atol=5e-5
+    )
+    found = compute_rate_difference(rate(48, 80), rate(56, 70))
     assert_allclose(found, (-0.2, -0.3339, -0.0524), atol=5e-5)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl_core.analysis.tool_steps import right_action_rate, tool_steps
-from rl_core.rollouts.rollout_metrics import conduct_metrics
+from rl_core.analysis.summary import compute_right_action_rate, extract_tool_steps
+from rl_core.rollouts.rollout_metrics import compute_behaviour_metrics
 from rl_core.types import ToolCall, Trajectory, Turn
 
 
@@ -13,28 +13,41 @@ def call(x, seen="a", error=False, tool="look"):
 
 def played(*turns, success=True, grounded=None, tokens=4):
     return Trajectory(
-        "e", "easy", "k", 0, "?", "red", turns=list(turns), success=success, is_grounded=grounded,
+        "e",
+        "easy",
+        "k",
+        0,
+        "?",
+        "red",
+        turns=list(turns),
+        success=success,
+        is_grounded=grounded,
         num_action_tokens=tokens,
-    )  # fmt: skip
+    )
 
 
 ANSWER = Turn("red")
 
 
 def test_right_action_right_place_by_hand():
-    assert right_action_rate(played(call(1), call(2, "b"), ANSWER)) == 1
-    assert right_action_rate(played(call(1), call(1), ANSWER)) == pytest.approx(2 / 3)  # the second tells nothing new
-    assert right_action_rate(played(call(1, "oops", error=True), ANSWER)) == 0.5
-    assert right_action_rate(played(call(1), ANSWER, success=False)) == 0.5
-    assert right_action_rate(played(ANSWER, grounded=False)) == 0  # a lucky guess
-    assert right_action_rate(played(Turn("hm", observation="?"), ANSWER)) == 0.5
-    assert right_action_rate(played()) is None
+    assert compute_right_action_rate(played(call(1), call(2, "b"), ANSWER)) == 1
+    assert compute_right_action_rate(played(call(1), call(1), ANSWER)) == pytest.approx(
+        2 / 3
+    )  # the second tells nothing new
+    assert compute_right_action_rate(played(call(1, "oops", error=True), ANSWER)) == 0.5
+    assert compute_right_action_rate(played(call(1), ANSWER, success=False)) == 0.5
+    assert compute_right_action_rate(played(ANSWER, grounded=False)) == 0  # a lucky guess
+    assert compute_right_action_rate(played(Turn("hm", observation="?"), ANSWER)) == 0.5
+    assert compute_right_action_rate(played()) is None
 
 
 def test_steps_loops_and_efficiency():
-    found = tool_steps(played(call(1), call(2), call(1), call(2), ANSWER))
+    found = extract_tool_steps(played(call(1), call(2), call(1), call(2), ANSWER))
     assert found.loop_period == 2 and found.efficiency == 0.5
-    assert tool_steps(played(ANSWER)).efficiency is None and tool_steps(played(call(1))).loop_period == 0
+    assert (
+        extract_tool_steps(played(ANSWER)).efficiency is None
+        and extract_tool_steps(played(call(1))).loop_period == 0
+    )
 
 
 def test_while_training():
@@ -44,7 +57,7 @@ def test_while_training():
         played(ANSWER, success=False, tokens=30),
         played(call(1, tool="evil/../name"), tokens=40),
     ]
-    found = conduct_metrics(rollouts)
+    found = compute_behaviour_metrics(rollouts)
     assert found == {
         "train/loop_rate": 0.25,
         "train/right_action_rate": pytest.approx((2 / 3 + 1 + 0 + 1) / 4),
@@ -56,5 +69,10 @@ def test_while_training():
         "tool/share/look": 3 / 5,
         "tool/share/zoom": 1 / 5,  # names that are no metric's have none
     }
-    assert conduct_metrics(rollouts, ["look", "mark"]) == {**found, "tool/share/mark": 0.0}
-    assert "tool/share/mark" not in conduct_metrics([played(ANSWER)], ["look", "mark"])  # of no call there is no share
+    assert compute_behaviour_metrics(rollouts, ["look", "mark"]) == {
+        **found,
+        "tool/share/mark": 0.0,
+    }
+    assert "tool/share/mark" not in compute_behaviour_metrics(
+        [played(ANSWER)], ["look", "mark"]
+    )  # of no call there is no share

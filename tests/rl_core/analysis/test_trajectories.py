@@ -5,7 +5,12 @@ import pytest
 from helpers.handmade_trajectories import played, trajectory, zoom
 
 from rl_core.analysis import read_trajectories, write_trajectories
-from rl_core.analysis.trajectories import action_key, read_trajectory_at, read_with_offsets, turning_point
+from rl_core.analysis.trajectories import (
+    build_action_key,
+    find_turning_point,
+    read_trajectories_with_offsets,
+    read_trajectory_at,
+)
 from rl_core.errors import DataError
 from rl_core.types import ToolCall, Turn
 
@@ -21,15 +26,20 @@ def with_turn(**fields):
 
 
 def test_round_trip_with_odd_text(tmp_path):
-    rows = [*played(20, 0.4), trajectory(5, prompt="line\u2028separator \ud800 <script> ü\n\0", answer=None)]
+    rows = [
+        *played(20, 0.4),
+        trajectory(5, prompt="line\u2028separator \ud800 <script> ü\n\0", answer=None),
+    ]
     assert write_trajectories(tmp_path / "t.jsonl", rows) == 21
     assert list(read_trajectories(tmp_path / "t.jsonl")) == rows
 
 
 def test_offsets_lead_back_to_their_rows(tmp_path):
     path = tmp_path / "t.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode() + b"\r\n\n" + changed(seed=8).replace("\n", "\r\n").encode())
-    found = list(read_with_offsets(path))
+    path.write_bytes(
+        b"\xef\xbb\xbf" + GOOD.encode() + b"\r\n\n" + changed(seed=8).replace("\n", "\r\n").encode()
+    )
+    found = list(read_trajectories_with_offsets(path))
     assert [row.seed for _, row in found] == [7, 8]
     for offset, row in found:
         assert read_trajectory_at(path, offset) == row
@@ -45,7 +55,9 @@ def test_reading_is_lazy(tmp_path):
 
 def test_unwritable_number_names_the_trajectory(tmp_path):
     with pytest.raises(DataError, match=r"trajectory 2 \(pixel_grid/easy/3\)"):
-        write_trajectories(tmp_path / "t.jsonl", [trajectory(2), trajectory(3, reward=float("nan"))])
+        write_trajectories(
+            tmp_path / "t.jsonl", [trajectory(2), trajectory(3, reward=float("nan"))]
+        )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +69,10 @@ def test_unwritable_number_names_the_trajectory(tmp_path):
         (GOOD.encode() + b"{]\n", r"t.jsonl:2: this is not JSON"),
         (GOOD.encode() + b'{"a": "\xff"}\n', r"t.jsonl:2: byte 8 of the line is not UTF-8"),
         (b"[" * 100_000 + b"\n", "JSON array"),
-        (b'{"a":' + b"[" * 100_000 + b"\n", r"t.jsonl:1: the JSON is nested too deeply|t.jsonl:1: this is not JSON"),
+        (
+            b'{"a":' + b"[" * 100_000 + b"\n",
+            r"t.jsonl:1: the JSON is nested too deeply|t.jsonl:1: this is not JSON",
+        ),
         (gzip.compress(GOOD.encode()), "gzip"),
         (GOOD.encode("utf-16"), "UTF-16"),
         (b"version https://git-lfs.github.com/spec/v1\n", "LFS"),
@@ -69,14 +84,23 @@ def test_unwritable_number_names_the_trajectory(tmp_path):
         (changed(success=1).encode(), "field 'success': found the number 1, expected bool"),
         (changed(reward=None).encode(), "field 'reward': found null, expected float"),
         (GOOD.replace('"reward": 1.0', '"reward": NaN').encode(), "NaN is not a JSON number"),
-        (GOOD.replace('"reward": 1.0', '"reward": 1e999').encode(), "field 'reward': found the number inf"),
+        (
+            GOOD.replace('"reward": 1.0', '"reward": 1e999').encode(),
+            "field 'reward': found the number inf",
+        ),
         (changed(rewards={"task": "1"}).encode(), "field 'rewards'"),
         (changed(colour="red").encode(), "field 'colour' is unknown"),
         (changed(turns={}).encode(), "field 'turns': found an object, expected a list"),
         (changed(turns=[3]).encode(), r"field 'turns\[0\]': found the number 3"),
         (changed(turns=[{}]).encode(), r"field 'turns\[0\].action' is missing"),
-        (with_turn(is_error=0).encode(), r"field 'turns\[0\].is_error': found the number 0, expected bool"),
-        (with_turn(observation=3).encode(), r"field 'turns\[0\].observation': found the number 3, expected str"),
+        (
+            with_turn(is_error=0).encode(),
+            r"field 'turns\[0\].is_error': found the number 0, expected bool",
+        ),
+        (
+            with_turn(observation=3).encode(),
+            r"field 'turns\[0\].observation': found the number 3, expected str",
+        ),
         (with_turn(tool_call={"name": "zoom"}).encode(), r"field 'turns\[0\].tool_call'"),
     ],
 )
@@ -104,15 +128,17 @@ def test_overlong_line_is_refused_in_bounded_memory(tmp_path, monkeypatch):
 
 def test_action_key_sees_through_spelling():
     hermes = Turn('<tool_call>{"name": "zoom"...', ToolCall("zoom", {"column": 2, "row": 1}))
-    assert action_key(zoom(1, 2)) == action_key(hermes)
-    assert action_key(zoom(1, 2)) != action_key(zoom(2, 1))
-    assert action_key(Turn(" Answer   RED\n")) == action_key(Turn("answer red"))
+    assert build_action_key(zoom(1, 2)) == build_action_key(hermes)
+    assert build_action_key(zoom(1, 2)) != build_action_key(zoom(2, 1))
+    assert build_action_key(Turn(" Answer   RED\n")) == build_action_key(Turn("answer red"))
 
 
 def test_turning_point():
     end = Turn("answer red")
     a = trajectory(turns=[zoom(1, 1), zoom(2, 2), end])
-    assert turning_point(a, trajectory(turns=[zoom(1, 1), zoom(2, 2), end])) is None
-    assert turning_point(a, trajectory(turns=[zoom(1, 1), zoom(2, 3), end])) == 1
-    assert turning_point(a, trajectory(turns=[zoom(1, 1), zoom(2, 2)])) == 2  # the other one stops there
-    assert turning_point(trajectory(turns=[]), a) == 0
+    assert find_turning_point(a, trajectory(turns=[zoom(1, 1), zoom(2, 2), end])) is None
+    assert find_turning_point(a, trajectory(turns=[zoom(1, 1), zoom(2, 3), end])) == 1
+    assert (
+        find_turning_point(a, trajectory(turns=[zoom(1, 1), zoom(2, 2)])) == 2
+    )  # the other one stops there
+    assert find_turning_point(trajectory(turns=[]), a) == 0

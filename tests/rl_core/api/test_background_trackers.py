@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_core.trackers import BackgroundTracker, WandbTracker, several
+from rl_core.trackers import BackgroundTracker, WandbTracker, build_tracker_group
 from rl_core.tracking import MemoryTracker
 
 
@@ -29,7 +29,10 @@ def test_everything_arrives_in_order(tmp_path):
         tracker.log_metrics({"x": float(step)}, step)
     tracker.log_artifact(tmp_path / "gone")
     tracker.close("FINISHED")
-    assert keeper.series("x") == [(1, 1.0), (2, 2.0), (3, 3.0)] and keeper.calls == [("run", {"a": 1}), "FINISHED"]
+    assert keeper.series("x") == [(1, 1.0), (2, 2.0), (3, 3.0)] and keeper.calls == [
+        ("run", {"a": 1}),
+        "FINISHED",
+    ]
 
 
 def test_one_that_breaks_ends_with_one_warning(caplog):
@@ -57,7 +60,7 @@ def test_one_that_hangs_is_left_behind_and_its_queue_does_not_grow(caplog):
     tracker = BackgroundTracker("wandb", Hanging, capacity=5)
     for step in range(100):
         tracker.log_metrics({"x": 1.0}, step)  # comes back at once: the 30 s would end the test
-    assert tracker.dropped >= 94 and tracker._queue.qsize() <= 5
+    assert tracker.num_dropped >= 94 and tracker._queue.qsize() <= 5
     with caplog.at_level(logging.WARNING):
         tracker.close("KILLED", timeout_s=0.05)
     free.set()
@@ -67,7 +70,9 @@ def test_one_that_hangs_is_left_behind_and_its_queue_does_not_grow(caplog):
 class FakeRun:
     def __init__(self, options):
         self.options, self.logged, self.ended, self.tags = options, [], None, {}
-        self.config = SimpleNamespace(update=lambda values, allow_val_change: self.tags.update(values))
+        self.config = SimpleNamespace(
+            update=lambda values, allow_val_change: self.tags.update(values)
+        )
 
     def log(self, metrics, step):
         self.logged.append((step, metrics))
@@ -80,9 +85,11 @@ class FakeRun:
 def wandb(monkeypatch):
     runs = []
     module = SimpleNamespace(
-        api=SimpleNamespace(api_key=None), Settings=lambda **options: options,
-        init=lambda **options: runs.append(FakeRun(options)) or runs[-1], runs=runs,
-    )  # fmt: skip
+        api=SimpleNamespace(api_key=None),
+        Settings=lambda **options: options,
+        init=lambda **options: runs.append(FakeRun(options)) or runs[-1],
+        runs=runs,
+    )
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     return module
@@ -95,25 +102,39 @@ def test_a_run_of_weights_and_biases(wandb, tmp_path, monkeypatch):
     tracker.set_tag("stage", "policy")
     tracker.close("FAILED")
     (run,) = wandb.runs
-    assert run.logged == [(3, {"train/loss": 0.5})] and run.tags == {"tag.stage": "policy"} and run.ended == 1
-    asked = {name: run.options[name] for name in ("project", "name", "group", "id", "resume", "config", "mode")}
+    assert (
+        run.logged == [(3, {"train/loss": 0.5})]
+        and run.tags == {"tag.stage": "policy"}
+        and run.ended == 1
+    )
+    asked = {
+        name: run.options[name]
+        for name in ("project", "name", "group", "id", "resume", "config", "mode")
+    }
     assert asked == {
-        "project": "project", "name": "demo · policy", "group": "demo · 1", "id": "policy-abc", "resume": "allow",
-        "config": {"learning_rate": 1e-3}, "mode": "offline",
-    }  # fmt: skip
+        "project": "project",
+        "name": "demo · policy",
+        "group": "demo · 1",
+        "id": "policy-abc",
+        "resume": "allow",
+        "config": {"learning_rate": 1e-3},
+        "mode": "offline",
+    }
     wandb.api.api_key = "k"
     tracker.log_metrics({"train/loss": 0.4}, 4)
     assert wandb.runs[1].options["mode"] == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    other = several("wandb:p").trackers[0]
+    other = build_tracker_group("wandb:p").trackers[0]
     other.log_metrics({}, 0)
     assert wandb.runs[2].options["mode"] == "disabled"
 
 
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SettingsError, match=r"needs the package wandb; install it, or posttrain\[wandb\]"):
-        several("wandb:project")
+    with pytest.raises(
+        SettingsError, match=r"needs the package wandb; install it, or posttrain\[wandb\]"
+    ):
+        build_tracker_group("wandb:project")
 
 
 def test_the_real_package_writes_offline(tmp_path, monkeypatch):
@@ -138,5 +159,9 @@ def test_tensorboard_hides_the_points_that_a_resumed_run_measures_again(tmp_path
             tracker.log_metrics({"x": value}, step)
         tracker.close("KILLED")
     events = reader.EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("x")] == [(1, 1.0), (2, 20.0), (3, 30.0)]
+    assert [(event.step, event.value) for event in events.Scalars("x")] == [
+        (1, 1.0),
+        (2, 20.0),
+        (3, 30.0),
+    ]
     assert any("settings" in tag for tag in events.Tags()["tensors"])

@@ -8,9 +8,13 @@ import rl_core
 
 def train(*callbacks, **options):
     return rl_core.grpo(
-        small_policy(), prompts=["say e"], heldout_prompts=["e", "f"], reward=length, callbacks=callbacks,
+        small_policy(),
+        prompts=["say e"],
+        heldout_prompts=["e", "f"],
+        reward=length,
+        callbacks=callbacks,
         settings=settings(**options),
-    )  # fmt: skip
+    )
 
 
 def test_iterations_and_evaluations_are_told_in_order():
@@ -20,12 +24,17 @@ def test_iterations_and_evaluations_are_told_in_order():
         def on_evaluation(self, event):
             evaluated.append((event.iteration, event.metrics["eval/reward_mean"]))
 
-    training = train(lambda event: seen.append((event.kind, event.iteration, event.step)), Both(), eval_every=2)
+    training = train(
+        lambda event: seen.append((event.kind, event.iteration, event.step)), Both(), eval_every=2
+    )
     training.run()
     assert seen == [
-        ("iteration", 1, 1), ("iteration", 2, 2), ("evaluation", 2, 2), ("iteration", 3, 3),
+        ("iteration", 1, 1),
+        ("iteration", 2, 2),
+        ("evaluation", 2, 2),
+        ("iteration", 3, 3),
         ("evaluation", 3, 3),
-    ]  # fmt: skip
+    ]
     assert [iteration for iteration, _ in evaluated] == [2, 3]
     assert evaluated[0][1] == training.metrics()["eval/reward_mean"].loc[2]
 
@@ -67,7 +76,8 @@ def test_a_callback_that_raises_is_named_and_the_run_goes_on_afterwards():
 
     training = train(plot)
     with pytest.raises(
-        rl_core.CallbackError, match=r"'.*plot' raised ZeroDivisionError: no data \(after the iteration"
+        rl_core.CallbackError,
+        match=r"'.*plot' raised ZeroDivisionError: no data \(after the iteration",
     ):
         training.run()
     assert training.run().iterations == 3

@@ -12,12 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rl_core
 from rl_core.api.policy import Policy, load_policy
-from rl_core.data.conversation import training_sequences
 from rl_core.data.records import read_demonstrations
-from rl_core.environments import make
+from rl_core.data.training_sequences import build_training_sequences
+from rl_core.environments import make_environment
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.rollouts.batching import make_batches
-from rl_core.rollouts.collect import EpisodeRequest, collect
+from rl_core.rollouts.batching import build_batches
+from rl_core.rollouts.collect import collect_rollouts
+from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import ModelSettings, SamplingSettings, SFTSettings
 from rl_core.types import Trajectory
 
@@ -27,9 +28,13 @@ THINK = ("<think>", "</think>")
 def policy(template: str, markers: tuple[str, ...] = (), **settings: object) -> Policy:
     tokenizer = family(template, markers)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=48,
         max_position_embeddings=2048,
-    )  # fmt: skip
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
@@ -39,7 +44,8 @@ def policy(template: str, markers: tuple[str, ...] = (), **settings: object) -> 
 def rows(answer: str = "<think>\na\n</think>\n\nred") -> list[dict[str, object]]:
     asked = [f"u{index}" for index in range(4)]
     return [
-        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]} for text in asked
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]}
+        for text in asked
     ]
 
 
@@ -49,36 +55,52 @@ def test_what_sft_learned_under_an_opened_thought_is_what_a_rollout_samples() ->
     training = rl_core.sft(taught, rows(), heldout=0, settings=options)
     training.run()
     sampling = SamplingSettings(temperature=0.0, max_completion_tokens=40)
-    assert training.generate(["u1"], sampling=sampling) == [["<think>\na\n</think>\n\nred"]], "one opening, as taught"
+    assert training.generate(["u1"], sampling=sampling) == [["<think>\na\n</think>\n\nred"]], (
+        "one opening, as taught"
+    )
 
 
 def test_sampler_and_trainer_agree_on_turns_with_opened_thoughts() -> None:
     subject = policy(OPENS_AND_STRIPS, THINK)
-    environment = make("arithmetic")
-    groups = collect(
-        environment, subject.backend(), subject.renderer, [EpisodeRequest(environment.levels[0], 3)], group_size=4,
-        sampling=SamplingSettings(temperature=0.7, max_completion_tokens=60), seed=1,
-    )  # fmt: skip
+    environment = make_environment("arithmetic")
+    groups = collect_rollouts(
+        environment,
+        subject.backend(),
+        subject.renderer,
+        [EpisodeRequest(environment.levels[0], 3)],
+        group_size=4,
+        sampling=SamplingSettings(temperature=0.7, max_completion_tokens=60),
+        seed=1,
+    )
     rollouts = groups[0].rollouts
     assert all(r.trajectory.turns[0].action.startswith("<think>\n") for r in rollouts)
-    for batch in make_batches(rollouts, 4096, subject.renderer.pad_id):
+    for batch in build_batches(rollouts, 4096, subject.renderer.pad_id):
         logprobs_BS, _ = completion_logprobs(subject.model.eval(), batch)
         assert batch.sampler_logprobs_BS is not None
-        torch.testing.assert_close(logprobs_BS.detach(), batch.sampler_logprobs_BS, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            logprobs_BS.detach(), batch.sampler_logprobs_BS, atol=1e-4, rtol=0
+        )
 
 
 def test_native_tools_are_in_the_prompt_of_rollouts_and_of_rows_alike() -> None:
     subject = policy(HERMES, native_tools=True)
-    environment = make("pixel_grid")
+    environment = make_environment("pixel_grid")
     level = environment.levels[0]
     shown = environment.demonstration(5, level)
     assert shown is not None
-    (row,) = read_demonstrations([{"messages": shown.messages, "tools": environment.tools.schema()}]).rows
-    ((ids, mask),) = training_sequences(subject.renderer, row["messages"], row["tools"])
-    (group,) = collect(
-        environment, subject.backend(), subject.renderer, [EpisodeRequest(level, 5)], group_size=1,
-        sampling=SamplingSettings(max_completion_tokens=4, max_turns=1), seed=1,
-    )  # fmt: skip
+    (row,) = read_demonstrations(
+        [{"messages": shown.messages, "tools": environment.tools.schema()}]
+    ).rows
+    ((ids, mask),) = build_training_sequences(subject.renderer, row["messages"], row["tools"])
+    (group,) = collect_rollouts(
+        environment,
+        subject.backend(),
+        subject.renderer,
+        [EpisodeRequest(level, 5)],
+        group_size=1,
+        sampling=SamplingSettings(max_completion_tokens=4, max_turns=1),
+        seed=1,
+    )
     prompt = group.rollouts[0].prompt_ids
     assert prompt == ids[: mask.index(True)]
     assert '"function": {"name": "zoom"' in subject.tokenizer.decode(prompt)
@@ -90,21 +112,34 @@ XML = HERMES.replace(
 )
 
 
-@pytest.mark.parametrize(("template", "reason"), [(XML, "'<function="), (DATED, "does not describe tools")])
+@pytest.mark.parametrize(
+    ("template", "reason"), [(XML, "'<function="), (DATED, "does not describe tools")]
+)
 def test_native_tools_that_no_call_would_reach_are_refused(template: str, reason: str) -> None:
     subject = policy(template, native_tools=True)
-    environment = make("pixel_grid")
+    environment = make_environment("pixel_grid")
     with pytest.raises(rl_core.SettingsError, match=rf"^model.native_tools.*{reason}"):
-        collect(
-            environment, subject.backend(), subject.renderer, [EpisodeRequest(environment.levels[0], 5)],
-            group_size=1, sampling=SamplingSettings(max_completion_tokens=4), seed=1,
-        )  # fmt: skip
+        collect_rollouts(
+            environment,
+            subject.backend(),
+            subject.renderer,
+            [EpisodeRequest(environment.levels[0], 5)],
+            group_size=1,
+            sampling=SamplingSettings(max_completion_tokens=4),
+            seed=1,
+        )
 
 
 def test_a_resumed_run_has_the_same_day_and_variables(tmp_path: Path) -> None:
     def train(**settings: object) -> None:
         options = SFTSettings(max_steps=2, batch_size=2, checkpoint_every=1)
-        rl_core.sft(policy(DATED, **settings), rows("red"), heldout=0, settings=options, output=tmp_path / "run").run()
+        rl_core.sft(
+            policy(DATED, **settings),
+            rows("red"),
+            heldout=0,
+            settings=options,
+            output=tmp_path / "run",
+        ).run()
 
     train()
     train()  # resumed at its end
@@ -114,15 +149,22 @@ def test_a_resumed_run_has_the_same_day_and_variables(tmp_path: Path) -> None:
         train(chat_template_kwargs={"date_string": "today"})
 
 
-def test_a_distilled_policy_keeps_its_template_settings_and_resumes_with_them_alone(tmp_path: Path) -> None:
+def test_a_distilled_policy_keeps_its_template_settings_and_resumes_with_them_alone(
+    tmp_path: Path,
+) -> None:
     def distilled(date: str) -> rl_core.Training:
         return rl_core.distill(
-            policy(DATED, chat_template_date=date), policy(DATED), prompts=["a", "b"], output=tmp_path / "run",
+            policy(DATED, chat_template_date=date),
+            policy(DATED),
+            prompts=["a", "b"],
+            output=tmp_path / "run",
             settings=rl_core.DistillationSettings(
-                iterations=1, prompts_per_iteration=2, sampling=SamplingSettings(max_completion_tokens=2),
+                iterations=1,
+                prompts_per_iteration=2,
+                sampling=SamplingSettings(max_completion_tokens=2),
                 checkpoint_every=1,
             ),
-        )  # fmt: skip
+        )
 
     training = distilled("2025-01-01")
     assert training.policy.renderer.settings.chat_template_date == "2025-01-01"
@@ -137,12 +179,19 @@ def test_a_trained_policy_keeps_its_template_settings() -> None:
 
     subject = policy(DATED, chat_template_date="2025-01-01")
     training = rl_core.grpo(
-        subject, prompts=["a", "b"], reward=nothing,
+        subject,
+        prompts=["a", "b"],
+        reward=nothing,
         settings=rl_core.PolicySettings(
-            iterations=1, prompts_per_iteration=2, group_size=2, sampling=SamplingSettings(max_completion_tokens=2)
+            iterations=1,
+            prompts_per_iteration=2,
+            group_size=2,
+            sampling=SamplingSettings(max_completion_tokens=2),
         ),
-    )  # fmt: skip
+    )
     assert training.policy.renderer.settings.chat_template_date == "2025-01-01"
     assert training.policy.renderer.digest == subject.renderer.digest
-    again = load_policy((subject.model, subject.tokenizer), dataclasses.replace(subject.renderer.settings))
+    again = load_policy(
+        (subject.model, subject.tokenizer), dataclasses.replace(subject.renderer.settings)
+    )
     assert again.renderer.digest == subject.renderer.digest

@@ -3,10 +3,10 @@
 import pytest
 
 import rl_core
-from rl_core.api.evaluation import play_heldout
+from rl_core.api.evaluation import evaluate_heldout
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import SettingsError
-from rl_core.rollouts.heldout_requests import heldout_requests
+from rl_core.rollouts.heldout_episodes import draw_heldout_requests
 
 REWARD = """
 def size(trajectories, scale):
@@ -24,7 +24,9 @@ def played(policy, **named):
     environment = Prompts(rows[:6], rows[6:])
     sampling = rl_core.SamplingSettings(max_completion_tokens=8)
     settings = rl_core.EvaluationSettings(episodes=6, sampling=sampling, **named)
-    return play_heldout(policy, environment, heldout_requests(environment, settings, 0), settings, 0)
+    return evaluate_heldout(
+        policy, environment, draw_heldout_requests(environment, settings, 0), settings, 0
+    )
 
 
 def test_a_function_of_columns_scores_both_evaluations(policy, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 from helpers.library import small_policy
 
 import rl_core
-from rl_core.api.data import conversations, preference_pairs
+from rl_core.api.data import load_conversations, load_preference_pairs
 from rl_core.api.policy import load_policy
 
 
@@ -13,15 +13,19 @@ def policy():
     return load_policy(small_policy())
 
 
-def split(policy, rows, heldout=0.3, read=conversations):
+def split(policy, rows, heldout=0.3, read=load_conversations):
     return read(rows, heldout, policy.renderer, 10_000, 0)
 
 
 def chat(question, follow_up):
-    return {"messages": [
-        {"role": "user", "content": question}, {"role": "assistant", "content": "1"},
-        {"role": "user", "content": follow_up}, {"role": "assistant", "content": "2"},
-    ]}  # fmt: skip
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": "1"},
+            {"role": "user", "content": follow_up},
+            {"role": "assistant", "content": "2"},
+        ]
+    }
 
 
 def test_prompts_longer_than_the_context_are_found_before_anything_is_played(policy):
@@ -30,7 +34,9 @@ def test_prompts_longer_than_the_context_are_found_before_anything_is_played(pol
     with pytest.raises(
         rl_core.DataError, match=r"2 of 4 prompts leave no room[\s\S]*  prompts\[1\]: \d+ tokens\n"
     ) as said:
-        rl_core.policy_gradient(policy, prompts=[fits, long, fits], heldout_prompts=[long], reward=lambda rows: [0.0])
+        rl_core.policy_gradient(
+            policy, prompts=[fits, long, fits], heldout_prompts=[long], reward=lambda rows: [0.0]
+        )
     assert "heldout_prompts[0]: " in str(said.value) and str(said.value).count(" tokens\n") == 2
     with pytest.raises(rl_core.DataError, match="1 of 2 prompts leave no room"):
         rl_core.evaluate(policy, prompts=[fits, long])
@@ -40,11 +46,16 @@ def test_conversations_with_the_same_question_stay_together(policy):
     """Before: the key was all but the last message, so a second turn put one question on both sides."""
     rows = [chat(f"{n} + {n} = ?", f"and {m} = ?") for n in range(8) for m in range(4)]
     found = split(policy, rows)
-    expected = [[policy.renderer.conversation(row["messages"])[0] for row in rows[4 * n : 4 * n + 4]] for n in range(8)]
+    expected = [
+        [policy.renderer.encode_conversation(row["messages"])[0] for row in rows[4 * n : 4 * n + 4]]
+        for n in range(8)
+    ]
     for part, count in ((found.train, 6), (found.heldout, 2)):
         kept = [ids for ids, _ in part]
         assert sorted(ids in kept for ids in expected[0]) in ([False] * 4, [True] * 4)
-        assert sum(all(ids in kept for ids in group) for group in expected) == count == len(kept) / 4
+        assert (
+            sum(all(ids in kept for ids in group) for group in expected) == count == len(kept) / 4
+        )
 
 
 def test_conversations_that_all_begin_alike_are_told_apart_by_what_follows(policy):
@@ -58,9 +69,12 @@ def test_prompts_that_differ_in_case_and_space_stay_together(policy):
         for n in range(10)
         for word in ("Name ", "name  ", "NAME\n")
     ]
-    found = split(policy, rows, read=preference_pairs)
+    found = split(policy, rows, read=load_preference_pairs)
     texts = [
-        {"".join(policy.renderer.tokenizer.decode(pair.chosen.prompt_ids).lower().split()) for pair in part}
+        {
+            "".join(policy.renderer.tokenizer.decode(pair.chosen.prompt_ids).lower().split())
+            for pair in part
+        }
         for part in (found.train, found.heldout)
     ]
     assert [len(part) for part in texts] == [7, 3] and not texts[0] & texts[1]

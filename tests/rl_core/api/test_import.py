@@ -11,20 +11,28 @@ import rl_core
 
 def fresh(program):
     """Output of a fresh interpreter."""
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_the_import_alone_loads_neither_torch_nor_transformers_nor_pandas():
     loaded = fresh("import sys, rl_core; dir(rl_core); print(*sys.modules)").split()
     assert "rl_core" in loaded
-    assert {name.split(".")[0] for name in loaded} & {"torch", "transformers", "pandas", "numpy", "mlflow"} == set()
+    assert {name.split(".")[0] for name in loaded} & {
+        "torch",
+        "transformers",
+        "pandas",
+        "numpy",
+        "mlflow",
+    } == set()
 
 
 def test_every_public_name_is_there_and_listed():
     for name in rl_core.__all__:
         assert getattr(rl_core, name) is not None
     assert set(rl_core.__all__) <= set(dir(rl_core))
-    assert set(rl_core._PLACES) == set(rl_core.__all__)
+    assert set(rl_core._EXPORTS) == set(rl_core.__all__)
     assert rl_core.make_environment is importlib.import_module("rl_core.environments").make
     with pytest.raises(AttributeError, match="did you mean 'grpo'"):
         rl_core.grop  # noqa: B018
@@ -33,7 +41,11 @@ def test_every_public_name_is_there_and_listed():
 def test_every_error_and_settings_class_is_public():
     for module in ("rl_core.errors", "rl_core.settings"):
         names = importlib.import_module(module).__all__
-        classes = {name for name in names if name[0].isupper() and not name.isupper() and name != "Algorithm"}
+        classes = {
+            name
+            for name in names
+            if name[0].isupper() and not name.isupper() and name != "Algorithm"
+        }
         assert classes <= set(rl_core.__all__)
 
 

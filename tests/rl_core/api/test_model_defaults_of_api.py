@@ -9,7 +9,9 @@ def trainer_of(model, settings=None):
     return rl_core.grpo(model=model, prompts=["a", "b"], reward=length, settings=settings).settings
 
 
-def test_a_model_from_a_folder_gets_the_rates_of_the_field_and_a_new_one_those_of_a_preset(tmp_path):
+def test_a_model_from_a_folder_gets_the_rates_of_the_field_and_a_new_one_those_of_a_preset(
+    tmp_path,
+):
     policy = small_policy()
     assert trainer_of(policy).learning_rate == 3e-4
     folder = policy.save(tmp_path / "model")
@@ -24,4 +26,7 @@ def test_completions_are_at_most_half_of_the_context(tmp_path):
     policy = small_policy()
     folder = policy.save(tmp_path / "model")
     assert trainer_of(str(folder)).sampling.max_completion_tokens == min(512, policy.context // 2)
-    assert trainer_of(policy).sampling.max_completion_tokens == rl_core.SamplingSettings().max_completion_tokens
+    assert (
+        trainer_of(policy).sampling.max_completion_tokens
+        == rl_core.SamplingSettings().max_completion_tokens
+    )

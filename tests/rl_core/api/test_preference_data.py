@@ -7,16 +7,19 @@ import torch
 from helpers.library import small_policy
 
 import rl_core
-from rl_core.api.data import preference_pairs
+from rl_core.api.data import load_preference_pairs
 from rl_core.api.policy import load_policy
 from rl_core.data.records import read_preferences
 from rl_core.errors import DataError, RecordsError
 from rl_core.settings import RewardModelSettings
 from rl_core.trainers.reward_model import RewardModelTrainer, ScoredPair
-from tasks.stages.preference import _finding
+from tasks.stages.preference import _describe_accuracy
 
 PAIRS = [{"prompt": f"{n} ?", "chosen": "yes", "rejected": "no no"} for n in range(12)]
-LABELLED = [{"prompt": f"{n} ?", "completion": "yes" if n % 3 else "no", "label": bool(n % 3)} for n in range(12)]
+LABELLED = [
+    {"prompt": f"{n} ?", "completion": "yes" if n % 3 else "no", "label": bool(n % 3)}
+    for n in range(12)
+]
 
 
 def settings(**options):
@@ -38,7 +41,9 @@ def test_every_loss_trains_on_pairs(loss):
 
 
 def test_kto_learns_from_labels():
-    training = rl_core.dpo(small_policy(), LABELLED, loss="kto", heldout=0.25, settings=settings(epochs=8))
+    training = rl_core.dpo(
+        small_policy(), LABELLED, loss="kto", heldout=0.25, settings=settings(epochs=8)
+    )
     training.run()
     rows = training.metrics()
     assert rows["train/loss"].dropna().iloc[-1] < 0.5 - 1e-3
@@ -47,37 +52,51 @@ def test_kto_learns_from_labels():
 
 
 def test_rows_that_do_not_go_with_the_loss_are_named():
-    with pytest.raises(DataError, match=r"row 1: has a label, which only the loss kto takes; simpo needs pairs"):
+    with pytest.raises(
+        DataError, match=r"row 1: has a label, which only the loss kto takes; simpo needs pairs"
+    ):
         rl_core.dpo(small_policy(), LABELLED, loss="simpo", heldout=0.25, settings=settings())
-    with pytest.raises(DataError, match="has a label, which only the loss kto takes; reward_model needs pairs"):
+    with pytest.raises(
+        DataError, match="has a label, which only the loss kto takes; reward_model needs pairs"
+    ):
         rl_core.reward_model(small_policy(), LABELLED, heldout=0.25)
     rows = [{**row, "margin": 0.5} for row in PAIRS]
     for loss in ("dpo", "kto"):
-        with pytest.raises(DataError, match=f"margin: only a reward model takes margins, not the loss {loss}"):
+        with pytest.raises(
+            DataError, match=f"margin: only a reward model takes margins, not the loss {loss}"
+        ):
             rl_core.dpo(small_policy(), rows, loss=loss, heldout=0.25, settings=settings())
-    with pytest.raises(RecordsError, match=r"data\[0\]: margin: must be finite and at least 0, found nan"):
+    with pytest.raises(
+        RecordsError, match=r"data\[0\]: margin: must be finite and at least 0, found nan"
+    ):
         rl_core.reward_model(small_policy(), [{**PAIRS[0], "margin": math.nan}, *PAIRS[1:]])
 
 
 def test_margins_reach_the_reward_model_s_loss():
     """Before: a `margin` column was ignored."""
     rows = [{**row, "margin": float(n)} for n, row in enumerate(PAIRS)]
-    options = RewardModelSettings(epochs=1, batch_size=64, eval_every=1, warmup_steps=0, center_coef=0.0)
+    options = RewardModelSettings(
+        epochs=1, batch_size=64, eval_every=1, warmup_steps=0, center_coef=0.0
+    )
     training = rl_core.reward_model(small_policy(), rows, heldout=0.25, settings=options)
     trainer = training.recipe.trainer
     margins = sorted(pair.margin for part in (trainer._train, trainer._heldout) for pair in part)
     assert margins == [float(n) for n in range(12)]
-    scores = [trainer._scores([pair.chosen_ids, pair.rejected_ids]) for pair in trainer._train]
+    scores = [trainer._score_rows([pair.chosen_ids, pair.rejected_ids]) for pair in trainer._train]
     expected = [
         math.log1p(math.exp(-(good - bad - pair.margin)))
         for (good, bad), pair in zip(scores, trainer._train, strict=True)
     ]
-    heldout = [trainer._scores([pair.chosen_ids, pair.rejected_ids]) for pair in trainer._heldout]
+    heldout = [
+        trainer._score_rows([pair.chosen_ids, pair.rejected_ids]) for pair in trainer._heldout
+    ]
     of_heldout = [
         math.log1p(math.exp(-(good - bad - pair.margin)))
         for (good, bad), pair in zip(heldout, trainer._heldout, strict=True)
     ]
-    assert trainer.evaluate()["eval/loss"] == pytest.approx(sum(of_heldout) / len(of_heldout), rel=1e-5)
+    assert trainer.evaluate()["eval/loss"] == pytest.approx(
+        sum(of_heldout) / len(of_heldout), rel=1e-5
+    )
     assert trainer.step()["train/loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
     assert max(expected) > 5  # a margin of about 10 that no score meets
 
@@ -85,7 +104,9 @@ def test_margins_reach_the_reward_model_s_loss():
 def test_bad_margins_are_refused_by_the_trainer():
     model = torch.nn.Linear(1, 1)
     for margin in (-1.0, math.nan, math.inf):
-        with pytest.raises(DataError, match=r"pairs_train\[1\]: margin .* must be finite and at least 0"):
+        with pytest.raises(
+            DataError, match=r"pairs_train\[1\]: margin .* must be finite and at least 0"
+        ):
             pairs = [([1], [2]), ScoredPair([1], [2], margin)]
             RewardModelTrainer(model, 0, pairs, [], RewardModelSettings(), 0)
 
@@ -93,21 +114,25 @@ def test_bad_margins_are_refused_by_the_trainer():
 def test_files_of_labelled_completions(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "completion": "b", "label": false, "level": "easy"}\n')
-    assert read_preferences(path).rows == [{"prompt": "a", "completion": "b", "label": False, "level": "easy"}]
+    assert read_preferences(path).rows == [
+        {"prompt": "a", "completion": "b", "label": False, "level": "easy"}
+    ]
 
 
 def test_held_out_partners_come_from_training_where_all_prompts_are_the_same():
     renderer = load_policy(small_policy()).renderer
     rows = [{"prompt": "z ?", "completion": "c", "label": True}]
-    split = preference_pairs(LABELLED, rows, renderer, 64, 0, "kto")
+    split = load_preference_pairs(LABELLED, rows, renderer, 64, 0, "kto")
     heldout = split.heldout
-    assert len(split.train) == 12 and heldout[0].desirable and heldout[0].rejected.completion_ids != []
+    assert (
+        len(split.train) == 12 and heldout[0].desirable and heldout[0].rejected.completion_ids != []
+    )
     assert heldout[0].rejected.prompt_ids == heldout[0].chosen.prompt_ids
     with pytest.raises(DataError, match="all rows have the same prompt"):
-        preference_pairs([LABELLED[0]], 0, renderer, 64, 0, "kto")
+        load_preference_pairs([LABELLED[0]], 0, renderer, 64, 0, "kto")
 
 
 def test_the_stage_s_finding_says_what_was_compared():
-    assert "more than its start did" in _finding("dpo", 0.5, 4)
-    assert "more than the rejected one" in _finding("orpo", 0.5, 4)
-    assert "label's side of the reference point" in _finding("kto", 0.5, 4)
+    assert "more than its start did" in _describe_accuracy("dpo", 0.5, 4)
+    assert "more than the rejected one" in _describe_accuracy("orpo", 0.5, 4)
+    assert "label's side of the reference point" in _describe_accuracy("kto", 0.5, 4)

@@ -7,8 +7,8 @@ from helpers.library import equal, length, settings, small_policy, weights
 import rl_core
 from rl_core.api import on_policy
 from rl_core.errors import SettingsError
-from rl_core.models.lora import is_fresh
-from rl_core.references.few_bits import FewBitLinear
+from rl_core.models.lora import is_fresh_adapter
+from rl_core.references.quantized import QuantizedLinear
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,9 @@ def with_adapters(folder, **options):
 
 
 def train(source, **options):
-    return rl_core.grpo(source, prompts=["say e"], reward=length, settings=settings(kl_coef=0.1, **options))
+    return rl_core.grpo(
+        source, prompts=["say e"], reward=length, settings=settings(kl_coef=0.1, **options)
+    )
 
 
 def reference_of(training):
@@ -35,7 +37,7 @@ def test_new_adapters_of_a_loaded_policy_are_switched_off(folder, monkeypatch):
     training = train(policy)
     assert reference_of(training) is policy.model
     training.run()
-    monkeypatch.setattr(on_policy, "is_fresh", lambda model: False)
+    monkeypatch.setattr(on_policy, "is_fresh_adapter", lambda model: False)
     other = train(with_adapters(folder))
     assert reference_of(other) is not other.model
     other.run()
@@ -48,19 +50,21 @@ def test_new_adapters_of_a_loaded_policy_are_switched_off(folder, monkeypatch):
 def test_trained_adapters_are_part_of_the_start(folder):
     policy = with_adapters(folder)
     train(policy).run()
-    assert not is_fresh(policy.model)
+    assert not is_fresh_adapter(policy.model)
     again = train(policy)
     assert reference_of(again) is not policy.model
     again.run()
-    assert again.metrics()["policy/ref_kl"].iloc[0] == pytest.approx(0.0, abs=1e-6)  # held to where this one began
+    assert again.metrics()["policy/ref_kl"].iloc[0] == pytest.approx(
+        0.0, abs=1e-6
+    )  # held to where this one began
 
 
 def test_modules_trained_as_a_whole_count(folder):
     policy = with_adapters(folder, target_modules=("q_proj",), modules_to_save=("up_proj",))
-    assert is_fresh(policy.model)
+    assert is_fresh_adapter(policy.model)
     with torch.no_grad():
         next(p for n, p in policy.model.named_parameters() if "modules_to_save" in n)[0, 0] += 1.0
-    assert not is_fresh(policy.model) and not is_fresh(small_policy().model)
+    assert not is_fresh_adapter(policy.model) and not is_fresh_adapter(small_policy().model)
 
 
 def test_trainings_from_one_folder_share_a_copy(folder):
@@ -75,7 +79,7 @@ def test_trainings_from_one_folder_share_a_copy(folder):
 def test_a_reference_in_few_bits(folder):
     pytest.importorskip("torchao")
     training = train(folder, reference_precision="int8")
-    assert any(isinstance(part, FewBitLinear) for part in reference_of(training).modules())
+    assert any(isinstance(part, QuantizedLinear) for part in reference_of(training).modules())
     training.run()
     full = train(folder)
     full.run()

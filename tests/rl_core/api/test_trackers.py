@@ -8,12 +8,17 @@ import pytest
 from helpers.library import length, settings, small_policy
 
 import rl_core
-from rl_core.trackers import several
+from rl_core.trackers import build_tracker_group
 
 
 def train(tracker, **options):
     training = rl_core.grpo(
-        small_policy(), prompts=["say e"], reward=length, tracker=tracker, settings=settings(), **options
+        small_policy(),
+        prompts=["say e"],
+        reward=length,
+        tracker=tracker,
+        settings=settings(),
+        **options,
     )
     training.run()
     return training
@@ -22,14 +27,19 @@ def train(tracker, **options):
 def test_several_at_once_say_the_same(tmp_path, capsys):
     memory = rl_core.MemoryTracker()
     training = train(
-        [memory, "terminal", f"csv:{tmp_path / 'a.csv'}", str(tmp_path / "b.jsonl")], output=tmp_path / "out"
+        [memory, "terminal", f"csv:{tmp_path / 'a.csv'}", str(tmp_path / "b.jsonl")],
+        output=tmp_path / "out",
     )
     rewards = [value for _, value in memory.series("reward/mean")]
     assert len(rewards) == 3
     with (tmp_path / "a.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
-    table = [row for row in table if row["reward/mean"]]  # the last one holds the seconds of the closing evaluation
-    assert [float(row["reward/mean"]) for row in table] == rewards and [row["step"] for row in table] == ["1", "2", "3"]
+    table = [
+        row for row in table if row["reward/mean"]
+    ]  # the last one holds the seconds of the closing evaluation
+    assert [float(row["reward/mean"]) for row in table] == rewards and [
+        row["step"] for row in table
+    ] == ["1", "2", "3"]
     for place in (tmp_path / "b.jsonl", tmp_path / "out"):
         assert list(rl_core.read_metrics(place)["reward/mean"]) == rewards
     assert list(training.metrics()["reward/mean"]) == rewards
@@ -43,10 +53,16 @@ def test_a_name_alone_writes_into_the_output_folder(tmp_path):
     with (tmp_path / "metrics.csv").open(newline="") as file:
         steps = [row["step"] for row in csv.DictReader(file) if row["reward/mean"]]
     assert steps == ["1", "2", "3"]
-    frames = [rl_core.read_metrics(place)["reward/mean"] for place in (tmp_path / "tracker.jsonl", tmp_path)]
+    frames = [
+        rl_core.read_metrics(place)["reward/mean"]
+        for place in (tmp_path / "tracker.jsonl", tmp_path)
+    ]
     assert frames[0].tolist() == frames[1].tolist()
-    with pytest.raises(rl_core.SettingsError, match=r"'csv' names no place; write csv:metrics\.csv, or give output="):
-        several("csv")
+    with pytest.raises(
+        rl_core.SettingsError,
+        match=r"'csv' names no place; write csv:metrics\.csv, or give output=",
+    ):
+        build_tracker_group("csv")
 
 
 def test_no_tracker_by_name(capsys):
@@ -80,7 +96,10 @@ def test_lines_that_a_resumed_run_measures_again_are_cut(tmp_path):
     resumed = rl_core.JsonlTracker(path, cut=True)
     resumed.log_metrics({"train/loss": 20.0, "train/x": float("nan")}, 2)
     resumed.log_metrics({"train/loss": 30.0}, 3)
-    rows = [(row["step"], row["metrics"]["train/loss"]) for row in map(json.loads, path.read_text().splitlines())]
+    rows = [
+        (row["step"], row["metrics"]["train/loss"])
+        for row in map(json.loads, path.read_text().splitlines())
+    ]
     assert rows == [(1, 1.0), (2, 2.0), (2, 20.0), (3, 30.0)]
     assert list(rl_core.read_metrics(path)["train/loss"]) == [1.0, 20.0, 30.0]
 
@@ -102,7 +121,9 @@ def test_a_tracker_learns_when_a_run_begins_and_how_it_ends():
     train(keeper)
     assert keeper.calls == [("begin", "grpo", 1e-2), ("close", "FINISHED")]
     failing = Keeper()
-    training = rl_core.grpo(small_policy(), prompts=["e"], reward=lambda _: [0.0], tracker=failing, settings=settings())
+    training = rl_core.grpo(
+        small_policy(), prompts=["e"], reward=lambda _: [0.0], tracker=failing, settings=settings()
+    )
     with pytest.raises(rl_core.RewardError):
         training.run()
     assert failing.calls[-1] == ("close", "FAILED")
@@ -111,9 +132,12 @@ def test_a_tracker_learns_when_a_run_begins_and_how_it_ends():
 def test_tensorboard_is_asked_for_by_name_where_it_is_missing(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(rl_core.SettingsError, match="needs the package tensorboard"):
-        several(f"tensorboard:{tmp_path}")
-    with pytest.raises(rl_core.SettingsError, match=r"names no place; write tensorboard:tensorboard, or give output="):
-        several("tensorboard")
+        build_tracker_group(f"tensorboard:{tmp_path}")
+    with pytest.raises(
+        rl_core.SettingsError,
+        match=r"names no place; write tensorboard:tensorboard, or give output=",
+    ):
+        build_tracker_group("tensorboard")
 
 
 def test_tensorboard_reads_what_was_written(tmp_path):

@@ -13,7 +13,10 @@ import rl_core
 
 
 def test_a_reward_and_prompts_are_enough(tmp_path):
-    rows = [{"prompt": "1 + 2 =", "answer": "3", "level": "easy"}, {"prompt": "say e", "answer": "e", "level": "hard"}]
+    rows = [
+        {"prompt": "1 + 2 =", "answer": "3", "level": "easy"},
+        {"prompt": "say e", "answer": "e", "level": "hard"},
+    ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     seen = []
@@ -26,14 +29,23 @@ def test_a_reward_and_prompts_are_enough(tmp_path):
     outcome = training.run()
     assert (outcome.iterations, outcome.stop_reason) == (3, "iterations")
     assert len(seen) == 3 * 2 * 3
-    assert {(t.row["answer"], t.level, t.prompt) for t in seen} <= {("3", "easy", "1 + 2 ="), ("e", "hard", "say e")}
-    assert list(training.metrics().index) == [1, 2, 3] and "reward/graded" in training.metrics().columns
+    assert {(t.row["answer"], t.level, t.prompt) for t in seen} <= {
+        ("3", "easy", "1 + 2 ="),
+        ("e", "hard", "say e"),
+    }
+    assert (
+        list(training.metrics().index) == [1, 2, 3]
+        and "reward/graded" in training.metrics().columns
+    )
 
 
 def test_the_reward_is_learned():
     """More characters earn more: the mean rises well beyond what it started with."""
     training = rl_core.grpo(
-        small_policy(), prompts=["say e"], reward=length, settings=settings(iterations=12, group_size=8)
+        small_policy(),
+        prompts=["say e"],
+        reward=length,
+        settings=settings(iterations=12, group_size=8),
     )
     training.run()
     rewards = training.metrics()["reward/mean"]
@@ -41,24 +53,39 @@ def test_the_reward_is_learned():
 
 
 def test_a_reward_takes_the_place_of_the_environment_s_unless_both_are_weighed(tmp_path):
-    alone = rl_core.grpo(small_policy(), environment=Echo(), reward=length, settings=settings(iterations=1),
-                         output=tmp_path / "a")  # fmt: skip
+    alone = rl_core.grpo(
+        small_policy(),
+        environment=Echo(),
+        reward=length,
+        settings=settings(iterations=1),
+        output=tmp_path / "a",
+    )
     alone.run()
     row = next(rl_core.iter_rewards(tmp_path / "a"))
     assert row["reward"] == row["rewards"]["length_function"]
-    both = rl_core.ppo(small_policy(), environment=Echo(), reward={"task": 1.0, length: 0.5},
-                       settings=settings(iterations=1), output=tmp_path / "b")  # fmt: skip
+    both = rl_core.ppo(
+        small_policy(),
+        environment=Echo(),
+        reward={"task": 1.0, length: 0.5},
+        settings=settings(iterations=1),
+        output=tmp_path / "b",
+    )
     both.run()
     row = next(rl_core.iter_rewards(tmp_path / "b"))
-    assert row["reward"] == pytest.approx(row["rewards"]["task"] + 0.5 * row["rewards"]["length_function"])
+    assert row["reward"] == pytest.approx(
+        row["rewards"]["task"] + 0.5 * row["rewards"]["length_function"]
+    )
     assert both.settings.algorithm == "ppo"
 
 
 def train(output=None, stop_at=None, iterations=4, reward=length, **options):
     training = rl_core.grpo(
-        small_policy(), prompts=["say e", "1 + 2 ="], reward=reward, output=output,
+        small_policy(),
+        prompts=["say e", "1 + 2 ="],
+        reward=reward,
+        output=output,
         settings=settings(iterations=iterations, **options),
-    )  # fmt: skip
+    )
     if stop_at is not None:
         step = training.trainer.step
 
@@ -130,13 +157,24 @@ def test_a_loss_of_the_user_s_by_path_and_by_hand(tmp_path, monkeypatch):
     with pytest.raises(rl_core.ResumeRefused, match=r"code\.loss_scale"):
         train(tmp_path / "a", iterations=3, loss="mine.py:loss").run()
 
-    def plain(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT, *, num_loss_tokens, loss_weights_BT):
+    def plain(
+        logprobs_BT,
+        old_logprobs_BT,
+        advantages_BT,
+        loss_mask_BT,
+        *,
+        num_loss_tokens,
+        loss_weights_BT,
+    ):
         return (-advantages_BT * logprobs_BT * loss_weights_BT).sum(), {}
 
     by_hand = rl_core.grpo(
-        small_policy(), prompts=["say e", "1 + 2 ="], reward=length, loss=plain,
+        small_policy(),
+        prompts=["say e", "1 + 2 ="],
+        reward=length,
+        loss=plain,
         settings=settings(iterations=2),
-    )  # fmt: skip
+    )
     by_hand.run()
     assert by_hand.settings.loss == "plain"
     with pytest.raises(rl_core.SettingsError, match="loss: 'nowhere' is no import path"):
@@ -153,7 +191,9 @@ def test_a_resume_with_another_reward_or_setting_is_refused(tmp_path):
         train(tmp_path, reward=other).run()
     with pytest.raises(rl_core.ResumeRefused, match=r"settings\.learning_rate"):
         train(tmp_path, learning_rate=2e-2).run()
-    assert train(tmp_path, iterations=2).run().resumed_iteration == 1  # more iterations change none that was done
+    assert (
+        train(tmp_path, iterations=2).run().resumed_iteration == 1
+    )  # more iterations change none that was done
 
 
 def test_a_reward_that_raises_can_be_mended_and_the_run_goes_on():
@@ -185,8 +225,12 @@ def test_saving(tmp_path):
     saved = training.save(tmp_path / "run" / "model")
     loaded = rl_core.load_policy(saved)
     assert equal(weights(training), [p.detach() for p in loaded.model.parameters()])
-    texts = rl_core.generate(tmp_path / "run", ["say e"], samples=2, seed=3)  # a folder with model/ in it
-    assert texts == training.generate(["say e"], samples=2, seed=3) and [len(part) for part in texts] == [2]
+    texts = rl_core.generate(
+        tmp_path / "run", ["say e"], samples=2, seed=3
+    )  # a folder with model/ in it
+    assert texts == training.generate(["say e"], samples=2, seed=3) and [
+        len(part) for part in texts
+    ] == [2]
     (tmp_path / "file").write_text("")
     with pytest.raises(rl_core.CheckpointError, match="cannot be written"):
         training.save(tmp_path / "file")
@@ -194,8 +238,12 @@ def test_saving(tmp_path):
 
 def test_adapters_are_trained_and_merged(tmp_path):
     small_policy().save(tmp_path / "base")
-    source = rl_core.ModelSettings(path=str(tmp_path / "base"), lora=rl_core.LoraSettings(rank=2), device="cpu")
-    training = rl_core.grpo(source, prompts=["say e"], reward=length, settings=settings(kl_coef=0.1))
+    source = rl_core.ModelSettings(
+        path=str(tmp_path / "base"), lora=rl_core.LoraSettings(rank=2), device="cpu"
+    )
+    training = rl_core.grpo(
+        source, prompts=["say e"], reward=length, settings=settings(kl_coef=0.1)
+    )
     training.run()
     trained = [name for name, p in training.model.named_parameters() if p.requires_grad]
     assert trained and all("lora" in name for name in trained)
@@ -203,14 +251,20 @@ def test_adapters_are_trained_and_merged(tmp_path):
     assert (tmp_path / "out" / "adapter").is_dir()
     merged = rl_core.load_policy(tmp_path / "out").model
     base = rl_core.load_policy(tmp_path / "base").model
-    assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, base.model.layers[0].mlp.up_proj.weight)
+    assert not torch.equal(
+        merged.model.layers[0].mlp.up_proj.weight, base.model.layers[0].mlp.up_proj.weight
+    )
     assert "policy/ref_kl" in training.metrics().columns
 
 
 def test_a_loaded_pair_is_used_as_it_is_and_its_reference_stays():
     policy = small_policy()
-    training = rl_core.grpo((policy.model, policy.tokenizer), prompts=["e"], reward=length,
-                            settings=settings(kl_coef=0.1, iterations=1))  # fmt: skip
+    training = rl_core.grpo(
+        (policy.model, policy.tokenizer),
+        prompts=["e"],
+        reward=length,
+        settings=settings(kl_coef=0.1, iterations=1),
+    )
     before = weights(training)
     training.run()
     assert training.model is policy.model and not equal(weights(training), before)
@@ -221,9 +275,14 @@ DEMONSTRATIONS = [{"prompt": f"{n} + 1 =", "completion": str(n + 1)} for n in ra
 PAIRS = [{"prompt": f"{n} + 1 =", "chosen": str(n + 1), "rejected": "e"} for n in range(12)]
 
 
-@pytest.mark.parametrize(("kind", "data", "metric"), [
-    ("sft", DEMONSTRATIONS, "eval/loss"), ("dpo", PAIRS, "eval/loss"), ("reward_model", PAIRS, "eval/loss"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "data", "metric"),
+    [
+        ("sft", DEMONSTRATIONS, "eval/loss"),
+        ("dpo", PAIRS, "eval/loss"),
+        ("reward_model", PAIRS, "eval/loss"),
+    ],
+)
 def test_training_on_rows(kind, data, metric, tmp_path):
     classes = {
         "sft": rl_core.SFTSettings,
@@ -248,8 +307,12 @@ def test_a_trained_reward_model_rewards(tmp_path):
     training = rl_core.reward_model(policy, PAIRS, settings=chosen)
     training.run()
     training.save(tmp_path / "rm")
-    assert equal(before, list(policy.model.parameters()))  # what was handed in is a start, and stays
-    learned = rl_core.grpo(policy, prompts=["1 + 1 ="], reward_model=tmp_path / "rm", settings=settings())
+    assert equal(
+        before, list(policy.model.parameters())
+    )  # what was handed in is a start, and stays
+    learned = rl_core.grpo(
+        policy, prompts=["1 + 1 ="], reward_model=tmp_path / "rm", settings=settings()
+    )
     learned.run()
     assert "reward/learned" in learned.metrics().columns
     with pytest.raises(rl_core.SettingsError, match='add the component "learned"'):
@@ -260,9 +323,12 @@ def test_a_trained_reward_model_rewards(tmp_path):
 
 def test_validation_on_held_out_prompts_chooses_the_weights_by_the_reward():
     training = rl_core.grpo(
-        small_policy(), prompts=["say e"], heldout_prompts=["e", "ee"], reward=length,
+        small_policy(),
+        prompts=["say e"],
+        heldout_prompts=["e", "ee"],
+        reward=length,
         settings=settings(eval_every=1, patience=5),
-    )  # fmt: skip
+    )
     outcome = training.run()
     evaluated = training.metrics()["eval/reward_mean"]
     assert outcome.best_metric == evaluated.max() and outcome.metrics["eval/episodes"] == 2
@@ -270,10 +336,18 @@ def test_validation_on_held_out_prompts_chooses_the_weights_by_the_reward():
 
 def test_evaluate_and_generate(tmp_path):
     policy = small_policy()
-    result = rl_core.evaluate(policy, Echo(), settings=rl_core.EvaluationSettings(episodes=6, samples=2))
-    assert len(result.episodes) == 6 and len(result.trajectories) == 12 and set(result.by_level) == {"low", "high"}
+    result = rl_core.evaluate(
+        policy, Echo(), settings=rl_core.EvaluationSettings(episodes=6, samples=2)
+    )
+    assert (
+        len(result.episodes) == 6
+        and len(result.trajectories) == 12
+        and set(result.by_level) == {"low", "high"}
+    )
     rows = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}, {"prompt": "c", "n": 3}]
-    scored = rl_core.evaluate(policy, prompts=rows, reward=lambda ts: [float(t.row["n"]) for t in ts])
+    scored = rl_core.evaluate(
+        policy, prompts=rows, reward=lambda ts: [float(t.row["n"]) for t in ts]
+    )
     assert scored.reward_mean == 2.0 and [t.prompt for t in scored.trajectories] == ["a", "b", "c"]
     assert list(rl_core.trajectory_frame(scored.trajectories)["row/n"]) == [1, 2, 3]
     greedy = rl_core.SamplingSettings(temperature=0.0, max_completion_tokens=5)
@@ -288,7 +362,9 @@ def test_evaluate_and_generate(tmp_path):
     letter = max(long, key=len)[2]
     stopping = rl_core.SamplingSettings(max_completion_tokens=30, stop=(letter,))
     (cut,) = rl_core.generate(policy, ["a"], samples=6, sampling=stopping)
-    for whole, part in zip(long, cut, strict=True):  # the text keeps the token that completes the stop text
+    for whole, part in zip(
+        long, cut, strict=True
+    ):  # the text keeps the token that completes the stop text
         assert whole.startswith(part) and letter not in part[:-8]
         assert part == whole if letter not in whole else letter in part
 
@@ -307,21 +383,37 @@ def test_what_is_refused_before_anything_is_played(tmp_path):
     refused("make_environment", environment="echo")
     refused("is no reward", prompts=["a"], reward=3)
     refused("two parts are named", prompts=["a"], reward=[length, length])
-    refused("given twice", environment=Echo(), reward=length, settings=settings(rewards={"task": 1.0, "length": 0.1}))
-    refused("expected rl_core.PolicySettings", prompts=["a"], reward=length, settings=rl_core.SFTSettings())
+    refused(
+        "given twice",
+        environment=Echo(),
+        reward=length,
+        settings=settings(rewards={"task": 1.0, "length": 0.1}),
+    )
+    refused(
+        "expected rl_core.PolicySettings",
+        prompts=["a"],
+        reward=length,
+        settings=rl_core.SFTSettings(),
+    )
     refused("use rl_core.ppo", environment=Echo(), settings=settings(algorithm="ppo"))
     refused("needs heldout_prompts", prompts=["a"], reward=length, settings=settings(eval_every=1))
     refused("needs eval_every", environment=Echo(), settings=settings(patience=1))
     refused("neither a function nor an object", environment=Echo(), callbacks=[3])
-    refused("Llama.* is no model.*with its tokenizer", model=small_policy().model, environment=Echo())
+    refused(
+        "Llama.* is no model.*with its tokenizer", model=small_policy().model, environment=Echo()
+    )
     refused("create_policy", model=rl_core.ModelSettings(), environment=Echo())
-    refused("no model folder", rl_core.CheckpointError, model=tmp_path / "nothing", environment=Echo())
+    refused(
+        "no model folder", rl_core.CheckpointError, model=tmp_path / "nothing", environment=Echo()
+    )
     refused("no tracker 'tensorbord", environment=Echo(), tracker="tensorbord:x")
     refused("has no method log_metrics", environment=Echo(), tracker=object())
     launch = rl_core.LaunchSettings(kind="torchrun", processes=2)
     refused("in this process", environment=Echo(), settings=settings(launch=launch))
     with pytest.raises(rl_core.SettingsError, match="leaves nothing to evaluate on"):
-        rl_core.sft(small_policy(), DEMONSTRATIONS, heldout=0, settings=rl_core.SFTSettings(eval_every=1))
+        rl_core.sft(
+            small_policy(), DEMONSTRATIONS, heldout=0, settings=rl_core.SFTSettings(eval_every=1)
+        )
     with pytest.raises(rl_core.SettingsError, match=r"heldout: 1\.5"):
         rl_core.sft(small_policy(), DEMONSTRATIONS, heldout=1.5)
     with pytest.raises(rl_core.SettingsError, match="hand in a list"):
@@ -344,18 +436,29 @@ def test_bad_rows_are_named(tmp_path):
         rl_core.grpo(small_policy(), prompts=["a", " "], reward=length)
     with pytest.raises(rl_core.DataError, match="1 of 2 rows have no level"):
         rl_core.grpo(small_policy(), prompts=[{"prompt": "a", "level": "x"}, "b"], reward=length)
-    with pytest.raises(rl_core.RecordsError, match=r"data\[0\]: is .* tokens long, the context holds 64"):
+    with pytest.raises(
+        rl_core.RecordsError, match=r"data\[0\]: is .* tokens long, the context holds 64"
+    ):
         rl_core.sft(small_policy(), [{"prompt": "x" * 100, "completion": "y"}, *DEMONSTRATIONS])
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"learing_rate": 1e-3}, "learing_rate: PolicySettings has no such setting; did you mean 'learning_rate'"),
-    ({"learning_rate": "1e-3"}, "learning_rate: '1e-3' is not a number; it is text, leave out the quotes"),
-    ({"algorithm": "grop"}, "algorithm: 'grop' is not one of .*; did you mean 'grpo'"),
-    ({"group_size": 2.5}, "group_size: 2.5 is not a whole number"),
-    ({"patience": True}, "patience: True is not a whole number or None"),
-    ({"sampling": {"temperature": 1.0}}, "sampling: .* write SamplingSettings"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"learing_rate": 1e-3},
+            "learing_rate: PolicySettings has no such setting; did you mean 'learning_rate'",
+        ),
+        (
+            {"learning_rate": "1e-3"},
+            "learning_rate: '1e-3' is not a number; it is text, leave out the quotes",
+        ),
+        ({"algorithm": "grop"}, "algorithm: 'grop' is not one of .*; did you mean 'grpo'"),
+        ({"group_size": 2.5}, "group_size: 2.5 is not a whole number"),
+        ({"patience": True}, "patience: True is not a whole number or None"),
+        ({"sampling": {"temperature": 1.0}}, "sampling: .* write SamplingSettings"),
+    ],
+)
 def test_settings_name_the_slip(values, message):
     with pytest.raises(rl_core.SettingsError, match=message):
         rl_core.PolicySettings(**values)

@@ -35,7 +35,10 @@ class CountEpisode(rl_core.Episode):
 
 
 def reward(trajectories: list[rl_core.Trajectory]) -> Sequence[float]:
-    return [float(len(trajectory.completion)) * float(trajectory.row["weight"]) for trajectory in trajectories]
+    return [
+        float(len(trajectory.completion)) * float(trajectory.row["weight"])
+        for trajectory in trajectories
+    ]
 
 
 class Watch:
@@ -47,18 +50,33 @@ class Watch:
 
 
 def main(model: str | Path) -> pd.DataFrame:
-    settings = rl_core.PolicySettings(iterations=3, sampling=rl_core.SamplingSettings(max_completion_tokens=8))
+    settings = rl_core.PolicySettings(
+        iterations=3, sampling=rl_core.SamplingSettings(max_completion_tokens=8)
+    )
     training = rl_core.grpo(
-        model, prompts=[{"prompt": "a", "weight": 2.0}], reward={reward: 1.0, "length": 0.1}, settings=settings,
-        tracker=["terminal", rl_core.CsvTracker("metrics.csv")], callbacks=[Watch(), lambda event: None],
-    )  # fmt: skip
+        model,
+        prompts=[{"prompt": "a", "weight": 2.0}],
+        reward={reward: 1.0, "length": 0.1},
+        settings=settings,
+        tracker=["terminal", rl_core.CsvTracker("metrics.csv")],
+        callbacks=[Watch(), lambda event: None],
+    )
     outcome: rl_core.LoopOutcome = training.run()
     iterations: int = outcome.iterations
     saved: Path = training.save("out")
-    playing = rl_core.ppo(rl_core.ModelSettings(path=str(saved)), environment=Count(), reward=reward)
+    playing = rl_core.ppo(
+        rl_core.ModelSettings(path=str(saved)), environment=Count(), reward=reward
+    )
     kl: float = playing.trainer.kl_coef
-    rl_core.sft(saved, "rows.jsonl", heldout=0.2, settings=rl_core.SFTSettings(epochs=iterations + kl)).run()
+    rl_core.sft(
+        saved, "rows.jsonl", heldout=0.2, settings=rl_core.SFTSettings(epochs=iterations + kl)
+    ).run()
     result: rl_core.Evaluation = rl_core.evaluate(training.policy, Count())
     texts: list[list[str]] = rl_core.generate(saved, [f"{result.success_rate}"])
-    print(texts, rl_core.read_rewards("out"), rl_core.read_trajectories("out"), rl_core.compare(result, result))
+    print(
+        texts,
+        rl_core.read_rewards("out"),
+        rl_core.read_trajectories("out"),
+        rl_core.compare(result, result),
+    )
     return rl_core.read_metrics("out")

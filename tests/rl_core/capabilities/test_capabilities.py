@@ -35,24 +35,29 @@ from transformers import (
 from rl_core import capabilities as room
 from rl_core.capabilities import (
     Decision,
-    capabilities,
-    compiled_decoding,
-    decoder,
+    check_chunked_head,
+    check_compiled_decoding,
+    check_fused_step,
+    check_independent_rows,
+    check_packed_weights,
+    check_rollout_decoder,
+    check_sequence_packing,
+    check_training_forward,
     decoding,
-    fused_step,
-    independent_rows,
-    packed_weights,
-    plain_head,
-    sequence_packing,
-    training_forward,
-    trials,
+    inspect_capabilities,
+    training,
 )
-from rl_core.cpu import fused_decode, gemm, int8_gemm, packed_vectors
+from rl_core.cpu import fused_decode, gemm, packed_gemm
 
 SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 64,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+}
 
 
 def llama(**more):
@@ -68,7 +73,9 @@ def qwen3(**more):
 
 
 def gpt2():
-    return GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2, n_positions=64)).train()
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    ).train()
 
 
 def lora(model, **options):
@@ -106,27 +113,40 @@ def no_positions(module, args, kwargs):
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
 ASK = {
-    "training": training_forward, "head": plain_head, "packing": sequence_packing, "decoder": decoder,
-    "packed": packed_weights, "compiled": compiled_decoding, "fused": fused_step,
-}  # fmt: skip
+    "training": check_training_forward,
+    "head": check_chunked_head,
+    "packing": check_sequence_packing,
+    "decoder": check_rollout_decoder,
+    "packed": check_packed_weights,
+    "compiled": check_compiled_decoding,
+    "fused": check_fused_step,
+}
 
 
 @pytest.fixture
 def compiled(monkeypatch):
     """A machine with compiled code and tiles, as far as decisions go."""
-    monkeypatch.setattr(fused_decode, "load", lambda: object())
-    monkeypatch.setattr(int8_gemm, "load", lambda: object())
+    monkeypatch.setattr(fused_decode, "load_decode_kernels", lambda: object())
+    monkeypatch.setattr(packed_gemm, "load_int8_gemm", lambda: object())
     return monkeypatch
 
 
 @pytest.mark.parametrize("make", [llama, qwen2, qwen3, lambda: lora(llama())])
 def test_a_plain_model_of_each_family_takes_every_path(make, compiled):
     model = make()
-    decisions = list(capabilities(model))
+    decisions = list(inspect_capabilities(model))
     assert [decision.name for decision in decisions] == [
-        "positions", "training forward", "chunked head", "sequence packing", "rollout decoder", "packed weights",
-        "compiled decoding", "fused step", "independent rows", "adapters by slot",
-    ]  # fmt: skip
+        "positions",
+        "training forward",
+        "chunked head",
+        "sequence packing",
+        "rollout decoder",
+        "packed weights",
+        "compiled decoding",
+        "fused step",
+        "independent rows",
+        "adapters by slot",
+    ]
     assert all(decision.allowed and not decision.is_undecided for decision in decisions), decisions
     assert all(decision.reason and decision.fallback for decision in decisions)
     assert all(module.training for module in model.modules())  # trials leave the mode as it was
@@ -134,7 +154,10 @@ def test_a_plain_model_of_each_family_takes_every_path(make, compiled):
 
 def test_static_ropes_are_fine():
     more = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
-    assert training_forward(llama(**more)).allowed and decoder(llama(**more)).allowed
+    assert (
+        check_training_forward(llama(**more)).allowed
+        and check_rollout_decoder(llama(**more)).allowed
+    )
 
 
 def float_and_double(model):
@@ -144,28 +167,72 @@ def float_and_double(model):
 REFUSED = [
     # path, model, reason
     ("training", gpt2, "GPT2Model is of another family than Llama, Qwen2, Qwen3"),
-    ("training", lambda: MistralForCausalLM(MistralConfig(**SIZES)), "MistralModel is of another family"),
-    ("training", lambda: llama().double(), "its weights are float64, and this path computes in float32"),
-    ("training", lambda: llama().bfloat16(), "its weights are bfloat16, and this path computes in float32"),
+    (
+        "training",
+        lambda: MistralForCausalLM(MistralConfig(**SIZES)),
+        "MistralModel is of another family",
+    ),
+    (
+        "training",
+        lambda: llama().double(),
+        "its weights are float64, and this path computes in float32",
+    ),
+    (
+        "training",
+        lambda: llama().bfloat16(),
+        "its weights are bfloat16, and this path computes in float32",
+    ),
     ("training", lambda: llama().to("meta"), "its weights are on meta; this path is for a CPU"),
-    ("training", lambda: changed(llama(), lambda m: m.set_attn_implementation("eager")), "attention is set to 'eager'"),
-    ("training", lambda: llama(hidden_act="gelu"), "its activation is gelu; this path computes silu"),
-    ("training", lambda: llama(attention_dropout=0.1), "attention_dropout is 0.1; this path has none"),
+    (
+        "training",
+        lambda: changed(llama(), lambda m: m.set_attn_implementation("eager")),
+        "attention is set to 'eager'",
+    ),
+    (
+        "training",
+        lambda: llama(hidden_act="gelu"),
+        "its activation is gelu; this path computes silu",
+    ),
+    (
+        "training",
+        lambda: llama(attention_dropout=0.1),
+        "attention_dropout is 0.1; this path has none",
+    ),
     (
         "training",
         lambda: changed(llama(), lambda m: m.gradient_checkpointing_enable()),
         "activation checkpointing is on",
     ),
-    ("training", lambda: llama(**DYNAMIC), "its rotary frequencies follow the length (rope_type 'dynamic')"),
-    ("training", window, "some layers attend otherwise than to all tokens before (sliding_attention)"),
-    ("head", lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=16)), "caps its logits (final_logit_softcapping"),
-    ("head", lambda: GPT2Model(GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2)), "it has no output head"),
+    (
+        "training",
+        lambda: llama(**DYNAMIC),
+        "its rotary frequencies follow the length (rope_type 'dynamic')",
+    ),
+    (
+        "training",
+        window,
+        "some layers attend otherwise than to all tokens before (sliding_attention)",
+    ),
+    (
+        "head",
+        lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=16)),
+        "caps its logits (final_logit_softcapping",
+    ),
+    (
+        "head",
+        lambda: GPT2Model(GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2)),
+        "it has no output head",
+    ),
     (
         "head",
         lambda: get_peft_model(llama(), LoraConfig(r=2, target_modules=["lm_head"])),
         "its output head is Linear of peft.tuners.lora.layer, not torch's",
     ),
-    ("head", lambda: Scaled(LlamaConfig(**SIZES)), "on a trial its logits differ from head times last hidden state"),
+    (
+        "head",
+        lambda: Scaled(LlamaConfig(**SIZES)),
+        "on a trial its logits differ from head times last hidden state",
+    ),
     (
         "packing",
         lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)),
@@ -173,7 +240,9 @@ REFUSED = [
     ),
     (
         "packing",
-        lambda: changed(llama(), lambda m: m.model.register_forward_pre_hook(no_positions, with_kwargs=True)),
+        lambda: changed(
+            llama(), lambda m: m.model.register_forward_pre_hook(no_positions, with_kwargs=True)
+        ),
         "a trial with position ids failed: TypeError: no positions, please",
     ),
     ("decoder", gpt2, "GPT2LMHeadModel is of another family than Llama, Qwen2, Qwen3"),
@@ -187,29 +256,45 @@ REFUSED = [
     ),
     (
         "decoder",
-        lambda: changed(llama(), lambda m: setattr(m.model.layers[1].mlp, "up_proj", nn.Bilinear(64, 1, 48))),
+        lambda: changed(
+            llama(), lambda m: setattr(m.model.layers[1].mlp, "up_proj", nn.Bilinear(64, 1, 48))
+        ),
         "its up_proj is Bilinear (quantised?), not a plain linear layer",
     ),
-    ("decoder", lambda: lora(llama(), modules_to_save=["embed_tokens"]), "replaces whole modules (modules_to_save)"),
+    (
+        "decoder",
+        lambda: lora(llama(), modules_to_save=["embed_tokens"]),
+        "replaces whole modules (modules_to_save)",
+    ),
     ("decoder", lambda: changed(llama(), float_and_double), "its weights lie on several devices"),
     (
         "decoder",
         lambda: changed(
             llama(),
             lambda m: setattr(
-                m.model.norm, "weight", nn.Parameter(torch.ones(64, dtype=torch.int8), requires_grad=False)
+                m.model.norm,
+                "weight",
+                nn.Parameter(torch.ones(64, dtype=torch.int8), requires_grad=False),
             ),
         ),
         "some of its weights are integers",
     ),
     ("packed", gpt2, "needs the path 'rollout decoder'"),
-    ("packed", lambda: llama().bfloat16(), "its weights are bfloat16; copies are made of float32 and float64"),
+    (
+        "packed",
+        lambda: llama().bfloat16(),
+        "its weights are bfloat16; copies are made of float32 and float64",
+    ),
     ("packed", lambda: llama().to("meta"), "its weights are on meta; copies help on a CPU only"),
     ("compiled", lambda: llama().bfloat16(), "needs the path 'packed weights'"),
     ("compiled", lambda: llama().double(), "its weights are float64; compiled code is for float32"),
     ("compiled", lambda: make_model("llama", head_dim=8), "heads of 8 dimensions"),
     ("fused", lambda: llama().double(), "needs the path 'compiled decoding'"),
-    ("fused", lambda: llama(hidden_act="gelu"), "its activation is GELUActivation; compiled code computes silu"),
+    (
+        "fused",
+        lambda: llama(hidden_act="gelu"),
+        "its activation is GELUActivation; compiled code computes silu",
+    ),
 ]
 
 
@@ -224,44 +309,53 @@ def test_what_speaks_against_a_path_is_said(path, make, reason, compiled):
 def test_dropout_and_checkpointing_matter_in_training_mode_alone():
     model = llama(attention_dropout=0.1)
     model.gradient_checkpointing_enable()
-    assert not training_forward(model).allowed
-    assert training_forward(model.eval()).allowed
+    assert not check_training_forward(model).allowed
+    assert check_training_forward(model.eval()).allowed
 
 
 def test_autocast_is_left_to_transformers():
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert training_forward(llama()).reason == "autocast is on, and this path computes in float32"
+        assert (
+            check_training_forward(llama()).reason
+            == "autocast is on, and this path computes in float32"
+        )
 
 
 def test_weights_sharded_by_layer_are_left_to_transformers(monkeypatch):
     model = llama()
     package = SimpleNamespace(FSDPModule=type(model.model.layers[0]))
     monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", package)
-    assert training_forward(model).reason == "its weights are sharded layer by layer among processes"
+    assert (
+        check_training_forward(model).reason
+        == "its weights are sharded layer by layer among processes"
+    )
 
 
 def test_what_the_machine_lacks(monkeypatch):
     model = llama()
-    monkeypatch.setattr(int8_gemm, "load", lambda: None)
-    monkeypatch.setattr(packed_vectors, "load", lambda: object())
-    monkeypatch.setattr(fused_decode, "load", lambda: object())
-    assert compiled_decoding(model).allowed and fused_step(model).allowed
-    monkeypatch.setattr(packed_vectors, "load", lambda: None)
-    assert "neither tiles for products of 8-bit integers (AMX) nor vectors" in fused_step(model).reason
-    monkeypatch.setattr(fused_decode, "load", lambda: None)
+    monkeypatch.setattr(packed_gemm, "load_int8_gemm", lambda: None)
+    monkeypatch.setattr(packed_gemm, "load_packed_vectors", lambda: object())
+    monkeypatch.setattr(fused_decode, "load_decode_kernels", lambda: object())
+    assert check_compiled_decoding(model).allowed and check_fused_step(model).allowed
+    monkeypatch.setattr(packed_gemm, "load_packed_vectors", lambda: None)
+    assert (
+        "neither tiles for products of 8-bit integers (AMX) nor vectors"
+        in check_fused_step(model).reason
+    )
+    monkeypatch.setattr(fused_decode, "load_decode_kernels", lambda: None)
     monkeypatch.delenv("POSTTRAIN_NATIVE", raising=False)
-    assert "no C compiler here" in compiled_decoding(model).reason
+    assert "no C compiler here" in check_compiled_decoding(model).reason
     monkeypatch.setenv("POSTTRAIN_NATIVE", "0")
-    assert compiled_decoding(model).reason == "POSTTRAIN_NATIVE=0 turns compiled code off"
+    assert check_compiled_decoding(model).reason == "POSTTRAIN_NATIVE=0 turns compiled code off"
 
 
 def test_large_models_are_not_copied(monkeypatch):
     model = llama()
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     monkeypatch.setattr(decoding, "PACKED_BYTES", size)
-    assert packed_weights(model).allowed
+    assert check_packed_weights(model).allowed
     monkeypatch.setattr(decoding, "PACKED_BYTES", size - 1)
-    assert "GiB that are copied" in packed_weights(model).reason
+    assert "GiB that are copied" in check_packed_weights(model).reason
 
 
 @pytest.mark.parametrize(
@@ -272,18 +366,20 @@ def test_large_models_are_not_copied(monkeypatch):
     ],
 )
 def test_packing_that_mixes_sequences(monkeypatch, found, reason):
-    monkeypatch.setattr(trials, "_packing_trial", lambda base: found)
-    assert sequence_packing(llama()) == Decision("sequence packing", False, reason, "one sequence a row")
+    monkeypatch.setattr(training, "_measure_packing_leak", lambda base: found)
+    assert check_sequence_packing(llama()) == Decision(
+        "sequence packing", False, reason, "one sequence a row"
+    )
 
 
 def test_without_weights_trials_are_left_open():
     with torch.device("meta"):
-        found = capabilities(llama(), device="cpu")
+        found = inspect_capabilities(llama(), device="cpu")
     assert found.training_forward.allowed and found.decoder.allowed and found.packed_weights.allowed
     for decision in (found.plain_head, found.sequence_packing):
         assert decision.is_undecided and not decision.allowed
     with torch.device("meta"):
-        found = capabilities(llama(), device="cuda")
+        found = inspect_capabilities(llama(), device="cuda")
     assert found.decoder.allowed and "CUDA graphs" in found.decoder.reason
     assert "its weights are on cuda" in found.training_forward.reason
 
@@ -291,30 +387,51 @@ def test_without_weights_trials_are_left_open():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: llama(head_dim=16).double(), "its training passes are transformers' own: its weights are float64"),
+        (
+            lambda: llama(head_dim=16).double(),
+            "its training passes are transformers' own: its weights are float64",
+        ),
         (lambda: llama(head_dim=12), "heads of 12 dimensions are attended to by torch's kernel"),
-        (lambda: llama(head_dim=16, intermediate_size=40), "intermediate_size 40 is no multiple of 16"),
+        (
+            lambda: llama(head_dim=16, intermediate_size=40),
+            "intermediate_size 40 is no multiple of 16",
+        ),
     ],
 )
 def test_rows_depend_on_others_where_a_kernel_is_not_ours(make, reason, monkeypatch):
     if (gemm.load_tiles() or gemm.load_vectors()) is None:
         pytest.skip("needs compiled matrix products")
-    assert independent_rows(llama(head_dim=16)).allowed
-    assert independent_rows(qwen3()).allowed
-    assert not independent_rows(make()).allowed and reason in independent_rows(make()).reason
-    monkeypatch.setattr(gemm, "load", lambda: None)
-    assert "matrix products are not this project's compiled code" in independent_rows(llama(head_dim=16)).reason
+    assert check_independent_rows(llama(head_dim=16)).allowed
+    assert check_independent_rows(qwen3()).allowed
+    assert (
+        not check_independent_rows(make()).allowed
+        and reason in check_independent_rows(make()).reason
+    )
+    monkeypatch.setattr(gemm, "load_gemm", lambda: None)
+    assert (
+        "matrix products are not this project's compiled code"
+        in check_independent_rows(llama(head_dim=16)).reason
+    )
 
 
 def test_every_reason_has_a_case_here():
     """A reason that is new in the room needs a model that gives it: part of its constant text stands in this file."""
     asked, missing = Path(__file__).read_text(), []
     files = sorted(Path(inspect.getfile(room)).parent.glob("*.py"))
-    reasons = [node for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Yield)]
+    reasons = [
+        node
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Yield)
+    ]
     assert len(reasons) > 20
     for reason in reasons:
-        texts = [str(part.value).strip() for part in ast.walk(reason) if isinstance(part, ast.Constant)]
-        pieces = [text[start : start + 12] for text in texts for start in range(max(1, len(text) - 11))]
+        texts = [
+            str(part.value).strip() for part in ast.walk(reason) if isinstance(part, ast.Constant)
+        ]
+        pieces = [
+            text[start : start + 12] for text in texts for start in range(max(1, len(text) - 11))
+        ]
         if (
             not isinstance(reason.value, ast.Tuple)
             and texts

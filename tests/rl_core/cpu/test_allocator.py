@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from rl_core.cpu.allocator import Arena, pages
+from rl_core.cpu.allocator import Arena, allocate_huge_pages
 
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
 
@@ -30,9 +30,13 @@ print(faults(), keep_freed_memory(), min(faults() for _ in range(4)))
 
 def run(**environment: str) -> tuple[int, str, int]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True,
-        env={name: value for name, value in os.environ.items() if "MALLOC" not in name} | environment,
-    )  # fmt: skip
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={name: value for name, value in os.environ.items() if "MALLOC" not in name}
+        | environment,
+    )
     before, said, after = done.stdout.split()
     return int(before), said, int(after)
 
@@ -51,7 +55,7 @@ def test_a_user_who_has_set_the_allocator_is_left_alone() -> None:
 
 
 def test_fresh_pages_belong_to_this_process() -> None:
-    memory = pages(10_000)
+    memory = allocate_huge_pages(10_000)
     assert memory.shape == (10_000,) and not memory.any() and memory.data_ptr() % 64 == 0
     child = os.fork()
     if not child:
@@ -64,12 +68,16 @@ def test_fresh_pages_belong_to_this_process() -> None:
 def test_pieces_do_not_overlap_and_are_given_out_again() -> None:
     arena = Arena(chunk=1000)
     sizes = [100, 1, 800, 5000, 30, 64]
-    pieces = [arena.take(size) for size in sizes]
+    pieces = [arena.allocate_bytes(size) for size in sizes]
     for number, piece in enumerate(pieces):
         piece.fill_(number)
         assert piece.data_ptr() % 64 == 0 and len(piece) >= sizes[number]
     assert [int(piece.float().mean()) for piece in pieces] == list(range(6))
     assert all(piece.min() == piece.max() for piece in pieces)
     arena.reset()
-    assert [arena.take(size).data_ptr() for size in sizes] == [piece.data_ptr() for piece in pieces]
-    assert torch.equal(pieces[3], torch.full_like(pieces[3], 3))  # nothing is written by giving it out
+    assert [arena.allocate_bytes(size).data_ptr() for size in sizes] == [
+        piece.data_ptr() for piece in pieces
+    ]
+    assert torch.equal(
+        pieces[3], torch.full_like(pieces[3], 3)
+    )  # nothing is written by giving it out

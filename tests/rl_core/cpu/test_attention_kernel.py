@@ -5,23 +5,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.cpu import attention_kernel, packed_attention
-from rl_core.cpu.shared_prefixes import shared_prefixes
+from rl_core.cpu import attention_kernel, packed_forward
+from rl_core.cpu.packed_forward import find_shared_prefixes
 
-pytestmark = pytest.mark.skipif(attention_kernel.load() is None, reason="needs a C compiler")
+pytestmark = pytest.mark.skipif(
+    attention_kernel.load_attention_kernel() is None, reason="needs a C compiler"
+)
 
 
 def by_definition(heads, tokens_of_rows, owner, cos, sin, kv_heads, scale):
     """Token by token; `owner` says from which row a token's result is taken."""
     size, query_heads = heads.shape[2], heads.shape[1] - 2 * kv_heads
-    turned = heads * cos[:, None] + torch.cat([-heads[..., size // 2 :], heads[..., : size // 2]], -1) * sin[:, None]
+    turned = (
+        heads * cos[:, None]
+        + torch.cat([-heads[..., size // 2 :], heads[..., : size // 2]], -1) * sin[:, None]
+    )
     q, k, v = turned[:, :query_heads], turned[:, query_heads:-kv_heads], heads[:, -kv_heads:]
     found = {}
     for row, tokens in enumerate(tokens_of_rows):
         for place, token in enumerate(tokens):
             if owner[token] == row:
                 seen = tokens[: place + 1]
-                keys, values = (x[seen].repeat_interleave(query_heads // kv_heads, dim=1) for x in (k, v))
+                keys, values = (
+                    x[seen].repeat_interleave(query_heads // kv_heads, dim=1) for x in (k, v)
+                )
                 weights = torch.softmax(torch.einsum("hd,lhd->hl", q[token], keys) * scale, dim=-1)
                 found[token] = torch.einsum("hl,lhd->hd", weights, values).reshape(-1)
     return torch.stack([found[token] for token in range(len(heads))])
@@ -31,12 +38,14 @@ def check(rows, size, query_heads, kv_heads, scale=0.3):
     """Rows of token ids: compiled, forward and backward, against the definition."""
     lengths = [len(row) for row in rows]
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    shared = shared_prefixes(ids, lengths)
+    shared = find_shared_prefixes(ids, lengths)
     total = sum(lengths)
     unique = shared.unique_T if shared is not None else torch.arange(total)
     first = shared.first_N if shared is not None else torch.arange(total)
     ends = torch.tensor(lengths).cumsum(0).tolist()
-    tokens_of_rows = [unique[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
+    tokens_of_rows = [
+        unique[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)
+    ]
     owner = [next(row for row, end in enumerate(ends) if place < end) for place in first.tolist()]
     positions = torch.cat([torch.arange(length) for length in lengths])[first]
     angles = positions[:, None] / 100 ** (torch.arange(size // 2) / (size // 2))
@@ -48,11 +57,13 @@ def check(rows, size, query_heads, kv_heads, scale=0.3):
     for kind in (torch.float32, torch.float64):
         x = heads.to(kind, copy=True).requires_grad_()
         if kind == torch.float32:
-            attend = packed_attention.attention_of(lengths, shared, size, cos, sin)
-            assert isinstance(attend, packed_attention._Compiled)
+            attend = packed_forward.build_attention(lengths, shared, size, cos, sin)
+            assert isinstance(attend, packed_forward._KernelAttention)
             out = attend(x, kv_heads, scale)
         else:
-            out = by_definition(x, tokens_of_rows, owner, cos.double(), sin.double(), kv_heads, scale)
+            out = by_definition(
+                x, tokens_of_rows, owner, cos.double(), sin.double(), kv_heads, scale
+            )
         out.backward(grad.to(kind))
         results.append((out.detach().double(), x.grad.double()))
     for ours, exact in zip(*results, strict=True):
@@ -66,7 +77,8 @@ def rows_of(*lengths):
 
 
 @pytest.mark.parametrize(
-    ("size", "query_heads", "kv_heads"), [(16, 4, 2), (64, 4, 2), (32, 3, 3), (48, 5, 1), (128, 2, 1)]
+    ("size", "query_heads", "kv_heads"),
+    [(16, 4, 2), (64, 4, 2), (32, 3, 3), (48, 5, 1), (128, 2, 1)],
 )
 def test_heads_of_any_size(size, query_heads, kv_heads):
     check(rows_of(1, 7, 16, 17, 33, 70), size, query_heads, kv_heads)
@@ -79,7 +91,20 @@ def test_rows_of_any_length(length):
 
 def test_common_beginnings():
     long = list(range(60))
-    check([long, [*long[:50], 80, 81, 82], [*long[:50], 80, 90], long, long[:3], [7], [*long[:49], 70]], 16, 4, 2)
+    check(
+        [
+            long,
+            [*long[:50], 80, 81, 82],
+            [*long[:50], 80, 90],
+            long,
+            long[:3],
+            [7],
+            [*long[:49], 70],
+        ],
+        16,
+        4,
+        2,
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -106,18 +131,24 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch):
 
 
 def test_nan_is_seen():
-    rows = attention_kernel.Rows(*(torch.tensor(x) for x in ([0, 20], range(20), [0], range(21), range(20))), 20)
+    rows = attention_kernel.AttentionRows(
+        *(torch.tensor(x) for x in ([0, 20], range(20), [0], range(21), range(20))), 20
+    )
     heads = torch.randn(20, 3, 16, generator=torch.Generator().manual_seed(0))
     heads[4, 1, 2] = torch.nan
-    out, _, _ = attention_kernel.load().forward(heads, rows, torch.ones(20, 16), torch.zeros(20, 16), 1, 1.0)
+    out, _, _ = attention_kernel.load_attention_kernel().forward(
+        heads, rows, torch.ones(20, 16), torch.zeros(20, 16), 1, 1.0
+    )
     assert out[:4].isfinite().all() and out[4:].isnan().any(dim=1).all()
 
 
 def test_heads_that_do_not_fit_are_left_to_torch():
     assert (
-        not attention_kernel.AttentionKernel.suits(24)
-        and not attention_kernel.AttentionKernel.suits(272)
-        and attention_kernel.AttentionKernel.suits(256)
+        not attention_kernel.AttentionKernel.supports_head_dim(24)
+        and not attention_kernel.AttentionKernel.supports_head_dim(272)
+        and attention_kernel.AttentionKernel.supports_head_dim(256)
     )
     cos = torch.ones(3, 24)
-    assert isinstance(packed_attention.attention_of([3], None, 24, cos, cos), packed_attention._Rectangles)
+    assert isinstance(
+        packed_forward.build_attention([3], None, 24, cos, cos), packed_forward._RectangleAttention
+    )

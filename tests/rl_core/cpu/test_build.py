@@ -8,7 +8,7 @@ import pytest
 
 from rl_core.cpu import build
 
-needs_compiler = pytest.mark.skipif(build.load() is None, reason="needs a C compiler")
+needs_compiler = pytest.mark.skipif(build.load_library() is None, reason="needs a C compiler")
 
 
 @needs_compiler
@@ -31,27 +31,29 @@ def fresh(monkeypatch, tmp_path):
     (sources / "answer.c").write_text('#include "answer.h"\nint answer(void) { return ANSWER; }\n')
     monkeypatch.setattr(build, "_FOLDER", sources)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    build.load.cache_clear()
+    build.load_library.cache_clear()
     yield tmp_path / "cache/posttrain"
-    build.load.cache_clear()
+    build.load_library.cache_clear()
 
 
 @needs_compiler
 def test_it_is_compiled_once(fresh, monkeypatch, tmp_path):
-    assert build.load().answer() == 42
+    assert build.load_library().answer() == 42
     (made_library,) = fresh.iterdir()
     made = made_library.stat().st_mtime_ns
-    build.load.cache_clear()
-    assert build.load() is not None
+    build.load_library.cache_clear()
+    assert build.load_library() is not None
     assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [made]
-    had_threads = build.loaded_openmp() is not None
+    had_threads = build.find_loaded_openmp() is not None
     (tmp_path / "sources/answer.h").write_text("#define ANSWER 43\n")
-    build.load.cache_clear()
-    assert build.load().answer() == 43
+    build.load_library.cache_clear()
+    assert build.load_library().answer() == 43
     assert len(list(fresh.glob("*.so"))) == 2
-    monkeypatch.setattr(build, "loaded_openmp", lambda: None)  # without threads it is another library
-    build.load.cache_clear()
-    assert build.load() is not None
+    monkeypatch.setattr(
+        build, "find_loaded_openmp", lambda: None
+    )  # without threads it is another library
+    build.load_library.cache_clear()
+    assert build.load_library() is not None
     assert len(list(fresh.glob("*.so"))) == (3 if had_threads else 2)
 
 
@@ -61,7 +63,7 @@ def test_a_cache_that_cannot_be_written_is_no_hindrance(fresh, monkeypatch, tmp_
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "temporary"))
     fresh.parent.write_text("a file where the folder should be")
-    compiled = build.load()
+    compiled = build.load_library()
     assert compiled is not None
     monkeypatch.delenv("XDG_CACHE_HOME")
 
@@ -69,26 +71,26 @@ def test_a_cache_that_cannot_be_written_is_no_hindrance(fresh, monkeypatch, tmp_
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(build.Path, "home", nowhere)
-    build.load.cache_clear()
-    assert build.load() is not compiled is not None
+    build.load_library.cache_clear()
+    assert build.load_library() is not compiled is not None
     assert list((tmp_path / "temporary").iterdir()) == []
     assert compiled.answer() == 42
 
 
 def test_without_a_compiler_torch_does_it(fresh, monkeypatch, caplog):
     monkeypatch.setenv("POSTTRAIN_NATIVE", "0")
-    assert build.load() is None and not caplog.records
+    assert build.load_library() is None and not caplog.records
     monkeypatch.delenv("POSTTRAIN_NATIVE")
     for compiler in ("false", "no-such-compiler-here"):
-        build.load.cache_clear()
+        build.load_library.cache_clear()
         caplog.clear()
         monkeypatch.setenv("CC", compiler)
         with caplog.at_level(logging.WARNING):
-            assert build.load() is None
+            assert build.load_library() is None
         assert f"{compiler} could not compile the code in" in caplog.text
-    build.load.cache_clear()
+    build.load_library.cache_clear()
     monkeypatch.delenv("CC")
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     with caplog.at_level(logging.INFO):
-        assert build.load() is None
+        assert build.load_library() is None
     assert "no C compiler" in caplog.text

@@ -9,15 +9,17 @@ from helpers.scripted_sequences import VOCAB, ScriptedSequence, make_model
 from helpers.tile_code import tile_code
 from torch.nn import functional
 
-from rl_core.cpu import build, fused_decode, int8_gemm, packed_vectors
+from rl_core.cpu import build, fused_decode, packed_gemm
 from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep
-from rl_core.cpu.packed_products import PackedProducts
+from rl_core.cpu.packed_gemm import PackedProducts
 from rl_core.inference.decoder import Decoder
 from rl_core.inference.engine import Engine
-from rl_core.inference.sampling import draw
+from rl_core.inference.sampling import draw_tokens
 from rl_core.settings import SamplingSettings
 
-needs_compiler = pytest.mark.skipif(fused_decode.load() is None, reason="needs a C compiler")
+needs_compiler = pytest.mark.skipif(
+    fused_decode.load_decode_kernels() is None, reason="needs a C compiler"
+)
 
 
 @pytest.fixture
@@ -28,14 +30,16 @@ def numbers():
 @needs_compiler
 @pytest.mark.parametrize("width", [1, 15, 16, 33, 256])
 def test_norms_and_gates(numbers, width):
-    compiled = fused_decode.load()
+    compiled = fused_decode.load_decode_kernels()
     x = torch.randn(5, width, generator=numbers)
     expected = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    torch.testing.assert_close(compiled.normed(x, 1e-5), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(compiled.compute_rms_norm(x, 1e-5), expected, rtol=1e-6, atol=1e-7)
     both = 6 * torch.randn(5, 2 * width, generator=numbers)
     both[0, 0], both[1, 0], both[2, 0] = 200.0, -200.0, 0.0
     gate, up = both.chunk(2, dim=1)
-    torch.testing.assert_close(compiled.gated(both), functional.silu(gate) * up, rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(
+        compiled.compute_gated_silu(both), functional.silu(gate) * up, rtol=2e-6, atol=1e-7
+    )
 
 
 @dataclasses.dataclass
@@ -52,13 +56,18 @@ def attended(heads, slots, positions, cos, sin, cache, query_heads, q_norm, k_no
     size, kv_heads = cache.shape[-1], cache.shape[2]
     q, k, v = heads.view(len(heads), -1, size).split([query_heads, kv_heads, kv_heads], dim=1)
     q, k = (q_norm(q), k_norm(k)) if q_norm is not None else (q, k)
-    turn = lambda x: x * cos[positions][:, None] + torch.roll(x, size // 2, -1) * sin[positions][:, None]  # noqa: E731
+
+    def turn(x):
+        return x * cos[positions][:, None] + torch.roll(x, size // 2, -1) * sin[positions][:, None]
+
     q, k = turn(q), turn(k)
     for token, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         cache[0, slot, :, position], cache[1, slot, :, position] = k[token], v[token]
     rows = []
     for token, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-        keys, values = cache[:, slot, :, : position + 1].repeat_interleave(query_heads // kv_heads, dim=1)
+        keys, values = cache[:, slot, :, : position + 1].repeat_interleave(
+            query_heads // kv_heads, dim=1
+        )
         weights = torch.softmax(torch.einsum("hd,hld->hl", q[token], keys) * scale, dim=-1)
         rows.append(torch.einsum("hl,hld->hd", weights, values).reshape(-1))
     return torch.stack(rows)
@@ -67,7 +76,8 @@ def attended(heads, slots, positions, cos, sin, cache, query_heads, q_norm, k_no
 @needs_compiler
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(
-    ("size", "query_heads", "kv_heads"), [(16, 3, 1), (32, 4, 2), (64, 4, 2), (128, 8, 1), (80, 2, 2)]
+    ("size", "query_heads", "kv_heads"),
+    [(16, 3, 1), (32, 4, 2), (64, 4, 2), (128, 8, 1), (80, 2, 2)],
 )
 def test_attention_over_slots(numbers, size, query_heads, kv_heads, has_norms):
     """Slots of different lengths; slot 2 has three new tokens, which see each other; the last two do not attend."""
@@ -77,13 +87,19 @@ def test_attention_over_slots(numbers, size, query_heads, kv_heads, has_norms):
     positions = torch.tensor([0, 69, 33, 15, 31, 32])
     cos, sin = torch.randn(2, length, size, generator=numbers)
     heads = torch.randn(6, (query_heads + 2 * kv_heads) * size, generator=numbers)
-    q_norm, k_norm = (Norm(torch.rand(size, generator=numbers)) for _ in range(2)) if has_norms else (None, None)
+    q_norm, k_norm = (
+        (Norm(torch.rand(size, generator=numbers)) for _ in range(2)) if has_norms else (None, None)
+    )
     expected_cache = cache[0].clone()
-    expected = attended(heads, slots, positions, cos, sin, expected_cache, query_heads, q_norm, k_norm, 0.3)
+    expected = attended(
+        heads, slots, positions, cos, sin, expected_cache, query_heads, q_norm, k_norm, 0.3
+    )
     step = DecodeStep(positions, slots, cos, sin, cache, query_heads)
     step.rows = 4
     assert DecodeKernels.can_attend(head_dim=size, query_heads=query_heads, kv_heads=kv_heads)
-    found = fused_decode.load().attend(step, heads, cache[0], q_norm, k_norm, 0.3)
+    found = fused_decode.load_decode_kernels().attend_slots(
+        step, heads, cache[0], q_norm, k_norm, 0.3
+    )
     torch.testing.assert_close(found, expected[:4], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cache[0], expected_cache, rtol=1e-6, atol=1e-6)
 
@@ -100,7 +116,11 @@ def test_the_number_of_threads_changes_no_bit(numbers, monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         step = DecodeStep(positions, slots, cos, sin, cache, 4)
         assert step.fields.threads == threads
-        found.append(fused_decode.load().attend(step, heads, cache[0], None, None, 0.125))
+        found.append(
+            fused_decode.load_decode_kernels().attend_slots(
+                step, heads, cache[0], None, None, 0.125
+            )
+        )
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
@@ -117,8 +137,8 @@ def test_tokens_are_those_that_torch_draws(numbers, size, temperature):
     logits = 3 * torch.randn(400, size, generator=numbers)
     drawn = torch.rand(400, generator=numbers, dtype=torch.float64)
     (tokens, logprobs), expected = (
-        fused_decode.load().draw(logits, drawn, temperature),
-        draw(logits, drawn, temperature),
+        fused_decode.load_decode_kernels().draw_tokens(logits, drawn, temperature),
+        draw_tokens(logits, drawn, temperature),
     )
     assert torch.equal(tokens, expected[0])
     torch.testing.assert_close(logprobs, expected[1], rtol=1e-6, atol=2e-6)
@@ -126,49 +146,69 @@ def test_tokens_are_those_that_torch_draws(numbers, size, temperature):
 
 @needs_compiler
 def test_edges_of_drawing():
-    compiled, highest = fused_decode.load(), np.nextafter(1.0, 0.0)
+    compiled, highest = fused_decode.load_decode_kernels(), np.nextafter(1.0, 0.0)
     far = torch.full((1, 40), -200.0)  # so far below that their probability is 0 in float32
     far[0, 7] = 0.0
     for value in (0.0, 0.5, highest):
-        assert compiled.draw(far, torch.tensor([value], dtype=torch.float64), 1.0)[0].item() == 7
+        assert (
+            compiled.draw_tokens(far, torch.tensor([value], dtype=torch.float64), 1.0)[0].item()
+            == 7
+        )
     ties = torch.zeros(1, 40)
-    assert compiled.draw(ties, torch.zeros(1, dtype=torch.float64), 0.0)[0].item() == 0
-    assert compiled.draw(ties, torch.tensor([highest], dtype=torch.float64), 1.0)[0].item() == 39
+    assert compiled.draw_tokens(ties, torch.zeros(1, dtype=torch.float64), 0.0)[0].item() == 0
+    assert (
+        compiled.draw_tokens(ties, torch.tensor([highest], dtype=torch.float64), 1.0)[0].item()
+        == 39
+    )
     half, lost = torch.tensor([0.5], dtype=torch.float64), torch.full((1, 40), torch.nan)
-    for temperature in (0.0, 1.0):  # a model that has diverged is found out elsewhere; here it must not crash
-        token, logprob = compiled.draw(lost, half, temperature)
+    for temperature in (
+        0.0,
+        1.0,
+    ):  # a model that has diverged is found out elsewhere; here it must not crash
+        token, logprob = compiled.draw_tokens(lost, half, temperature)
         assert 0 <= token.item() < 40 and not np.isfinite(logprob.item())
 
 
 @needs_compiler
 def test_threads_draw_the_same_tokens(numbers, monkeypatch):
-    logits, drawn = torch.randn(40, 2048, generator=numbers), torch.rand(40, generator=numbers, dtype=torch.float64)
-    alone = fused_decode.load().draw(logits, drawn, 0.7)
+    logits, drawn = (
+        torch.randn(40, 2048, generator=numbers),
+        torch.rand(40, generator=numbers, dtype=torch.float64),
+    )
+    alone = fused_decode.load_decode_kernels().draw_tokens(logits, drawn, 0.7)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    together = fused_decode.load().draw(logits, drawn, 0.7)
+    together = fused_decode.load_decode_kernels().draw_tokens(logits, drawn, 0.7)
     assert torch.equal(alone[0], together[0]) and torch.equal(alone[1], together[1])
-    assert torch.equal(alone[0], draw(logits, drawn, 0.7)[0])
+    assert torch.equal(alone[0], draw_tokens(logits, drawn, 0.7)[0])
 
 
 @pytest.fixture(params=["tiles", "vectors"])
 def products(request, monkeypatch):
     """Products with packed weights by tiles, in plain C where the processor has none, or by vectors."""
-    code = tile_code() if request.param == "tiles" else build.load()
+    code = tile_code() if request.param == "tiles" else build.load_library()
     if code is None or not code.vectors_ready():
         pytest.skip("needs a C compiler, and a processor with vectors of 8 numbers")
-    monkeypatch.setattr(build, "load", lambda: code)
-    monkeypatch.setattr(int8_gemm, "load", lambda: PackedProducts(code, "int8") if request.param == "tiles" else None)
-    assert packed_vectors.load() is not None
+    monkeypatch.setattr(build, "load_library", lambda: code)
+    monkeypatch.setattr(
+        packed_gemm,
+        "load_int8_gemm",
+        lambda: PackedProducts(code, "int8") if request.param == "tiles" else None,
+    )
+    assert packed_gemm.load_packed_vectors() is not None
 
 
 def played(**options):
     """Turns of ten sequences with observations in between, by a model with biases everywhere."""
     engine = Engine(
         make_model("llama", head_dim=32, attention_bias=True, mlp_bias=True),
-        eos_ids=range(1, VOCAB, 9), pad_id=0, max_length=128,
-    )  # fmt: skip
-    sequences = [ScriptedSequence([3 + i, 5, 9], i, [[7, 8, 3 + i], [4]], room=40) for i in range(10)]
-    engine.run(sequences, SamplingSettings(max_completion_tokens=40, slots=10, **options))
+        eos_ids=range(1, VOCAB, 9),
+        pad_id=0,
+        max_length=128,
+    )
+    sequences = [
+        ScriptedSequence([3 + i, 5, 9], i, [[7, 8, 3 + i], [4]], room=40) for i in range(10)
+    ]
+    engine.run_sequences(sequences, SamplingSettings(max_completion_tokens=40, slots=10, **options))
     return [sequence.turns for sequence in sequences], [sequence.logprobs for sequence in sequences]
 
 
@@ -176,7 +216,7 @@ def played(**options):
 def test_neither_threads_nor_what_they_share_out_change_a_bit(products, monkeypatch, least_own):
     expected = played()
     assert any(len(turns) > 1 for turns in expected[0])
-    monkeypatch.setattr(fused_decode, "LEAST_OWN_ROWS", least_own)
+    monkeypatch.setattr(fused_decode, "MIN_ROWS_PER_THREAD", least_own)
     for threads in (2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert played() == expected
@@ -189,7 +229,9 @@ def test_one_call_takes_several_tokens_of_a_turn(products, monkeypatch):
     def counted(self, states, count, is_end, *others):
         before = states.acted[:count].copy()
         sample_steps(self, states, count, is_end, *others)
-        has_ended = is_end[states.tokens[:count]] | (states.positions[:count] + 1 >= states.limits[:count])
+        has_ended = is_end[states.tokens[:count]] | (
+            states.positions[:count] + 1 >= states.limits[:count]
+        )
         calls.append((states.acted[:count] - before, has_ended))
 
     monkeypatch.setattr(Decoder, "sample_steps", counted)
@@ -197,7 +239,7 @@ def test_one_call_takes_several_tokens_of_a_turn(products, monkeypatch):
     assert all((taken[~has_ended] == 8).all() for taken, has_ended in calls)
     ended = np.concatenate([taken[has_ended] for taken, has_ended in calls])
     assert set(ended.tolist()) >= {1, 3, 8}  # turns end at any place within a call
-    monkeypatch.setattr(Decoder, "samples_steps", lambda self, sampling: False)
+    monkeypatch.setattr(Decoder, "can_sample_steps", lambda self, sampling: False)
     count = len(calls)
     assert played() == (turns, logprobs)
     assert len(calls) == count

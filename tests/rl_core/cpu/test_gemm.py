@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.tile_code import tile_code
 
-from rl_core.cpu import gemm, kernels
+from rl_core.cpu import gemm, layer_kernels
 
 SHAPES = [
     (1, 1, 1),
@@ -26,7 +26,9 @@ def products(request):
     if request.param == "vectors":
         found = gemm.load_vectors()
     else:
-        found = gemm.Gemm(tile_code(), "product", "amx_gemm_room") if tile_code() is not None else None
+        found = (
+            gemm.Gemm(tile_code(), "product", "amx_gemm_room") if tile_code() is not None else None
+        )
     if found is None:
         pytest.skip("needs a C compiler, for vectors those of 8 numbers")
     return found
@@ -49,8 +51,12 @@ def test_products_are_those_of_float32(products, numbers, rows, inputs, outputs)
     joined = torch.cat(weights)
     pairs = [
         (products.linear(x, weights), x @ joined.t(), x.double() @ joined.double().t()),
-        (products.input_grad(grad, weights), grad @ joined, grad.double() @ joined.double()),
-        (products.weight_grad(grad, x), grad.t() @ x, grad.double().t() @ x.double()),
+        (
+            products.compute_input_grad(grad, weights),
+            grad @ joined,
+            grad.double() @ joined.double(),
+        ),
+        (products.compute_weight_grad(grad, x), grad.t() @ x, grad.double().t() @ x.double()),
     ]
     for ours, torchs, exact in pairs:
         assert ours.shape == exact.shape
@@ -74,12 +80,21 @@ def test_a_row_does_not_depend_on_the_others(products, numbers):
 
 
 def test_the_number_of_threads_changes_no_bit(products, numbers, monkeypatch):
-    x, weights = torch.randn(333, 290, generator=numbers), [torch.randn(n, 290, generator=numbers) for n in (64, 130)]
+    x, weights = (
+        torch.randn(333, 290, generator=numbers),
+        [torch.randn(n, 290, generator=numbers) for n in (64, 130)],
+    )
     grad = torch.randn(333, 194, generator=numbers)
     found = []
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        found.append([products.linear(x, weights), products.input_grad(grad, weights), products.weight_grad(grad, x)])
+        found.append(
+            [
+                products.linear(x, weights),
+                products.input_grad(grad, weights),
+                products.weight_grad(grad, x),
+            ]
+        )
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
@@ -87,9 +102,13 @@ def test_the_number_of_threads_changes_no_bit(products, numbers, monkeypatch):
 def test_rows_that_do_not_lie_together(products, numbers):
     x, weight = torch.randn(50, 100, generator=numbers), torch.randn(20, 30, generator=numbers)
     part = x[:, 40:70]
-    assert torch.equal(products.linear(part, [weight]), products.linear(part.contiguous(), [weight]))
+    assert torch.equal(
+        products.linear(part, [weight]), products.linear(part.contiguous(), [weight])
+    )
     grad = torch.randn(50, 60, generator=numbers)[:, 7:27]
-    assert torch.equal(products.weight_grad(grad, part), products.weight_grad(grad.contiguous(), part))
+    assert torch.equal(
+        products.weight_grad(grad, part), products.weight_grad(grad.contiguous(), part)
+    )
 
 
 def test_what_is_not_finite_stays_where_it_is(products, numbers):
@@ -101,7 +120,9 @@ def test_what_is_not_finite_stays_where_it_is(products, numbers):
         found = products.linear(x, [weight])
         assert not found[7].isfinite().all() or bad == x[7, 3] == torch.finfo(torch.float32).max
         assert torch.equal(found[:7], clean[:7]) and torch.equal(found[8:], clean[8:])
-    x[7, 3] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # the largest of all NaN
+    x[7, 3] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(
+        torch.float32
+    )  # the largest of all NaN
     assert products.linear(x, [weight])[7].isnan().all()
 
 
@@ -125,15 +146,15 @@ def test_products_row_by_row_are_ours_on_every_processor_for_the_thread_that_ask
     if gemm.load_vectors() is None:
         pytest.skip("needs a C compiler and vectors of 8 numbers")
     monkeypatch.setattr(gemm, "load_tiles", lambda: None)
-    monkeypatch.setattr(gemm.build, "is_intel", lambda: True)
+    monkeypatch.setattr(gemm.build, "is_intel_processor", lambda: True)
     seen = []
-    assert gemm.load() is None
-    with gemm.row_by_row():
-        assert gemm.load() is gemm.load_vectors()
-        thread = threading.Thread(target=lambda: seen.append(gemm.load()))
+    assert gemm.load_gemm() is None
+    with gemm.use_row_invariant_products():
+        assert gemm.load_gemm() is gemm.load_vectors()
+        thread = threading.Thread(target=lambda: seen.append(gemm.load_gemm()))
         thread.start()
         thread.join()
-    assert gemm.load() is None and seen == [None]
+    assert gemm.load_gemm() is None and seen == [None]
 
 
 def test_backward_passes_within_row_by_row_use_its_products(monkeypatch):
@@ -141,14 +162,16 @@ def test_backward_passes_within_row_by_row_use_its_products(monkeypatch):
     if gemm.load_vectors() is None:
         pytest.skip("needs a C compiler and vectors of 8 numbers")
     monkeypatch.setattr(gemm, "load_tiles", lambda: None)
-    monkeypatch.setattr(gemm.build, "is_intel", lambda: True)
+    monkeypatch.setattr(gemm.build, "is_intel_processor", lambda: True)
     layer = torch.nn.Linear(80, 48, bias=False)
     x_NI = torch.randn(301, 80, generator=torch.Generator().manual_seed(1))
     found = []
     for rows in (1, 301):
         part_NI = x_NI[:rows].clone().requires_grad_(True)
-        with gemm.row_by_row():
-            kernels.linears(part_NI, [layer.requires_grad_(False)]).square().sum().backward()
+        with gemm.use_row_invariant_products():
+            layer_kernels.apply_linears(
+                part_NI, [layer.requires_grad_(False)]
+            ).square().sum().backward()
         found.append(part_NI.grad[0])
     assert torch.equal(*found)
 
@@ -160,24 +183,36 @@ def test_several_products_by_tiles_are_those_of_each_alone(numbers, threads):
         pytest.skip("needs a C compiler")
     products = gemm.Gemm(tile_code(), "product", "amx_gemm_room")
     made, expected = [], []
-    for index, (rows, inputs, outputs) in enumerate([(33, 20, 4), (5, 7, 17), (64, 300, 16), (1, 3, 40)] * 4):
+    for index, (rows, inputs, outputs) in enumerate(
+        [(33, 20, 4), (5, 7, 17), (64, 300, 16), (1, 3, 40)] * 4
+    ):
         x = torch.randn(rows, inputs, generator=numbers)
         w, more = (torch.randn(outputs, inputs, generator=numbers) for _ in range(2))
         out = torch.full((rows, outputs + 3), float(index))
-        made.append(gemm.Product(gemm.Operand(x), [gemm.Operand(w)], gemm.Operand(out, column=2), rows))
-        made.append(gemm.Product(gemm.Operand(x), [gemm.Operand(more)], gemm.Operand(out, column=2), rows, add=True))
+        made.append(
+            gemm.MatrixProduct(
+                gemm.Operand(x), [gemm.Operand(w)], gemm.Operand(out, column=2), rows
+            )
+        )
+        made.append(
+            gemm.MatrixProduct(
+                gemm.Operand(x), [gemm.Operand(more)], gemm.Operand(out, column=2), rows, add=True
+            )
+        )
         wanted = out.clone()
-        wanted[:, 2 : 2 + outputs] = products.linear(x, [w]) + products.linear(x, [more])
+        wanted[:, 2 : 2 + outputs] = products.compute_linear(x, [w]) + products.compute_linear(
+            x, [more]
+        )
         expected.append((out, wanted))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        products.products(made)
+        products.compute_products(made)
     finally:
         torch.set_num_threads(before)
     for found, wanted in expected:
         assert torch.equal(found[:, :2], wanted[:, :2]) and torch.equal(found[:, -1], wanted[:, -1])
         assert error(found, wanted) < 1e-6
     again = [out.clone() for out, _ in expected]
-    products.products(made)
+    products.compute_products(made)
     assert all(torch.equal(out, earlier) for (out, _), earlier in zip(expected, again, strict=True))

@@ -5,16 +5,27 @@ import torch
 from helpers.tile_code import tile_code
 
 from rl_core import timing
-from rl_core.cpu import int8_gemm
+from rl_core.cpu import packed_gemm
 from rl_core.cpu.allocator import Arena
-from rl_core.cpu.packed_products import PackedProducts
+from rl_core.cpu.packed_gemm import PackedProducts
 
 needs_tiles = pytest.mark.skipif(tile_code() is None, reason="needs a C compiler")
 
 SHAPES = [
-    (1, 1, 1), (16, 64, 16), (17, 65, 17), (31, 33, 170), (50, 128, 48), (100, 90, 70), (300, 700, 45), (65, 40, 2100),
-    (600, 16, 300), (40, 4097, 33), (35, 9000, 20), (2, 512, 900), (130, 200, 1000),
-]  # fmt: skip
+    (1, 1, 1),
+    (16, 64, 16),
+    (17, 65, 17),
+    (31, 33, 170),
+    (50, 128, 48),
+    (100, 90, 70),
+    (300, 700, 45),
+    (65, 40, 2100),
+    (600, 16, 300),
+    (40, 4097, 33),
+    (35, 9000, 20),
+    (2, 512, 900),
+    (130, 200, 1000),
+]
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -24,11 +35,11 @@ def numbers():
 
 
 def packed(weight):
-    return int8_gemm.PackedMatrix(PackedProducts(tile_code(), "int8"), weight, Arena())
+    return packed_gemm.PackedMatrix(PackedProducts(tile_code(), "int8"), weight, Arena())
 
 
 def product(x, weight):
-    return packed(weight).multiply(x, torch.full((len(x), len(weight)), torch.nan))
+    return packed(weight).multiply_rows(x, torch.full((len(x), len(weight)), torch.nan))
 
 
 def exactly(x, weight):
@@ -42,11 +53,14 @@ def error(found, expected):
 @needs_tiles
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
 def test_products_are_those_of_float32(numbers, rows, inputs, outputs):
-    x, weight = torch.randn(rows, inputs, generator=numbers), torch.randn(outputs, inputs, generator=numbers)
+    x, weight = (
+        torch.randn(rows, inputs, generator=numbers),
+        torch.randn(outputs, inputs, generator=numbers),
+    )
     exact = exactly(x, weight)
     assert error(product(x, weight), exact) < max(2 * error(x @ weight.t(), exact), 2.5e-7)
     base = torch.randn(rows, outputs, generator=numbers)
-    added = packed(weight).multiply(x, base.clone(), add=True)
+    added = packed(weight).multiply_rows(x, base.clone(), add=True)
     assert error(added, base + exact) < 2.5e-7
 
 
@@ -69,7 +83,7 @@ def test_what_outliers_of_weights_cost(numbers):
     x, weight = torch.randn(40, 512, generator=numbers), torch.randn(64, 512, generator=numbers)
     weight[:, 7] = 14.0  # within the bound
     exact = exactly(x, weight)
-    assert len(int8_gemm.outlying_inputs(weight)) == 0
+    assert len(packed_gemm.find_outlying_inputs(weight)) == 0
     assert error(product(x, weight), exact) < 4 * error(x @ weight.t(), exact)
     weight[3] *= 1e20  # a line of its own
     weight[4] *= 1e-20
@@ -104,7 +118,9 @@ def test_digits_do_not_run_over(depth):
 def test_numbers_that_are_hardly_any(numbers):
     x, weight = torch.randn(20, 70, generator=numbers), torch.randn(30, 70, generator=numbers)
     zeros = torch.zeros(30, 70)
-    assert torch.equal(product(x, zeros), torch.zeros(20, 30)) and torch.equal(product(zeros, x), torch.zeros(30, 20))
+    assert torch.equal(product(x, zeros), torch.zeros(20, 30)) and torch.equal(
+        product(zeros, x), torch.zeros(30, 20)
+    )
     exact = exactly(x, weight)
     for tiny, most in ((1e-25, 2.5e-7), (1e-28, 2.5e-7), (1e-32, 1e-3)):
         assert error(product(x * tiny, weight), exact * tiny) < most
@@ -113,14 +129,17 @@ def test_numbers_that_are_hardly_any(numbers):
 
 @needs_tiles
 def test_a_row_does_not_depend_on_the_others(numbers):
-    x, weight = torch.randn(250, 600, generator=numbers), packed(torch.randn(170, 600, generator=numbers))
+    x, weight = (
+        torch.randn(250, 600, generator=numbers),
+        packed(torch.randn(170, 600, generator=numbers)),
+    )
     base = torch.randn(250, 170, generator=numbers)
-    whole = weight.multiply(x, torch.empty(250, 170))
-    added = weight.multiply(x, base.clone(), add=True)
+    whole = weight.multiply_rows(x, torch.empty(250, 170))
+    added = weight.multiply_rows(x, base.clone(), add=True)
     for rows in (slice(0, 1), slice(3, 40), slice(10, 60), slice(100, 190)):
         found = torch.empty(rows.stop - rows.start, 170)
-        assert torch.equal(weight.multiply(x[rows], found), whole[rows])
-        assert torch.equal(weight.multiply(x[rows], base[rows].clone(), add=True), added[rows])
+        assert torch.equal(weight.multiply_rows(x[rows], found), whole[rows])
+        assert torch.equal(weight.multiply_rows(x[rows], base[rows].clone(), add=True), added[rows])
 
 
 @needs_tiles
@@ -148,7 +167,7 @@ def test_only_what_is_asked_for_is_written(numbers):
     """Rows that do not lie together, and what lies beside them."""
     x, weight = torch.randn(50, 100, generator=numbers), torch.randn(20, 30, generator=numbers)
     out = torch.full((52, 40), 7.0)
-    packed(weight).multiply(x[:, 40:70], out[1:51, 10:30])
+    packed(weight).multiply_rows(x[:, 40:70], out[1:51, 10:30])
     assert torch.equal(out[1:51, 10:30], product(x[:, 40:70].contiguous(), weight))
     out[1:51, 10:30] = 7.0
     assert torch.equal(out, torch.full((52, 40), 7.0))
@@ -167,7 +186,11 @@ def test_what_is_not_finite_stays_where_it_is(numbers, bad):
     if bad == LARGEST:
         exact = exactly(x[7:8], weight)[0]
         fits = exact.abs() < LARGEST
-        assert 0 < fits.sum() < 20 and error(found[7][fits], exact[fits]) < 1e-6 and found[7][~fits].isinf().all()
+        assert (
+            0 < fits.sum() < 20
+            and error(found[7][fits], exact[fits]) < 1e-6
+            and found[7][~fits].isinf().all()
+        )
         return
     assert found[7].isnan().all() and of_weights[:, 5].isnan().all()
     others = [line for line in range(20) if line != 5]
@@ -179,12 +202,14 @@ def test_threads_of_python_do_not_meet(numbers, in_threads):
     """Each has its own room for its rows."""
     x = [torch.randn(200, 256, generator=numbers) for _ in range(4)]
     weight = packed(torch.randn(128, 256, generator=numbers))
-    expected = [weight.multiply(part, torch.empty(200, 128)) for part in x]
+    expected = [weight.multiply_rows(part, torch.empty(200, 128)) for part in x]
     wrong = []
 
     def work(index):
-        for _ in range(30 if int8_gemm.load() is not None else 3):
-            if not torch.equal(weight.multiply(x[index], torch.empty(200, 128)), expected[index]):
+        for _ in range(30 if packed_gemm.load_int8_gemm() is not None else 3):
+            if not torch.equal(
+                weight.multiply_rows(x[index], torch.empty(200, 128)), expected[index]
+            ):
                 wrong.append(index)
 
     in_threads(work, 4)
@@ -233,29 +258,34 @@ def test_which_inputs_outlie():
     """In a line of 1s the bound is 16 / 0.6069 = 26.36; a 27 among 400 moves it to 26.70."""
     weight = torch.ones(6, 400)
     weight[:, ::2] = -1.0
-    assert int8_gemm.outlying_inputs(weight).tolist() == []
+    assert packed_gemm.find_outlying_inputs(weight).tolist() == []
     weight[0, 9], weight[1, 30], weight[4, 200], weight[5, 9] = 26.3, -27.0, 1e9, 1e9
     weight[2] *= 1e20  # a line's own size does not matter
     weight[3] = 0.0
-    assert int8_gemm.outlying_inputs(weight).tolist() == [9, 30, 200]
+    assert packed_gemm.find_outlying_inputs(weight).tolist() == [9, 30, 200]
     weight[3, 5] = 1e30  # a line with a single weight is exact
     weight[2, 17] = torch.nan
     weight[4, 18] = torch.inf
-    assert int8_gemm.outlying_inputs(weight).tolist() == [9, 30]
-    assert int8_gemm.outlying_inputs(torch.randn(500, 1000, generator=torch.Generator().manual_seed(0))).tolist() == []
+    assert packed_gemm.find_outlying_inputs(weight).tolist() == [9, 30]
+    assert (
+        packed_gemm.find_outlying_inputs(
+            torch.randn(500, 1000, generator=torch.Generator().manual_seed(0))
+        ).tolist()
+        == []
+    )
 
 
 def test_lines_beyond_one_part_are_looked_at(monkeypatch):
-    monkeypatch.setattr(int8_gemm, "_PART", 100)
+    monkeypatch.setattr(packed_gemm, "_WEIGHTS_PER_PART", 100)
     weight = torch.ones(40, 30)
     weight[39, 29] = weight[0, 2] = weight[20, 2] = 50.0
-    assert int8_gemm.outlying_inputs(weight).tolist() == [2, 29]
+    assert packed_gemm.find_outlying_inputs(weight).tolist() == [2, 29]
 
 
 @needs_tiles
 def test_outliers_are_counted(numbers):
     _, weight = quiet_outliers(numbers, 512)
-    with timing.collected() as found:
+    with timing.collect_seconds() as found:
         packed(weight)
         packed(torch.randn(10, 20, generator=numbers))
     assert found == {"packed_weights": 72 * 512 + 200, "packed_weights_in_float": 72 * 3}
@@ -267,10 +297,12 @@ def test_neither_rows_nor_threads_change_a_bit_of_outliers(numbers, monkeypatch,
     _, weight = quiet_outliers(numbers, inputs)
     weight = packed(weight[:70].contiguous())
     x, base = torch.randn(210, inputs, generator=numbers), torch.randn(210, 90, generator=numbers)
-    expected = weight.multiply(x, base.clone()[:, 5:75], add=True)
+    expected = weight.multiply_rows(x, base.clone()[:, 5:75], add=True)
     for threads in (2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         for rows in (slice(0, 210), slice(17, 18)):
             out = base.clone()
-            assert torch.equal(weight.multiply(x[rows], out[rows, 5:75], add=True), expected[rows])
+            assert torch.equal(
+                weight.multiply_rows(x[rows], out[rows, 5:75], add=True), expected[rows]
+            )
             assert torch.equal(out[:, :5], base[:, :5]) and torch.equal(out[:, 75:], base[:, 75:])

@@ -2,8 +2,7 @@
 
 import torch
 
-from rl_core.cpu.adapter_spans import AdapterSpan
-from rl_core.cpu.low_rank import add_low_rank, low_rank_grads
+from rl_core.cpu.low_rank import AdapterSpan, add_low_rank, compute_low_rank_grads
 
 OUTPUTS = [(0, 40), (40, 57)]  # two layers side by side
 
@@ -23,7 +22,7 @@ def spans_of(seed, *given):
 def computed(x, out, grad, spans):
     out = out.clone()
     saved = add_low_rank(out, x, spans)
-    return out, *low_rank_grads(grad, x, saved, spans, with_x=True)
+    return out, *compute_low_rank_grads(grad, x, saved, spans, with_x=True)
 
 
 def tensors(seed=0, rows=300):
@@ -33,7 +32,9 @@ def tensors(seed=0, rows=300):
 
 def test_values_and_gradients_are_those_of_float64(way):
     x, out, grad = tensors()
-    spans = spans_of(1, (0, 5, 3, [0, 1]), (5, 290, 9, [1]), (290, 291, 1, [0]))  # tokens 291.. have no adapter
+    spans = spans_of(
+        1, (0, 5, 3, [0, 1]), (5, 290, 9, [1]), (290, 291, 1, [0])
+    )  # tokens 291.. have no adapter
     found, grad_x, grads = computed(x, out, grad, spans)
     leaf, expected = x.double().requires_grad_(), out.double()
     factors = [[f.double().requires_grad_() for f in (*span.downs, *span.ups)] for span in spans]
@@ -42,7 +43,9 @@ def test_values_and_gradients_are_those_of_float64(way):
         for index, (begin, end) in enumerate(span.columns):
             down, up = own[index], own[len(span.columns) + index]
             update = torch.zeros_like(expected)
-            update[span.start : span.stop, begin:end] = span.scale * leaf[span.start : span.stop] @ down.t() @ up.t()
+            update[span.start : span.stop, begin:end] = (
+                span.scale * leaf[span.start : span.stop] @ down.t() @ up.t()
+            )
             parts.append(update)
     expected = expected + sum(parts)
     expected.backward(grad.double())
@@ -66,7 +69,9 @@ def test_a_span_gets_the_bits_of_the_span_alone(way):
         own = computed(x[part].clone(), out[part].clone(), grad[part].clone(), [alone])
         count = 2 * len(span.columns)
         assert torch.equal(own[0], found[part]) and torch.equal(own[1], grad_x[part])
-        assert all(torch.equal(a, b) for a, b in zip(own[2], grads[taken : taken + count], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(own[2], grads[taken : taken + count], strict=True)
+        )
         taken += count
     assert taken == len(grads)
 
@@ -106,6 +111,11 @@ def test_wide_layers_are_computed_in_pieces(way):
     expected_out[10:107, 3:1104] += 0.5 * part_x @ down.double().t() @ up.double().t()
     low = 0.5 * part_grad @ up.double()
     expected_x[10:107] = low @ down.double()
-    wanted = expected_out, expected_x, low.t() @ part_x, part_grad.t() @ (0.5 * part_x @ down.double().t())
+    wanted = (
+        expected_out,
+        expected_x,
+        low.t() @ part_x,
+        part_grad.t() @ (0.5 * part_x @ down.double().t()),
+    )
     for ours, true in zip((added, grad_x, grad_down, grad_up), wanted, strict=True):
         assert float((ours - true).abs().max()) < 1e-5 * float(true.abs().max())

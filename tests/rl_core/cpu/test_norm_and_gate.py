@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rl_core.cpu import kernels, norm_and_gate
+from rl_core.cpu import layer_kernels
 
 
 @pytest.fixture
@@ -32,9 +32,13 @@ def gradients(function, *inputs):
 
 
 def agree(ours, theirs, *inputs):
-    for found, expected in zip(gradients(ours, *inputs), gradients(theirs, *(x.double() for x in inputs)), strict=True):
+    for found, expected in zip(
+        gradients(ours, *inputs), gradients(theirs, *(x.double() for x in inputs)), strict=True
+    ):
         for one, two in zip(found, expected, strict=True):
-            torch.testing.assert_close(one.double(), two, rtol=2e-6, atol=2e-6 * float(two.abs().max()))
+            torch.testing.assert_close(
+                one.double(), two, rtol=2e-6, atol=2e-6 * float(two.abs().max())
+            )
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (130, 48), (64, 256), (7, 33), (5, 3, 32)])
@@ -42,9 +46,14 @@ def test_norm(way, numbers, shape):
     module, x = Norm(shape[-1], numbers), torch.randn(shape, generator=numbers)
 
     def ours(x, weight):
-        return kernels._Norm.apply(x, weight, module.variance_epsilon)
+        return layer_kernels._Norm.apply(x, weight, module.variance_epsilon)
 
-    agree(ours, lambda x, weight: functional.rms_norm(x, weight.shape, weight, 1e-3), x, module.weight.detach())
+    agree(
+        ours,
+        lambda x, weight: functional.rms_norm(x, weight.shape, weight, 1e-3),
+        x,
+        module.weight.detach(),
+    )
 
 
 @pytest.mark.parametrize("width", [16, 48, 33])
@@ -55,9 +64,9 @@ def test_sum_and_its_norm(way, numbers, width):
     def theirs(x, added, weight):
         return x + added, functional.rms_norm(x + added, weight.shape, weight, 1e-3)
 
-    agree(lambda *parts: kernels._AddNorm.apply(*parts, 1e-3), theirs, x, added, weight)
+    agree(lambda *parts: layer_kernels._AddNorm.apply(*parts, 1e-3), theirs, x, added, weight)
     strided = x.t().contiguous().t()  # as a user's own module may leave it
-    agree(lambda *parts: kernels._AddNorm.apply(*parts, 1e-3), theirs, strided, added, weight)
+    agree(lambda *parts: layer_kernels._AddNorm.apply(*parts, 1e-3), theirs, strided, added, weight)
 
 
 @pytest.mark.parametrize("width", [16, 80, 33])
@@ -69,7 +78,7 @@ def test_gate(way, numbers, width):
         gate, up = both.chunk(2, dim=1)
         return functional.silu(gate) * up
 
-    agree(kernels.gated_silu, theirs, both)
+    agree(layer_kernels.apply_gated_silu, theirs, both)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -78,7 +87,7 @@ def test_linear_layers_side_by_side(way, numbers, has_bias):
     modules = [nn.Linear(40, size, bias=has_bias) for size in (32, 16, 5)]
     x = torch.randn(70, 40, generator=numbers)
     x.requires_grad_()
-    found = kernels.linears(x, modules)
+    found = layer_kernels.apply_linears(x, modules)
     doubles = [nn.Linear(40, size, bias=has_bias).double() for size in (32, 16, 5)]
     for one, two in zip(modules, doubles, strict=True):
         two.load_state_dict(one.state_dict())
@@ -91,36 +100,44 @@ def test_linear_layers_side_by_side(way, numbers, has_bias):
     torch.testing.assert_close(x.grad.double(), y.grad, rtol=1e-5, atol=1e-5)
     for one, two in zip(modules, doubles, strict=True):
         for name, parameter in one.named_parameters():
-            torch.testing.assert_close(parameter.grad.double(), two.get_parameter(name).grad, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                parameter.grad.double(), two.get_parameter(name).grad, rtol=1e-5, atol=1e-5
+            )
 
 
 def test_no_rows_at_all(way):
     """A micro-batch without a token that carries loss."""
     modules = [nn.Linear(16, 16), nn.Linear(16, 32)]
     x = torch.zeros(0, 16, requires_grad=True)
-    kernels.gated_silu(kernels.linears(x, modules)[:, :32]).sum().backward()
-    assert all(torch.equal(p.grad, torch.zeros_like(p)) for module in modules for p in module.parameters())
+    layer_kernels.apply_gated_silu(layer_kernels.apply_linears(x, modules)[:, :32]).sum().backward()
+    assert all(
+        torch.equal(p.grad, torch.zeros_like(p)) for module in modules for p in module.parameters()
+    )
     assert x.grad.shape == x.shape
     weight = torch.ones(16, requires_grad=True)
-    kernels._AddNorm.apply(x, x, weight, 1e-6)[1].sum().backward()
+    layer_kernels._AddNorm.apply(x, x, weight, 1e-6)[1].sum().backward()
     assert torch.equal(weight.grad, torch.zeros(16))
 
 
 def test_a_weight_that_lies_the_other_way(way, numbers):
     x, weight = torch.randn(20, 16, generator=numbers), torch.randn(16, 24, generator=numbers).t()
-    torch.testing.assert_close(kernels.linear(x, [weight]), x @ weight.t(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        layer_kernels.compute_linear(x, [weight]), x @ weight.t(), rtol=1e-5, atol=1e-5
+    )
     grad = torch.randn(20, 24, generator=numbers)
-    torch.testing.assert_close(kernels.input_grad(grad, [weight]), grad @ weight, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        layer_kernels.compute_input_grad(grad, [weight]), grad @ weight, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_what_is_frozen_gets_no_gradient(way, numbers):
     frozen, free = nn.Linear(16, 16), nn.Linear(16, 32)
     frozen.requires_grad_(False)
     x = torch.randn(20, 16, generator=numbers)
-    kernels.linears(x, [frozen, free]).sum().backward()
+    layer_kernels.apply_linears(x, [frozen, free]).sum().backward()
     assert frozen.weight.grad is None and frozen.bias.grad is None
     torch.testing.assert_close(free.weight.grad, x.sum(0).expand(32, 16), rtol=1e-5, atol=1e-5)
-    assert not kernels.linears(x, [frozen, frozen]).requires_grad
+    assert not layer_kernels.apply_linears(x, [frozen, frozen]).requires_grad
 
 
 def test_a_layer_of_another_kind_is_called_itself(numbers):
@@ -129,32 +146,45 @@ def test_a_layer_of_another_kind_is_called_itself(numbers):
             return 2 * super().forward(x)
 
     plain, other, x = nn.Linear(16, 16), Doubled(16, 16), torch.randn(3, 16, generator=numbers)
-    assert torch.equal(kernels.linears(x, [plain, other]), torch.cat([plain(x), other(x)], dim=1))
+    assert torch.equal(
+        layer_kernels.apply_linears(x, [plain, other]), torch.cat([plain(x), other(x)], dim=1)
+    )
     heard = []
     plain.register_forward_hook(lambda *event: heard.append("forward"))
-    kernels.linears(x, [plain])
+    layer_kernels.apply_linears(x, [plain])
     free = nn.Linear(16, 16)
     free.register_full_backward_hook(lambda *event: heard.append("backward"))
-    kernels.linears(x.requires_grad_(), [free]).sum().backward()
+    layer_kernels.apply_linears(x.requires_grad_(), [free]).sum().backward()
     assert heard == ["forward", "backward"]
 
 
 def test_other_numbers_are_left_to_torch(numbers):
-    x, weight = torch.randn(9, 16, generator=numbers).double(), torch.randn(4, 16, generator=numbers).double()
-    assert torch.equal(kernels.linear(x, [weight]), x @ weight.t())
-    assert kernels.linear(x.bfloat16(), [weight.bfloat16()]).dtype == torch.bfloat16
+    x, weight = (
+        torch.randn(9, 16, generator=numbers).double(),
+        torch.randn(4, 16, generator=numbers).double(),
+    )
+    assert torch.equal(layer_kernels.compute_linear(x, [weight]), x @ weight.t())
+    assert layer_kernels.compute_linear(x.bfloat16(), [weight.bfloat16()]).dtype == torch.bfloat16
 
 
-@pytest.mark.skipif(norm_and_gate.load() is None, reason="needs a C compiler")
+@pytest.mark.skipif(layer_kernels.load_norm_and_gate() is None, reason="needs a C compiler")
 def test_the_number_of_threads_changes_no_bit(numbers, monkeypatch):
     x, grad, beside = torch.randn(3, 500, 64, generator=numbers)
     weight = torch.rand(64, generator=numbers)
     found = []
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        compiled = norm_and_gate.load()
-        summed, normed, scale = compiled.norm(x, grad, weight, 1e-6)
-        back = compiled.norm_grad(grad, beside, summed, scale, weight, with_weight=True)
-        found.append([summed, normed, *back, compiled.gated(x), compiled.gated_grad(x, grad[:, :32].contiguous())])
+        compiled = layer_kernels.load_norm_and_gate()
+        summed, normed, scale = compiled.compute_norm(x, grad, weight, 1e-6)
+        back = compiled.compute_norm_grad(grad, beside, summed, scale, weight, with_weight=True)
+        found.append(
+            [
+                summed,
+                normed,
+                *back,
+                compiled.compute_gated_silu(x),
+                compiled.compute_gated_silu_grad(x, grad[:, :32].contiguous()),
+            ]
+        )
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))

@@ -12,8 +12,10 @@ import pytest
 from rl_core.cpu import build
 
 HERE = Path(__file__).parent
-COMPILER = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "cc")
-pytestmark = pytest.mark.skipif(build.load() is None, reason="needs a C compiler")
+COMPILER = os.environ.get("CC") or next(
+    (name for name in ("cc", "gcc", "clang") if shutil.which(name)), "cc"
+)
+pytestmark = pytest.mark.skipif(build.load_library() is None, reason="needs a C compiler")
 
 
 def outcome(compiler: str, folder: Path, files: tuple[str, ...], chosen: str) -> dict[str, int]:
@@ -21,19 +23,29 @@ def outcome(compiler: str, folder: Path, files: tuple[str, ...], chosen: str) ->
     paths = [str(HERE / name) for name in files]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *paths],
-        env={**os.environ, "CC": compiler, "XDG_CACHE_HOME": str(folder)}, capture_output=True, text=True, check=False,
+        env={**os.environ, "CC": compiler, "XDG_CACHE_HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
         cwd=HERE.parents[2],
-    )  # fmt: skip
+    )
     last = done.stdout.strip().splitlines()[-1]
     assert done.returncode == 0, done.stdout[-3000:]
     return {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped)", last)}
 
 
-@pytest.mark.skipif("avx512f" not in build._processor(), reason="its vectors are that size anyway")
+@pytest.mark.skipif(
+    "avx512f" not in build._read_processor_features(), reason="its vectors are that size anyway"
+)
 def test_vectors_of_half_the_size(tmp_path: Path) -> None:
     files = (
-        "test_gemm.py", "test_low_rank.py", "test_packed_vectors.py", "test_fused_decode.py",
+        "test_gemm.py",
+        "test_low_rank.py",
+        "test_packed_vectors.py",
+        "test_fused_decode.py",
         "test_attention_kernel.py",
-    )  # fmt: skip
-    found = outcome(f"{COMPILER} -mno-avx512f", tmp_path, files, "not tiles and not threads_of_python")
+    )
+    found = outcome(
+        f"{COMPILER} -mno-avx512f", tmp_path, files, "not tiles and not threads_of_python"
+    )
     assert found.get("skipped", 0) == 0 and found["passed"] >= 40

@@ -3,15 +3,23 @@
 import pytest
 import torch
 
-from rl_core.cpu import packed_vectors
+from rl_core.cpu import packed_gemm
 from rl_core.cpu.allocator import Arena
 
-pytestmark = pytest.mark.skipif(packed_vectors.load() is None, reason="needs a C compiler and vectors of 8 numbers")
+pytestmark = pytest.mark.skipif(
+    packed_gemm.load_packed_vectors() is None, reason="needs a C compiler and vectors of 8 numbers"
+)
 
 SHAPES = [
-    (1, 1, 1), (12, 256, 32), (13, 257, 33), (31, 33, 170), (50, 128, 48), (300, 700, 45), (65, 40, 2100),
+    (1, 1, 1),
+    (12, 256, 32),
+    (13, 257, 33),
+    (31, 33, 170),
+    (50, 128, 48),
+    (300, 700, 45),
+    (65, 40, 2100),
     (2, 600, 900),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -20,11 +28,11 @@ def numbers():
 
 
 def packed(weight):
-    return packed_vectors.PackedVectors(packed_vectors.load(), weight, Arena())
+    return packed_gemm.PackedVectors(packed_gemm.load_packed_vectors(), weight, Arena())
 
 
 def product(x, weight):
-    return packed(weight).multiply(x, torch.full((len(x), len(weight)), torch.nan))
+    return packed(weight).multiply_rows(x, torch.full((len(x), len(weight)), torch.nan))
 
 
 def error(found, expected):
@@ -33,11 +41,14 @@ def error(found, expected):
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
 def test_products_are_those_of_float32(numbers, rows, inputs, outputs):
-    x, weight = torch.randn(rows, inputs, generator=numbers), torch.randn(outputs, inputs, generator=numbers)
+    x, weight = (
+        torch.randn(rows, inputs, generator=numbers),
+        torch.randn(outputs, inputs, generator=numbers),
+    )
     exact = x.double() @ weight.double().t()
     assert error(product(x, weight), exact) < max(2 * error(x @ weight.t(), exact), 4e-7)
     base = torch.randn(rows, outputs, generator=numbers)
-    assert error(packed(weight).multiply(x, base.clone(), add=True), base + exact) < 4e-7
+    assert error(packed(weight).multiply_rows(x, base.clone(), add=True), base + exact) < 4e-7
 
 
 def test_neither_other_rows_nor_threads_change_a_bit(numbers, monkeypatch):

@@ -8,9 +8,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from rl_core.cpu import waiting
+from rl_core.cpu import openmp_spin
 
-needs_libgomp = pytest.mark.skipif(waiting._libgomp() is None, reason="of GCC's OpenMP library")
+needs_libgomp = pytest.mark.skipif(
+    openmp_spin._find_libgomp() is None, reason="of GCC's OpenMP library"
+)
 
 # user nice system idle iowait irq softirq steal guest guest_nice
 STAT = """cpu  99 9 99 9999 9 9 9 9 0 0
@@ -51,15 +53,25 @@ print(*found)
 
 def test_busy_seconds_are_those_of_our_processors_with_what_the_hypervisor_took() -> None:
     # cpu0: 100 + 10 + 20 + 1 + 2 + 3 = 136 ticks; cpu1: 200 + 40 + 60 = 300; cpu10 is not ours
-    assert waiting.busy_seconds(STAT, {0, 1}, 100) == pytest.approx(4.36)
-    assert waiting.busy_seconds(STAT, {10}, 100) == pytest.approx(9.0)
+    assert openmp_spin.compute_busy_seconds(STAT, {0, 1}, 100) == pytest.approx(4.36)
+    assert openmp_spin.compute_busy_seconds(STAT, {10}, 100) == pytest.approx(9.0)
 
 
 def test_waiting_is_bounded_at_once_and_free_again_after_quiet_looks() -> None:
-    mode = waiting.Mode()
-    assert [mode.look(queueing) for queueing in (0.0, 0.15, 0.9)] == [False, False, True]
-    assert [mode.look(queueing) for queueing in (0.0, 0.0, 0.0, 0.15)] == [True, True, True, True]  # it begins anew
-    assert [mode.look(queueing) for queueing in (0.0, 0.0, 0.05, 0.0)] == [True, True, True, False]
+    mode = openmp_spin.SpinMode()
+    assert [mode.update_mode(queueing) for queueing in (0.0, 0.15, 0.9)] == [False, False, True]
+    assert [mode.update_mode(queueing) for queueing in (0.0, 0.0, 0.0, 0.15)] == [
+        True,
+        True,
+        True,
+        True,
+    ]  # it begins anew
+    assert [mode.update_mode(queueing) for queueing in (0.0, 0.0, 0.05, 0.0)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_the_watcher_bounds_waiting_while_threads_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,10 +87,10 @@ def test_the_watcher_bounds_waiting_while_threads_queue(monkeypatch: pytest.Monk
         def threads(self) -> float:
             return next(self.busy)
 
-    monkeypatch.setattr(waiting, "Queue", Queue)
-    monkeypatch.setattr(waiting, "_SECONDS", 0.0)
+    monkeypatch.setattr(openmp_spin, "RunQueueDelay", Queue)
+    monkeypatch.setattr(openmp_spin, "_CHECK_INTERVAL_S", 0.0)
     with pytest.raises(StopIteration):
-        waiting._watch(Crowd())  # type: ignore[arg-type]
+        openmp_spin._watch_queue_delay(Crowd())  # type: ignore[arg-type]
     assert Crowd.seen == [True, True, True, True, False]
 
 
@@ -101,9 +113,13 @@ print(first, together, apart)
 """
 
 
-@pytest.mark.skipif(waiting.Queue().threads() is None, reason="Linux tells who queues")
+@pytest.mark.skipif(
+    openmp_spin.RunQueueDelay().measure_waiting_threads() is None, reason="Linux tells who queues"
+)
 def test_threads_queue_behind_another_program_only_while_they_want_to_run() -> None:
-    done = subprocess.run([sys.executable, "-c", QUEUEING], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", QUEUEING], capture_output=True, text=True, check=True
+    )
     first, together, apart = map(float, done.stdout.split())
     assert first == 0.0
     assert together > 0.2  # about a half; while nothing was wanted, nothing waited
@@ -112,26 +128,34 @@ def test_threads_queue_behind_another_program_only_while_they_want_to_run() -> N
 
 @needs_libgomp
 def test_threads_sleep_in_pauses_while_there_is_a_crowd_and_spin_again_after_it() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment
+    )
     before, crowded, after = map(int, done.stdout.split())
     assert crowded >= 45  # of 50 pauses
     assert before <= 25 and after <= 25
 
 
-def test_waiting_is_left_alone_where_the_user_has_set_it_and_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_watcher", None)
+def test_waiting_is_left_alone_where_the_user_has_set_it_and_on_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openmp_spin, "_watcher", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert not waiting.bound_waiting()
+    assert not openmp_spin.limit_openmp_spin()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setenv("GOMP_SPINCOUNT", "5")
-    assert not waiting.bound_waiting()
-    assert waiting._watcher is None
+    assert not openmp_spin.limit_openmp_spin()
+    assert openmp_spin._watcher is None
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux tells what is busy")
 def test_free_processors_are_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "usable_processors", lambda: 8)
+    monkeypatch.setattr(openmp_spin, "count_usable_processors", lambda: 8)
     for others, free in ((0.2, 8), (3.4, 5), (11.0, 1)):
-        monkeypatch.setattr(waiting.Load, "others", lambda self, others=others: others)
-        assert waiting.free_processors(0.0) == free
+        monkeypatch.setattr(
+            openmp_spin.ProcessorLoad, "measure_other_load", lambda self, others=others: others
+        )
+        assert openmp_spin.free_processors(0.0) == free

@@ -31,8 +31,13 @@ def module(monkeypatch):
 
 
 def manager(function="best", **options):
-    condition = ExitCondition(function=f"own_conditions:{function}", **{"window": 3, "threshold": 0.7, **options})
-    stages = [CurriculumStage(name=name, levels={"easy": 1.0}, exit_conditions=(condition,)) for name in ("one", "two")]
+    condition = ExitCondition(
+        function=f"own_conditions:{function}", **{"window": 3, "threshold": 0.7, **options}
+    )
+    stages = [
+        CurriculumStage(name=name, levels={"easy": 1.0}, exit_conditions=(condition,))
+        for name in ("one", "two")
+    ]
     return CurriculumManager(stages, ["easy"])
 
 
@@ -45,16 +50,24 @@ def feed(curriculum, *rates):
 def test_it_is_given_the_window_and_holds_once_that_is_full():
     curriculum = manager()
     assert feed(curriculum, 0.9, 0.1) == "one"  # 0.9, but two of three iterations
-    assert curriculum.metrics()["curriculum/own/best"] == 0.9
+    assert curriculum.collect_metrics()["curriculum/own/best"] == 0.9
     assert feed(curriculum, 0.2) == "two"
     assert {"train/success_rate": [0.9, 0.1, 0.2], "reward/mean": [-0.9, -0.1, -0.2]} in CALLS
     assert "best 0.9 >= 0.7 over 3" in curriculum.history[0]["why"]
-    assert feed(curriculum, 0.1, 0.1, 0.1) == "two" and curriculum.finished is None  # the window begins anew
+    assert (
+        feed(curriculum, 0.1, 0.1, 0.1) == "two" and curriculum.finished is None
+    )  # the window begins anew
     assert CALLS[-1]["train/success_rate"] == [0.1, 0.1, 0.1]
 
 
 def test_patience_options_and_resume():
-    options = {"window": 2, "patience": 2, "options": {"name": "reward/mean"}, "comparison": "<=", "threshold": -0.5}
+    options = {
+        "window": 2,
+        "patience": 2,
+        "options": {"name": "reward/mean"},
+        "comparison": "<=",
+        "threshold": -0.5,
+    }
     whole, cut = manager(**options), manager(**options)
     assert feed(whole, 0.6, 0.7) == feed(cut, 0.6, 0.7) == "one"  # held once
     resumed = manager(**options)
@@ -64,21 +77,27 @@ def test_patience_options_and_resume():
 
 def test_a_truth_value_counts_as_1_and_a_streak_does_not_wait_for_a_metric():
     curriculum = manager("always", window=1, patience=2, threshold=0.8)
-    curriculum.observe({"reward/mean": 1.0})
-    curriculum.observe({"reward/mean": 1.0})
+    curriculum.observe_iteration({"reward/mean": 1.0})
+    curriculum.observe_iteration({"reward/mean": 1.0})
     assert curriculum.stage.name == "two"
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [("absent", "no function 'absent' there"), ("number", "is a int, expected a function"), ("two", "is called with")],
+    [
+        ("absent", "no function 'absent' there"),
+        ("number", "is a int, expected a function"),
+        ("two", "is called with"),
+    ],
 )
 def test_what_cannot_be_called_is_refused_at_once(function, message):
     with pytest.raises(SettingsError, match=message):
         manager(function)
 
 
-@pytest.mark.parametrize(("function", "message"), [("raises", "raised KeyError: 'absent'"), ("text", "gave 'x'")])
+@pytest.mark.parametrize(
+    ("function", "message"), [("raises", "raised KeyError: 'absent'"), ("text", "gave 'x'")]
+)
 def test_what_fails_later_names_the_function(function, message):
     with pytest.raises(SettingsError, match=f"'own_conditions:{function}' {message}"):
         feed(manager(function), 0.5)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl_core.curriculum.manager import END, CurriculumManager
+from rl_core.curriculum.manager import END_STAGE, CurriculumManager
 from rl_core.errors import SettingsError
 from rl_core.settings import CurriculumStage, ExitCondition, RollbackSettings
 
@@ -12,16 +12,22 @@ LEAVE = (ExitCondition(window=2, threshold=0.9),)
 
 
 def rollback(**options):
-    return RollbackSettings(**{"window": 2, "margin": 0.2, "patience": 2, "cooldown": 3, "max_rollbacks": 2, **options})
+    return RollbackSettings(
+        **{"window": 2, "margin": 0.2, "patience": 2, "cooldown": 3, "max_rollbacks": 2, **options}
+    )
 
 
 def make(*, exits=LEAVE, stages=("one", "two", "three"), own=None, **options):
     """A curriculum whose every stage is left at a mean of 0.9; `own`: the rollback settings of stages by name."""
     made = [
-        CurriculumStage(name=name, levels={"easy": 1.0}, exit_conditions=exits, rollback=(own or {}).get(name))
+        CurriculumStage(
+            name=name, levels={"easy": 1.0}, exit_conditions=exits, rollback=(own or {}).get(name)
+        )
         for name in stages
     ]
-    return CurriculumManager(made, ("easy",), rollback=rollback(**options) if options.pop("watch", True) else None)
+    return CurriculumManager(
+        made, ("easy",), rollback=rollback(**options) if options.pop("watch", True) else None
+    )
 
 
 def feed(manager, *rates):
@@ -38,8 +44,16 @@ def test_fires_when_too_far_below_the_first_full_window_for_its_patience():
     # means of two: .5 (the level at entry), .45, .3 (not more than .2 below), .25 (1st), .25 (2nd)
     assert feed(manager, 0.4, 0.6, 0.3, 0.3, 0.2, 0.3) == [None, None, None, None, None, 0]
     (move,) = manager.history
-    assert (move["kind"], move["iteration"], move["from"], move["to"]) == ("rollback", 6, "one", "one")
-    assert move["metrics"] == {"success_rate": pytest.approx(0.25), "success_rate at entry": pytest.approx(0.5)}
+    assert (move["kind"], move["iteration"], move["from"], move["to"]) == (
+        "rollback",
+        6,
+        "one",
+        "one",
+    )
+    assert move["metrics"] == {
+        "success_rate": pytest.approx(0.25),
+        "success_rate at entry": pytest.approx(0.5),
+    }
     assert move["why"] == (
         "success_rate 0.25 over 2 is more than 0.2 below 0.5 at entry, 2 times in a row (rollback 1 of 2)"
     )
@@ -50,13 +64,19 @@ def test_a_metric_of_which_less_is_better_is_watched_upwards():
     manager = make(metric="policy/ref_kl", better="lower", margin=0.1)
     values = [0.02, 0.04, 0.01, 0.16, 0.12, 0.2]
     # means of two: .03 (the level at entry), .025, .085, .14 (1st above .13), .16 (2nd); falling alone does nothing
-    found = [manager.observe({"train/success_rate": 0.5, "policy/ref_kl": value}) for value in values]
+    found = [
+        manager.observe_iteration({"train/success_rate": 0.5, "policy/ref_kl": value})
+        for value in values
+    ]
     assert found == [None, None, None, None, None, 0]
     assert manager.history[0]["why"] == (
         "policy/ref_kl 0.16 over 2 is more than 0.1 above 0.03 at entry, 2 times in a row (rollback 1 of 2)"
     )
     falls = make(metric="policy/ref_kl", margin=0.1)
-    feed_both = [falls.observe({"train/success_rate": 0.5, "policy/ref_kl": value}) for value in values]
+    feed_both = [
+        falls.observe_iteration({"train/success_rate": 0.5, "policy/ref_kl": value})
+        for value in values
+    ]
     assert feed_both == [None] * 6
 
 
@@ -64,13 +84,16 @@ def test_what_a_page_shows_of_the_watch():
     manager = make()
     feed(manager, 0.4)
     watch = {"curriculum/rollbacks": 0.0, "curriculum/below_entry": 0.0, "curriculum/cooldown": 0.0}
-    assert manager.watch.metrics(0, manager._window) == watch | {"curriculum/watched": 0.4}
+    assert manager.rollback_monitor.collect_metrics(0, manager._metric_history) == watch | {
+        "curriculum/watched": 0.4
+    }
     feed(manager, 0.6, 0.0)
-    assert manager.watch.metrics(0, manager._window) == watch | {
-        "curriculum/entry_level": 0.5, "curriculum/watched": 0.3,
-    }  # fmt: skip
-    manager.watch.unwatched.append(0)
-    assert "curriculum/watched" not in manager.metrics()
+    assert manager.rollback_monitor.collect_metrics(0, manager._metric_history) == watch | {
+        "curriculum/entry_level": 0.5,
+        "curriculum/watched": 0.3,
+    }
+    manager.rollback_monitor.unwatched.append(0)
+    assert "curriculum/watched" not in manager.collect_metrics()
 
 
 def test_the_patience_is_in_a_row():
@@ -85,7 +108,7 @@ def test_nothing_is_judged_in_the_cool_down():
     assert kinds(manager) == [("rollback", 4, "one", "one")]
     # three iterations in which the stage is not left at 1.0
     assert feed(manager, 1.0, 1.0, 1.0) == [None] * 3 and len(manager.history) == 1
-    assert manager.metrics()["curriculum/cooldown"] == 0
+    assert manager.collect_metrics()["curriculum/cooldown"] == 0
     feed(manager, 1.0)
     assert kinds(manager)[-1] == ("advance", 8, "one", "two")
     manager = make()
@@ -102,7 +125,7 @@ def test_held_against_the_first_entry_and_bounded():
     assert feed(manager, *[0.0] * 50) == [None] * 50  # two were allowed
     assert kinds(manager)[1:] == [("rollback", 7, "one", "one"), ("unwatched", 10, "one", "one")]
     assert "after 2 rollbacks: going on" in manager.history[-1]["why"]
-    assert manager.metrics()["curriculum/rollbacks"] == 2 and manager.finished is None
+    assert manager.collect_metrics()["curriculum/rollbacks"] == 2 and manager.finished is None
 
 
 def test_stops_where_that_is_asked_for():
@@ -111,7 +134,7 @@ def test_stops_where_that_is_asked_for():
     assert manager.finished.startswith(
         "curriculum stopped in stage 'one': success_rate 0 over 2 is more than 0.2 below"
     )
-    assert kinds(manager)[-1] == ("stop", 7, "one", END)
+    assert kinds(manager)[-1] == ("stop", 7, "one", END_STAGE)
 
 
 def test_to_the_previous_stage_and_up_again_is_bounded():
@@ -125,8 +148,13 @@ def test_to_the_previous_stage_and_up_again_is_bounded():
     assert seen == [1, 0, 1, 0, 1, 1]
     feed(manager, *[0.0] * 40)
     assert [move["kind"] for move in manager.history] == [
-        "advance", "rollback", "advance", "rollback", "advance", "unwatched",
-    ]  # fmt: skip
+        "advance",
+        "rollback",
+        "advance",
+        "rollback",
+        "advance",
+        "unwatched",
+    ]
     assert manager.history[1]["to"] == "one"
 
 
@@ -138,37 +166,39 @@ def test_the_first_stage_has_none_before_it():
 def test_a_later_stage_has_its_own_level_and_a_new_one_when_entered_anew():
     manager = make(to="previous", cooldown=0)
     feed(manager, 0.6, 1.0, 1.0, 0.7, 0.7, 0.0, 0.0)
-    assert manager.index == 0 and manager.watch.levels == {0: 0.8, 1: 0.7}
+    assert manager.index == 0 and manager.rollback_monitor.levels == {0: 0.8, 1: 0.7}
     feed(manager, 1.0, 1.0)
-    assert manager.index == 1 and manager.watch.levels == {0: 0.8}
+    assert manager.index == 1 and manager.rollback_monitor.levels == {0: 0.8}
     feed(manager, 0.5, 0.5)
-    assert manager.watch.levels == {0: 0.8, 1: 0.5}
+    assert manager.rollback_monitor.levels == {0: 0.8, 1: 0.5}
 
 
 def test_level_before_the_stage():
     manager = make(level="before", cooldown=0)
     feed(manager, 0.8, 1.0)
-    assert manager.index == 1 and manager.watch.levels[1] == 0.9
+    assert manager.index == 1 and manager.rollback_monitor.levels[1] == 0.9
     # The very first full window in the stage is judged: 0 and .1 are below .7
     assert feed(manager, 0.0, 0.0, 0.2) == [None, None, 1]
 
 
 def test_which_entries_have_to_be_kept():
-    assert make(watch=False).restorable == set()
-    assert make(max_rollbacks=0).restorable == set()
-    assert make(max_rollbacks=0, on_exhausted="stop").restorable == {0}
-    manager = make(stages=("one", "two", "three"), watch=False, own={"three": rollback(to="previous")})
+    assert make(watch=False).restorable_stages == set()
+    assert make(max_rollbacks=0).restorable_stages == set()
+    assert make(max_rollbacks=0, on_exhausted="stop").restorable_stages == {0}
+    manager = make(
+        stages=("one", "two", "three"), watch=False, own={"three": rollback(to="previous")}
+    )
     kept = []
     for index in range(3):
         manager.index = index
-        kept.append(manager.restorable)
+        kept.append(manager.restorable_stages)
     assert kept == [set(), {1}, {1, 2}]
     manager = make(to="previous")
     manager.index = 2
-    assert manager.restorable == {0, 1, 2}
+    assert manager.restorable_stages == {0, 1, 2}
     manager = make()
     manager.index = 2
-    assert manager.restorable == {2}
+    assert manager.restorable_stages == {2}
 
 
 def test_a_stage_may_have_its_own_rollback():
@@ -190,7 +220,10 @@ def test_a_restored_curriculum_goes_on_equally(cut):
     found = feed(first, *rates[:cut])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert found + feed(second, *rates[cut:]) == expected
-    assert second.state_dict() == whole.state_dict() and second.metrics() == whole.metrics()
+    assert (
+        second.state_dict() == whole.state_dict()
+        and second.collect_metrics() == whole.collect_metrics()
+    )
     assert {move["kind"] for move in whole.history} == {"rollback", "advance"}
 
 
@@ -199,7 +232,7 @@ def test_the_cool_down_goes_on_after_a_restart():
     first, second = make(), make()
     assert feed(first, 0.5, 0.5, 0.0, 0.0) == [None, None, None, 0]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.metrics()["curriculum/cooldown"] == 3
+    assert second.collect_metrics()["curriculum/cooldown"] == 3
     feed(second, 1.0, 1.0, 1.0)
     assert [move[0] for move in kinds(second)] == ["rollback"]
     feed(second, 1.0)

@@ -6,11 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.chat_templates import DATED, HERMES, OPENS_AND_STRIPS, OPENS_KEEPS_LAST, SWITCHED, family
+from helpers.chat_templates import (
+    DATED,
+    HERMES,
+    OPENS_AND_STRIPS,
+    OPENS_KEEPS_LAST,
+    SWITCHED,
+    family,
+)
 
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.conversation import training_sequences
 from rl_core.data.records import read_demonstrations, read_prompts
+from rl_core.data.training_sequences import build_training_sequences
 from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import DataError, RecordsError
 from rl_core.settings import ModelSettings
@@ -37,7 +44,9 @@ def read(*messages: dict[str, Any], **columns: Any) -> dict[str, Any]:
 
 
 def shown(renderer: ChatRenderer, ids: list[int]) -> str:
-    return renderer.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return renderer.tokenizer.decode(
+        ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
 
 
 def learned(renderer: ChatRenderer, sequence: tuple[list[int], list[bool]]) -> str:
@@ -48,14 +57,27 @@ TALKS = {
     "answers": ([user("u"), assistant("a b"), user("v"), assistant("red")], None),
     "system": ([{"role": "developer", "content": "s"}, user("u"), assistant("red")], None),
     "call": (
-        [user("u"), assistant("", tool_calls=[call(2)]), {"role": "tool", "content": "red"}, assistant("red")],
+        [
+            user("u"),
+            assistant("", tool_calls=[call(2)]),
+            {"role": "tool", "content": "red"},
+            assistant("red"),
+        ],
         None,
     ),
     "words and calls": (
-        [user("u"), assistant("so", tool_calls=[call(1), call(2)]), {"role": "tool", "content": "a"}, assistant("b")],
+        [
+            user("u"),
+            assistant("so", tool_calls=[call(1), call(2)]),
+            {"role": "tool", "content": "a"},
+            assistant("b"),
+        ],
         ZOOM.schema(),
     ),
-    "parts": ([user("u"), assistant([{"type": "text", "text": "a "}, {"type": "text", "text": "b"}])], None),  # type: ignore[arg-type]
+    "parts": (
+        [user("u"), assistant([{"type": "text", "text": "a "}, {"type": "text", "text": "b"}])],
+        None,
+    ),  # type: ignore[arg-type]
     "json": ([user("u"), assistant("", tool_calls=[call(2, id="1")])], None),
 }
 
@@ -63,17 +85,25 @@ TALKS = {
 @pytest.mark.parametrize("name", TALKS)
 @pytest.mark.parametrize("markers", [(), CALL])
 @pytest.mark.parametrize("history", ["keep", "template"])
-def test_ids_and_loss_mask_are_the_template_s_own(name: str, markers: tuple[str, ...], history: Any) -> None:
+def test_ids_and_loss_mask_are_the_template_s_own(
+    name: str, markers: tuple[str, ...], history: Any
+) -> None:
     messages, tools = TALKS[name]
     row = read(*messages, **({"tools": tools} if tools else {}))
     renderer = ChatRenderer(family(HERMES, markers), ModelSettings(history_thoughts=history))
-    ((ids, mask),) = training_sequences(renderer, row["messages"], row.get("tools"))
+    ((ids, mask),) = build_training_sequences(renderer, row["messages"], row.get("tools"))
     whole = renderer.tokenizer.apply_chat_template(
-        row["messages"], tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        row["messages"],
+        tools=tools,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
     )
     assert sum(mask) > 0 and ids == whole["input_ids"][: len(ids)]
     assert mask == [bool(flag) for flag in whole["assistant_masks"][: len(ids)]]
-    assert shown(renderer, whole["input_ids"][len(ids) :]) == "\n" and not any(whole["assistant_masks"][len(ids) :])
+    assert shown(renderer, whole["input_ids"][len(ids) :]) == "\n" and not any(
+        whole["assistant_masks"][len(ids) :]
+    )
 
 
 def test_a_call_is_written_as_the_template_does_and_read_by_the_tools() -> None:
@@ -81,7 +111,7 @@ def test_a_call_is_written_as_the_template_does_and_read_by_the_tools() -> None:
     arguments = '{"row": 2}'  # OpenAI sends the JSON text
     spelt = {"id": "c1", "type": "function", "function": {"name": "zoom", "arguments": arguments}}
     row = read(user("u"), {"role": "assistant", "content": None, "tool_calls": [spelt]})
-    text = learned(renderer, training_sequences(renderer, row["messages"])[0])
+    text = learned(renderer, build_training_sequences(renderer, row["messages"])[0])
     assert text == '<tool_call>{"name": "zoom", "arguments": {"row": 2}}</tool_call><|im_end|>'
     parsed = ZOOM.parse(text.removesuffix("<|im_end|>"))
     assert parsed is not None and parsed.arguments == {"row": 2}
@@ -89,21 +119,32 @@ def test_a_call_is_written_as_the_template_does_and_read_by_the_tools() -> None:
 
 def test_a_call_that_the_template_leaves_out_is_written_in_tags() -> None:
     renderer = ChatRenderer(family(DATED))
-    row = read(user("u"), assistant("so", tool_calls=[call(2)]), {"role": "tool", "content": "7"}, assistant("7"))
-    text = learned(renderer, training_sequences(renderer, row["messages"])[0])
-    assert text == 'so\n<tool_call>{"name": "zoom", "arguments": {"row": 2}}</tool_call><|im_end|>7<|im_end|>'
-    assert ZOOM.parse(renderer.assistant_text(row["messages"][1])) is not None
+    row = read(
+        user("u"),
+        assistant("so", tool_calls=[call(2)]),
+        {"role": "tool", "content": "7"},
+        assistant("7"),
+    )
+    text = learned(renderer, build_training_sequences(renderer, row["messages"])[0])
+    assert (
+        text
+        == 'so\n<tool_call>{"name": "zoom", "arguments": {"row": 2}}</tool_call><|im_end|>7<|im_end|>'
+    )
+    assert ZOOM.parse(renderer.render_assistant_text(row["messages"][1])) is not None
     history = shown(renderer, renderer.prompt_ids(row["messages"][:3]))
     assert '"arguments": {"row": 2}}' in history, "nor is it lost as part of a prompt"
 
 
 def test_a_call_that_the_template_writes_as_two_turns_is_written_in_tags() -> None:
     twice = HERMES.replace(
-        "{% endfor %}<|im_end|>{% end", "<|im_end|>\n<|im_start|>assistant\n{% endfor %}<|im_end|>{% end"
+        "{% endfor %}<|im_end|>{% end",
+        "<|im_end|>\n<|im_start|>assistant\n{% endfor %}<|im_end|>{% end",
     )
     renderer = ChatRenderer(family(twice, CALL))
     assert renderer.facts.renders_calls == ""
-    text = renderer.assistant_text(read(user("u"), assistant("", tool_calls=[call(2)]))["messages"][1])
+    text = renderer.render_assistant_text(
+        read(user("u"), assistant("", tool_calls=[call(2)]))["messages"][1]
+    )
     assert text == '<tool_call>{"name": "zoom", "arguments": {"row": 2}}</tool_call>'
 
 
@@ -112,24 +153,27 @@ def test_a_call_that_the_template_writes_as_two_turns_is_written_in_tags() -> No
 def test_reasoning_is_the_thought_of_the_turn(template: str, name: str) -> None:
     renderer = ChatRenderer(family(template, THINK))
     row = read(user("u"), assistant("red", **{name: "look"}))
-    sequence = training_sequences(renderer, row["messages"])[0]
+    sequence = build_training_sequences(renderer, row["messages"])[0]
     assert shown(renderer, sequence[0]) == (
         "<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n<think>\nlook\n</think>\n\nred<|im_end|>"
     )
     assert learned(renderer, sequence) == "look\n</think>\n\nred<|im_end|>"
     in_content = read(user("u"), assistant("<think>\nlook\n</think>\n\nred"))
-    assert training_sequences(renderer, in_content["messages"])[0] == sequence
+    assert build_training_sequences(renderer, in_content["messages"])[0] == sequence
 
 
 def test_reasoning_before_a_call() -> None:
     renderer = ChatRenderer(family(OPENS_KEEPS_LAST, (*THINK, *CALL)))
     row = read(user("u"), assistant("", reasoning_content="look", tool_calls=[call(2)]))
-    assert learned(renderer, training_sequences(renderer, row["messages"])[0]) == (
+    assert learned(renderer, build_training_sequences(renderer, row["messages"])[0]) == (
         'look\n</think>\n\n<tool_call>\n{"name": "zoom", "arguments": {"row": 2}}\n</tool_call><|im_end|>'
     )
-    with pytest.raises(DataError, match=r"^reasoning_content: the chat template does not render it"):
-        training_sequences(
-            ChatRenderer(family(DATED)), read(user("u"), assistant("a", reasoning_content="b"))["messages"]
+    with pytest.raises(
+        DataError, match=r"^reasoning_content: the chat template does not render it"
+    ):
+        build_training_sequences(
+            ChatRenderer(family(DATED)),
+            read(user("u"), assistant("a", reasoning_content="b"))["messages"],
         )
 
 
@@ -145,10 +189,13 @@ def test_reasoning_has_the_form_of_the_template() -> None:
     renderer = ChatRenderer(family(template, ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")))
     assert renderer.facts.renders_calls == "text" and len(renderer.facts.markers) == 4
     row = read(user("u"), assistant("so", reasoning_content="look", tool_calls=[call(2)]))
-    ((ids, mask),) = training_sequences(renderer, row["messages"])
+    ((ids, mask),) = build_training_sequences(renderer, row["messages"])
     text = learned(renderer, (ids, mask))
     assert text == '[THINK]look[/THINK]so[TOOL_CALLS]zoom[ARGS]{"row": 2}<|im_end|>'
-    assert all(ids.count(renderer.tokenizer.convert_tokens_to_ids(marker)) == 1 for marker in renderer.facts.markers)
+    assert all(
+        ids.count(renderer.tokenizer.convert_tokens_to_ids(marker)) == 1
+        for marker in renderer.facts.markers
+    )
     parsed = ZOOM.parse(renderer.action_text(ids[mask.index(True) :]))
     assert parsed is not None and parsed.arguments == {"row": 2}
 
@@ -163,24 +210,31 @@ TWO = (
 )
 
 
-@pytest.mark.parametrize(("template", "cuts"), [(OPENS_KEEPS_LAST, [2, 1]), (OPENS_AND_STRIPS, [1, 1, 1])])
-def test_a_history_that_loses_its_thoughts_is_several_sequences(template: str, cuts: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("template", "cuts"), [(OPENS_KEEPS_LAST, [2, 1]), (OPENS_AND_STRIPS, [1, 1, 1])]
+)
+def test_a_history_that_loses_its_thoughts_is_several_sequences(
+    template: str, cuts: list[int]
+) -> None:
     """Every turn is trained on once, after exactly what a server would render before it."""
     tokenizer = family(template, THINK)
     renderer = ChatRenderer(tokenizer, ModelSettings(history_thoughts="template"))
     row = read(*TWO)
-    sequences = training_sequences(renderer, row["messages"])
+    sequences = build_training_sequences(renderer, row["messages"])
     turns = [index for index, message in enumerate(TWO) if message["role"] == "assistant"]
     assert [
-        sum(token == renderer.eos_id for token, learns in zip(*s, strict=True) if learns) for s in sequences
+        sum(token == renderer.eos_id for token, learns in zip(*s, strict=True) if learns)
+        for s in sequences
     ] == cuts
     served = []
     for index in turns:
-        prompt = tokenizer.apply_chat_template(list(TWO[:index]), tokenize=True, add_generation_prompt=True)[
-            "input_ids"
-        ]
+        prompt = tokenizer.apply_chat_template(
+            list(TWO[:index]), tokenize=True, add_generation_prompt=True
+        )["input_ids"]
         written = str(TWO[index]["content"]).removeprefix("<think>\n")
-        served.append((prompt, [*tokenizer(written, add_special_tokens=False)["input_ids"], renderer.eos_id]))
+        served.append(
+            (prompt, [*tokenizer(written, add_special_tokens=False)["input_ids"], renderer.eos_id])
+        )
     found = []
     for ids, mask in sequences:
         starts = [place for place in range(1, len(ids)) if mask[place] and not mask[place - 1]]
@@ -193,7 +247,7 @@ def test_a_history_that_loses_its_thoughts_is_several_sequences(template: str, c
 def test_kept_thoughts_are_one_sequence_as_a_rollout_has_it() -> None:
     renderer = ChatRenderer(family(OPENS_AND_STRIPS, THINK))
     row = read(*TWO)
-    ((ids, _),) = training_sequences(renderer, row["messages"])
+    ((ids, _),) = build_training_sequences(renderer, row["messages"])
     pieces = [renderer.prompt_ids(row["messages"][:1])]
     for place in (1, 3, 5):
         pieces.append(renderer.action_ids(row["messages"][place]["content"]))
@@ -209,7 +263,7 @@ def test_thoughts_and_the_template_s_own_loss_mask(history: Any) -> None:
     ).replace("{% endfor %}<|im_end|>\n", "{% endfor %}<|im_end|>{% endgeneration %}{{ '\n' }}")
     row = read(*TWO[:2], *TWO[2:4])
     renderer = ChatRenderer(family(template, THINK), ModelSettings(history_thoughts=history))
-    ((ids, mask),) = training_sequences(renderer, row["messages"])
+    ((ids, mask),) = build_training_sequences(renderer, row["messages"])
     whole = renderer.tokenizer.apply_chat_template(
         row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -221,18 +275,22 @@ def test_thoughts_and_the_template_s_own_loss_mask(history: Any) -> None:
 
 
 def test_messages_after_which_the_template_renders_the_history_anew() -> None:
-    renderer = ChatRenderer(family(OPENS_KEEPS_LAST, THINK), ModelSettings(history_thoughts="template"))
-    assert not renderer.rewrites([{"role": "tool", "content": "t"}]), "its thoughts stay through results of tools"
-    assert renderer.rewrites([user("v")])  # type: ignore[list-item]
+    renderer = ChatRenderer(
+        family(OPENS_KEEPS_LAST, THINK), ModelSettings(history_thoughts="template")
+    )
+    assert not renderer.needs_history_rewrite([{"role": "tool", "content": "t"}]), (
+        "its thoughts stay through results of tools"
+    )
+    assert renderer.needs_history_rewrite([user("v")])  # type: ignore[list-item]
     kept = ChatRenderer(family(OPENS_KEEPS_LAST, THINK))
-    assert not kept.rewrites([user("v")])  # type: ignore[list-item]
+    assert not kept.needs_history_rewrite([user("v")])  # type: ignore[list-item]
 
 
 def test_turns_that_carry_loss() -> None:
     renderer = ChatRenderer(family(HERMES))
     turns = [user("u"), assistant("a"), user("v"), assistant("b"), user("w"), assistant("c")]
     of = lambda *messages, **options: learned(  # noqa: E731
-        renderer, training_sequences(renderer, read(*messages)["messages"], **options)[0]
+        renderer, build_training_sequences(renderer, read(*messages)["messages"], **options)[0]
     )
     assert of(*turns) == "a<|im_end|>b<|im_end|>c<|im_end|>"
     assert of(*turns, loss_on="last") == "c<|im_end|>"
@@ -240,14 +298,22 @@ def test_turns_that_carry_loss() -> None:
     assert of(user("u"), assistant("a", train=False), *turns[2:4]) == "b<|im_end|>"
     assert of(user("u"), assistant("a", train=True, weight=1.0)) == "a<|im_end|>"
     with pytest.raises(DataError, match="no assistant message carries loss"):
-        training_sequences(renderer, [user("u"), assistant("a"), user("v"), assistant("b", weight=0)], loss_on="last")  # type: ignore[list-item]
+        build_training_sequences(
+            renderer,
+            [user("u"), assistant("a"), user("v"), assistant("b", weight=0)],
+            loss_on="last",
+        )  # type: ignore[list-item]
 
 
 def test_a_turn_without_loss_is_context_in_its_sequence_alone() -> None:
-    renderer = ChatRenderer(family(OPENS_AND_STRIPS, THINK), ModelSettings(history_thoughts="template"))
+    renderer = ChatRenderer(
+        family(OPENS_AND_STRIPS, THINK), ModelSettings(history_thoughts="template")
+    )
     row = read(*TWO)
-    sequences = training_sequences(renderer, row["messages"], loss_on="last")
-    assert [learned(renderer, sequence) for sequence in sequences] == ["now\n</think>\n\nblue<|im_end|>"]
+    sequences = build_training_sequences(renderer, row["messages"], loss_on="last")
+    assert [learned(renderer, sequence) for sequence in sequences] == [
+        "now\n</think>\n\nblue<|im_end|>"
+    ]
 
 
 REFUSED = [
@@ -255,22 +321,43 @@ REFUSED = [
         [user("u"), assistant("a", audio="x")],
         r"messages\[1\].audio: is not understood and would be lost; known for ass",
     ),
-    ([{"role": "user", "content": "u", "weight": 0}, assistant("a")], r"messages\[0\].weight: is not understood"),
+    (
+        [{"role": "user", "content": "u", "weight": 0}, assistant("a")],
+        r"messages\[0\].weight: is not understood",
+    ),
     ([{"from": "human", "value": "u"}, assistant("a")], r"messages\[0\].role: is missing"),
     (
         [user("u"), assistant("a", function_call={"name": "f"})],
         r"function_call: is not understood .*write it as tool_ca",
     ),
-    ([user("u"), assistant("a", weight=0.5)], r"messages\[1\].weight: must be 0 or 1, found a number \(0.5\)"),
-    ([user("u"), assistant("a", weight=0)], r"messages: carries no loss: every assistant message has weight 0"),
-    ([user("u"), assistant("a", weight=1, train=False)], r"messages\[1\].train: contradicts weight"),
-    ([user("u"), assistant("a", reasoning="b", thinking="c")], r"messages\[1\].thinking: differs from reasoning"),
+    (
+        [user("u"), assistant("a", weight=0.5)],
+        r"messages\[1\].weight: must be 0 or 1, found a number \(0.5\)",
+    ),
+    (
+        [user("u"), assistant("a", weight=0)],
+        r"messages: carries no loss: every assistant message has weight 0",
+    ),
+    (
+        [user("u"), assistant("a", weight=1, train=False)],
+        r"messages\[1\].train: contradicts weight",
+    ),
+    (
+        [user("u"), assistant("a", reasoning="b", thinking="c")],
+        r"messages\[1\].thinking: differs from reasoning",
+    ),
     (
         [{"role": "user", "content": [{"type": "image_url"}]}, assistant("a")],
         r"content\[0\]: .*a part of type 'image_url'",
     ),
-    ([user("u"), assistant("", tool_calls=[{"name": "f"}])], r"messages\[1\].tool_calls\[0\]: must be"),
-    ([user("u"), assistant("", tool_calls=[call(1, cost=2)])], r"tool_calls\[0\].cost: is not understood"),
+    (
+        [user("u"), assistant("", tool_calls=[{"name": "f"}])],
+        r"messages\[1\].tool_calls\[0\]: must be",
+    ),
+    (
+        [user("u"), assistant("", tool_calls=[call(1, cost=2)])],
+        r"tool_calls\[0\].cost: is not understood",
+    ),
     ([user("u"), assistant("")], r"messages\[1\].content: is empty"),
 ]
 
@@ -293,12 +380,21 @@ def test_nulls_of_a_parquet_file_are_not_fields(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
 
     rows = [
-        {"messages": [user("u"), assistant("a", weight=0), user("v"), assistant("b", tool_calls=[call(1)])]},
+        {
+            "messages": [
+                user("u"),
+                assistant("a", weight=0),
+                user("v"),
+                assistant("b", tool_calls=[call(1)]),
+            ]
+        },
         {"messages": [user("u"), assistant("c")]},
     ]
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert [row["messages"] for row in read_demonstrations(path).rows] == [row["messages"] for row in rows]
+    assert [row["messages"] for row in read_demonstrations(path).rows] == [
+        row["messages"] for row in rows
+    ]
 
 
 def test_nulls_within_json_text_are_kept() -> None:
@@ -318,19 +414,28 @@ def test_nulls_within_json_text_are_kept() -> None:
 
 
 def test_prompts_take_the_same_messages() -> None:
-    history = [user("u"), assistant("", tool_calls=[call(2)]), {"role": "tool", "content": "t", "tool_call_id": "1"}]
+    history = [
+        user("u"),
+        assistant("", tool_calls=[call(2)]),
+        {"role": "tool", "content": "t", "tool_call_id": "1"},
+    ]
     (row,) = read_prompts([{"prompt": history}]).rows
     renderer = ChatRenderer(family(HERMES))
-    assert '<tool_call>{"name": "zoom", "arguments": {"row": 2}}' in shown(renderer, renderer.prompt_ids(row["prompt"]))
+    assert '<tool_call>{"name": "zoom", "arguments": {"row": 2}}' in shown(
+        renderer, renderer.prompt_ids(row["prompt"])
+    )
     with pytest.raises(RecordsError, match=r"prompt\[0\].colour: is not understood"):
         read_prompts([{"prompt": [{**user("u"), "colour": "red"}]}])
 
 
 def test_a_call_that_ends_with_another_token_is_refused() -> None:
     template = HERMES.replace(
-        "<|im_end|>{% endgeneration %}", "{{ '<|call|>' if m.tool_calls else '<|im_end|>' }}{% endgeneration %}"
+        "<|im_end|>{% endgeneration %}",
+        "{{ '<|call|>' if m.tool_calls else '<|im_end|>' }}{% endgeneration %}",
     )
     renderer = ChatRenderer(family(template, ("<|call|>",)))
     assert "<|call|>" not in renderer.facts.markers
     with pytest.raises(DataError, match=r"does not end a message with tool_calls by <\|im_end\|>"):
-        training_sequences(renderer, read(user("u"), assistant("", tool_calls=[call(1)]))["messages"])
+        build_training_sequences(
+            renderer, read(user("u"), assistant("", tool_calls=[call(1)]))["messages"]
+        )

@@ -4,7 +4,7 @@ import pytest
 from helpers.chat_templates import HERMES, family
 from transformers import PreTrainedTokenizerFast
 
-from rl_core.data.encoder import TextEncoder, backend_of
+from rl_core.data.chat import TextEncoder, find_fast_backend
 
 TEXTS = ["", "red <|im_start|>cell <think> blue", "scan\nrow  1 \u00e9\u4e2d", " <|im_end|>"]
 
@@ -18,19 +18,24 @@ def tokenizer():
 def test_ids_are_those_of_a_call(tokenizer, text):
     encoder = TextEncoder(tokenizer)
     assert encoder._is_fast
-    assert encoder.ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert encoder.ids(text, special=True) == tokenizer(text)["input_ids"]
+    assert encoder.encode_text(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert encoder.encode_text(text, add_special_tokens=True) == tokenizer(text)["input_ids"]
     spelled = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    assert encoder.ids(text, spelled=True) == spelled
-    assert encoder.ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"]  # not spelled any more
+    assert encoder.encode_text(text, split_special_tokens=True) == spelled
+    assert (
+        encoder.encode_text(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    )  # not spelled any more
 
 
 def test_what_another_call_left_behind_does_not_count(tokenizer):
     encoder, text = TextEncoder(tokenizer), TEXTS[1]
-    whole = encoder.ids(text)
+    whole = encoder.encode_text(text)
     tokenizer(text, padding="max_length", truncation=True, max_length=3)
-    assert tokenizer.backend_tokenizer.truncation is not None and tokenizer.backend_tokenizer.padding is not None
-    assert encoder.ids(text) == whole and len(whole) > 3
+    assert (
+        tokenizer.backend_tokenizer.truncation is not None
+        and tokenizer.backend_tokenizer.padding is not None
+    )
+    assert encoder.encode_text(text) == whole and len(whole) > 3
 
 
 def test_a_tokenizer_with_a_call_of_its_own_is_called(tokenizer):
@@ -39,5 +44,12 @@ def test_a_tokenizer_with_a_call_of_its_own_is_called(tokenizer):
             return super().__call__(text.upper(), **options)
 
     own = Shouting(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|endoftext|>")
-    assert backend_of(own) is None and backend_of(tokenizer) is tokenizer.backend_tokenizer
-    assert TextEncoder(own).ids("red") == TextEncoder(tokenizer).ids("RED") != TextEncoder(tokenizer).ids("red")
+    assert (
+        find_fast_backend(own) is None
+        and find_fast_backend(tokenizer) is tokenizer.backend_tokenizer
+    )
+    assert (
+        TextEncoder(own).encode_text("red")
+        == TextEncoder(tokenizer).encode_text("RED")
+        != TextEncoder(tokenizer).encode_text("red")
+    )

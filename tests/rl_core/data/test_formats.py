@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl_core.data.formats import format_of
+from rl_core.data.formats import detect_format
 from rl_core.data.records import check_first_rows, read_demonstrations, read_preferences
 from rl_core.errors import DataError, RecordsError
 
@@ -25,7 +25,11 @@ def preference(row):
     [
         ("messages", {"messages": [USER, ANSWER]}, [USER, ANSWER]),
         ("prompt-completion", {"prompt": "2+2?", "completion": "4"}, [USER, ANSWER]),
-        ("prompt-completion, conversational", {"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
+        (
+            "prompt-completion, conversational",
+            {"prompt": [USER], "completion": [ANSWER]},
+            [USER, ANSWER],
+        ),
         (
             "prompt-completion, conversational",  # only the completion carries loss
             {"prompt": [USER, WRONG, USER], "completion": [ANSWER]},
@@ -34,7 +38,10 @@ def preference(row):
         (
             "ShareGPT",
             {
-                "conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}],
+                "conversations": [
+                    {"from": "human", "value": "2+2?"},
+                    {"from": "gpt", "value": "4"},
+                ],
                 "system": "Be brief.",
             },
             [{"role": "system", "content": "Be brief."}, USER, ANSWER],
@@ -56,7 +63,9 @@ def preference(row):
                 {
                     "role": "assistant",
                     "content": "",
-                    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}],
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+                    ],
                 },
                 {"role": "tool", "content": "4"},
                 {**ANSWER, "weight": 0},
@@ -81,24 +90,41 @@ def preference(row):
     ],
 )
 def test_demonstrations(name, row, messages):
-    assert format_of(row, "demonstrations").name == name
+    assert detect_format(row, "demonstrations").name == name
     assert demonstration(row) == {"messages": messages}
 
 
 @pytest.mark.parametrize(
     ("name", "row", "expected"),
     [
-        ("prompt-chosen-rejected", {"prompt": "2+2?", "chosen": "4", "rejected": "5"}, ("2+2?", "4", "5")),
-        ("pairs, conversational", {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]}, ("2+2?", "4", "5")),
+        (
+            "prompt-chosen-rejected",
+            {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+            ("2+2?", "4", "5"),
+        ),
+        (
+            "pairs, conversational",
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]},
+            ("2+2?", "4", "5"),
+        ),
         (
             "pairs, conversational",
             {"prompt": [USER, WRONG, USER], "chosen": [ANSWER], "rejected": [WRONG, USER, ANSWER]},
             ([USER, WRONG, USER], "4", [WRONG, USER, ANSWER]),
         ),
-        ("pairs, implicit prompt", {"chosen": [USER, ANSWER], "rejected": [USER, WRONG]}, ("2+2?", "4", "5")),
+        (
+            "pairs, implicit prompt",
+            {"chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
+            ("2+2?", "4", "5"),
+        ),
         (
             "UltraFeedback, binarized",
-            {"prompt": "2+2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG], "messages": [USER, ANSWER]},
+            {
+                "prompt": "2+2?",
+                "chosen": [USER, ANSWER],
+                "rejected": [USER, WRONG],
+                "messages": [USER, ANSWER],
+            },
             ("2+2?", "4", "5"),
         ),
         (
@@ -106,7 +132,11 @@ def test_demonstrations(name, row, messages):
             {"system": "S", "question": "2+2?", "chosen": "4", "rejected": "5"},
             ([{"role": "system", "content": "S"}, USER], "4", "5"),
         ),
-        ("Orca-DPO", {"system": "", "question": "2+2?", "chosen": "4", "rejected": "5"}, ("2+2?", "4", "5")),
+        (
+            "Orca-DPO",
+            {"system": "", "question": "2+2?", "chosen": "4", "rejected": "5"},
+            ("2+2?", "4", "5"),
+        ),
         (
             "pairs, Alpaca",  # the instruction is no column beside the input, as of Orca's pairs
             {"instruction": "Add.", "input": "2, 2", "chosen": "4", "rejected": "5"},
@@ -123,7 +153,12 @@ def test_demonstrations(name, row, messages):
         ),
         (
             "pairs, ShareGPT",
-            {"conversations": [USER, WRONG, USER], "system": "S", "chosen": [ANSWER], "rejected": [WRONG]},
+            {
+                "conversations": [USER, WRONG, USER],
+                "system": "S",
+                "chosen": [ANSWER],
+                "rejected": [WRONG],
+            },
             ([{"role": "system", "content": "S"}, USER, WRONG, USER], "4", "5"),
         ),
         (
@@ -137,31 +172,43 @@ def test_demonstrations(name, row, messages):
     ],
 )
 def test_preferences(name, row, expected):
-    assert format_of(row, "preferences").name == name
+    assert detect_format(row, "preferences").name == name
     assert preference(row) == dict(zip(("prompt", "chosen", "rejected"), expected, strict=True))
 
 
 def test_labelled_completions_are_text_or_messages():
     assert preference({"prompt": [USER], "completion": [ANSWER], "label": True}) == {
-        "prompt": "2+2?", "completion": "4", "label": True,
-    }  # fmt: skip
+        "prompt": "2+2?",
+        "completion": "4",
+        "label": True,
+    }
     assert preference({"prompt": "2+2?", "completion": "5", "label": False})["label"] is False
     assert preference({"messages": [USER, WRONG, USER, ANSWER], "label": True}) == {
-        "prompt": [USER, WRONG, USER], "completion": "4", "label": True,
-    }  # fmt: skip
+        "prompt": [USER, WRONG, USER],
+        "completion": "4",
+        "label": True,
+    }
 
 
 @pytest.mark.parametrize(
     ("reader", "row", "words"),
     [
-        (demonstration, {"question": "a", "answer": "b"}, "jq -c '{prompt: .question, completion: .answer}' FILE"),
+        (
+            demonstration,
+            {"question": "a", "answer": "b"},
+            "jq -c '{prompt: .question, completion: .answer}' FILE",
+        ),
         (
             demonstration,
             {"system_prompt": "S", "question": "a", "response": "b"},
             '{messages: [{role: "system", content: .system_prompt}, {role: "user", content: .question}, '
             '{role: "assistant", content: .response}]}',
         ),
-        (demonstration, {"prompt": "2+2?", "completion": "5", "label": False}, "jq -c 'select(.label)' FILE"),
+        (
+            demonstration,
+            {"prompt": "2+2?", "completion": "5", "label": False},
+            "jq -c 'select(.label)' FILE",
+        ),
         (
             preference,
             {
@@ -171,25 +218,57 @@ def test_labelled_completions_are_text_or_messages():
             },
             "chosen: must begin and end with the assistant's message",
         ),
-        (preference, {"messages": [ANSWER], "label": True}, "messages: ends with the assistant's message"),
+        (
+            preference,
+            {"messages": [ANSWER], "label": True},
+            "messages: ends with the assistant's message",
+        ),
         (
             demonstration,
             {"my_query": "a", "x": "b"},
             "columns found: my_query, x; name them: jq -c '{prompt: .my_query",
         ),
-        (demonstration, {"conversations": [{"from": "human", "value": "a"}]}, "jq -c '.conversations |= .[:-1]' FILE"),
-        (demonstration, {"conversations": [{"from": "alien", "value": "a"}]}, "must be one of human"),
-        (demonstration, {"conversations": [{"from": "human", "value": "a", "loss": 1}]}, "conversations[0].from"),
-        (preference, {"instruction": "q", "completions": [{"response": "a", "overall_score": 1}]}, "sort_by(.overall_"),
+        (
+            demonstration,
+            {"conversations": [{"from": "human", "value": "a"}]},
+            "jq -c '.conversations |= .[:-1]' FILE",
+        ),
+        (
+            demonstration,
+            {"conversations": [{"from": "alien", "value": "a"}]},
+            "must be one of human",
+        ),
+        (
+            demonstration,
+            {"conversations": [{"from": "human", "value": "a", "loss": 1}]},
+            "conversations[0].from",
+        ),
+        (
+            preference,
+            {"instruction": "q", "completions": [{"response": "a", "overall_score": 1}]},
+            "sort_by(.overall_",
+        ),
         (
             preference,
             {"question": "q", "better": "a", "worse": "b"},
             "{prompt: .question, chosen: .better, rejected: .worse}",
         ),
-        (preference, {"chosen": "4", "rejected": "5"}, "prompt: is missing; columns found: chosen, rejected"),
+        (
+            preference,
+            {"chosen": "4", "rejected": "5"},
+            "prompt: is missing; columns found: chosen, rejected",
+        ),
         (preference, {"chosen": [ANSWER], "rejected": [WRONG]}, "there is no common prompt"),
-        (preference, {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "is equal to rejected"),
-        (preference, {"prompt": "2+2?", "chosen": [ANSWER], "rejected": "5"}, "chosen: must be text, found a list"),
+        (
+            preference,
+            {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]},
+            "is equal to rejected",
+        ),
+        (
+            preference,
+            {"prompt": "2+2?", "chosen": [ANSWER], "rejected": "5"},
+            "chosen: must be text, found a list",
+        ),
         (
             preference,
             {"prompt": "other", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
@@ -212,7 +291,9 @@ def test_tools_may_be_bare_functions():
 
 
 def test_columns_that_are_not_read_are_named(caplog):
-    read_demonstrations([{"prompt": "2+2?", "completion": "4", "source": "web", "id": 3, "note": None}])
+    read_demonstrations(
+        [{"prompt": "2+2?", "completion": "4", "source": "web", "id": 3, "note": None}]
+    )
     assert "columns that are not read: id, source" in caplog.text and "note" not in caplog.text
 
 

@@ -5,17 +5,24 @@ import tracemalloc
 
 import pytest
 
-from rl_core.data.kept_rows import KeptRows, rows_at
 from rl_core.data.records import read_demonstrations, read_prompts
+from rl_core.data.row_sequences import CompressedRows, select_rows
 
-ROWS = [{"messages": [{"role": "user", "content": "é" * n}], "seed": 2**60 + n, "level": None} for n in range(4)]
+ROWS = [
+    {"messages": [{"role": "user", "content": "é" * n}], "seed": 2**60 + n, "level": None}
+    for n in range(4)
+]
 
 
 def test_rows_come_back_as_they_were_put_in():
-    rows = KeptRows(iter(ROWS))
+    rows = CompressedRows(iter(ROWS))
     rows.append({"pair": ("a", 1.5)})
     assert list(rows) == [*ROWS, {"pair": ("a", 1.5)}] and len(rows) == 5
-    assert rows[-1] == {"pair": ("a", 1.5)} and rows[1:3] == ROWS[1:3] and rows == [*ROWS, {"pair": ("a", 1.5)}]
+    assert (
+        rows[-1] == {"pair": ("a", 1.5)}
+        and rows[1:3] == ROWS[1:3]
+        and rows == [*ROWS, {"pair": ("a", 1.5)}]
+    )
     assert rows != ROWS and rows != [*ROWS, {}] and rows != 5
     with pytest.raises(IndexError):
         rows[5]
@@ -24,20 +31,23 @@ def test_rows_come_back_as_they_were_put_in():
 
 
 def test_rows_are_chosen_replaced_and_joined():
-    rows = KeptRows(ROWS)
-    some = rows.select([3, 1])
-    some.replace(0, {"a": 1})
+    rows = CompressedRows(ROWS)
+    some = rows.select_rows([3, 1])
+    some.replace_row(0, {"a": 1})
     assert list(some) == [{"a": 1}, ROWS[1]] and rows == ROWS
-    some.extend(rows)
-    some.extend([{"b": 2}])
+    some.extend_rows(rows)
+    some.extend_rows([{"b": 2}])
     assert list(some) == [{"a": 1}, ROWS[1], *ROWS, {"b": 2}]
-    assert rows_at(rows, [2]) == [ROWS[2]] and rows_at(ROWS, (0, 2)) == [ROWS[0], ROWS[2]]
-    assert repr(KeptRows([{"a": 1}])) == "KeptRows([{'a': 1}])"
+    assert select_rows(rows, [2]) == [ROWS[2]] and select_rows(ROWS, (0, 2)) == [ROWS[0], ROWS[2]]
+    assert repr(CompressedRows([{"a": 1}])) == "KeptRows([{'a': 1}])"
 
 
 def test_a_row_read_takes_less_than_its_text():
     draw = random.Random(0).choices
-    data = [{name: "".join(draw("abcdefgh", k=500)) for name in ("prompt", "completion")} for _ in range(1000)]
+    data = [
+        {name: "".join(draw("abcdefgh", k=500)) for name in ("prompt", "completion")}
+        for _ in range(1000)
+    ]
     tracemalloc.start()
     found = read_demonstrations(data).rows
     taken = tracemalloc.get_traced_memory()[0] / len(data)

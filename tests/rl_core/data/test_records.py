@@ -15,8 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_core.data.files import BadRow, _object, data_files
-from rl_core.data.records import Records, RowProblem, read_demonstrations, read_preferences, read_questions, report
+from rl_core.data.files import BadRow, _build_unique_object, list_data_files
+from rl_core.data.records import (
+    Records,
+    RowProblem,
+    read_demonstrations,
+    read_preferences,
+    read_questions,
+    report_row_problems,
+)
 from rl_core.errors import DataError, RecordsError, SettingsError
 
 GOOD = {"prompt": "Who?", "chosen": "Ada", "rejected": "Bob"}
@@ -31,7 +38,9 @@ def written(folder: Path, content: bytes | list[Any], name: str = "rows.jsonl") 
     return path
 
 
-def problem_of(path: Path, read: Callable[..., Records] = read_preferences, **options: Any) -> tuple[int, str, str]:
+def problem_of(
+    path: Path, read: Callable[..., Records] = read_preferences, **options: Any
+) -> tuple[int, str, str]:
     """The one problem of a file whose other rows are good: line, field, reason."""
     records = read(path, on_bad_row="skip", **options)
     assert records.num_skipped == len(records.problems) == 1
@@ -50,40 +59,90 @@ BAD_PREFERENCES = [
     (b'{"prompt": "a", "chosen": "b"}', "rejected", "is missing"),
     (b'{"prompt": "", "chosen": "b", "rejected": "c"}', "prompt", "is empty"),
     (b'{"prompt": "a", "chosen": " \\n", "rejected": "c"}', "chosen", "is empty"),
-    (b'{"prompt": 3, "chosen": "b", "rejected": "c"}', "prompt", "must be text, found a number (3)"),
+    (
+        b'{"prompt": 3, "chosen": "b", "rejected": "c"}',
+        "prompt",
+        "must be text, found a number (3)",
+    ),
     (b'{"prompt": "a", "chosen": null, "rejected": "c"}', "chosen", "must be text, found null"),
-    (b'{"prompt": "a", "chosen": true, "rejected": "c"}', "chosen", "must be text, found a truth value (True)"),
-    (b'{"prompt": "a", "chosen": ["b"], "rejected": "c"}', "chosen", "must be text, found a list (['b'])"),
-    (b'{"prompt": "a", "chosen": "b", "rejected": "b "}', "chosen", "is equal to rejected, so there is no preference"),
+    (
+        b'{"prompt": "a", "chosen": true, "rejected": "c"}',
+        "chosen",
+        "must be text, found a truth value (True)",
+    ),
+    (
+        b'{"prompt": "a", "chosen": ["b"], "rejected": "c"}',
+        "chosen",
+        "must be text, found a list (['b'])",
+    ),
+    (
+        b'{"prompt": "a", "chosen": "b", "rejected": "b "}',
+        "chosen",
+        "is equal to rejected, so there is no preference",
+    ),
     (
         b'{"prompt": "a", "chosen": "b", "rejected": "c", "margin": -1}',
         "margin",
         "must be finite and at least 0, found -1",
     ),
-    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}', "margin", "must be a number, found text"),
+    (
+        b'{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "1"}',
+        "margin",
+        "must be a number, found text",
+    ),
     (b'{"prompt": "a", "completion": "b"}', "label", "is missing"),
-    (b'{"prompt": "a", "completion": "b", "label": 1}', "label", "must be true or false, found a number (1)"),
+    (
+        b'{"prompt": "a", "completion": "b", "label": 1}',
+        "label",
+        "must be true or false, found a number (1)",
+    ),
     (b'{"prompt": "a", "label": true}', "completion", "is missing"),
-    (b'{"prompt": NaN, "chosen": "b", "rejected": "c"}', "prompt", "nan is not a valid JSON number"),
-    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "x": {"y": [-Infinity]}}', "x.y[0]", "-inf is not a valid"),
-    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "x": 1e999}', "x", "inf is not a valid JSON number"),
+    (
+        b'{"prompt": NaN, "chosen": "b", "rejected": "c"}',
+        "prompt",
+        "nan is not a valid JSON number",
+    ),
+    (
+        b'{"prompt": "a", "chosen": "b", "rejected": "c", "x": {"y": [-Infinity]}}',
+        "x.y[0]",
+        "-inf is not a valid",
+    ),
+    (
+        b'{"prompt": "a", "chosen": "b", "rejected": "c", "x": 1e999}',
+        "x",
+        "inf is not a valid JSON number",
+    ),
     (
         b'{"prompt": "\\ud800", "chosen": "b", "rejected": "c"}',
         "prompt",
         "half of a surrogate pair (\\ud800 at character",
     ),
-    (b'{"prompt": "a", "prompt": "z", "chosen": "b", "rejected": "c"}', "prompt", "appears twice in one object"),
+    (
+        b'{"prompt": "a", "prompt": "z", "chosen": "b", "rejected": "c"}',
+        "prompt",
+        "appears twice in one object",
+    ),
     (b'["a", "b", "c"]', "", "must be an object, found a list (['a', 'b', 'c'])"),
     (b"null", "", "must be an object, found null"),
     (b"[" * 100_000, "", "is nested too deeply"),
     (b'{"x": ' + b"9" * 5000 + b"}", "", "is not readable as JSON"),
-    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "seed": "7"}', "seed", "must be an integer, found text ('7')"),
-    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "level": 7}', "level", "must be text, found a number (7)"),
+    (
+        b'{"prompt": "a", "chosen": "b", "rejected": "c", "seed": "7"}',
+        "seed",
+        "must be an integer, found text ('7')",
+    ),
+    (
+        b'{"prompt": "a", "chosen": "b", "rejected": "c", "level": 7}',
+        "level",
+        "must be text, found a number (7)",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("line", "field", "reason"), BAD_PREFERENCES)
-def test_a_bad_row_is_named_with_line_field_and_reason(tmp_path: Path, line: bytes, field: str, reason: str) -> None:
+def test_a_bad_row_is_named_with_line_field_and_reason(
+    tmp_path: Path, line: bytes, field: str, reason: str
+) -> None:
     path = written(tmp_path, b"\n".join([GOOD_LINE, line, GOOD_LINE]))
     found = problem_of(path)
     assert found[:2] == (2, field)
@@ -117,22 +176,26 @@ def test_skip_leaves_out_counts_and_logs(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_problems_found_elsewhere_are_reported_alike(caplog: pytest.LogCaptureFixture) -> None:
     problem = RowProblem("demonstrations of x", 3, "", "is 9 tokens long, the context holds 8")
-    report("demonstrations of x", [], 5, "stop")
+    report_row_problems("demonstrations of x", [], 5, "stop")
     with pytest.raises(
-        RecordsError, match="demonstrations of x: 1 of 5 rows cannot be used:\n  demonstrations of x:3: is 9"
+        RecordsError,
+        match="demonstrations of x: 1 of 5 rows cannot be used:\n  demonstrations of x:3: is 9",
     ):
-        report("demonstrations of x", [problem], 5, "stop")
+        report_row_problems("demonstrations of x", [problem], 5, "stop")
     with pytest.raises(RecordsError, match="so none is left"):
-        report("demonstrations of x", [problem], 1, "skip")
+        report_row_problems("demonstrations of x", [problem], 1, "skip")
     with caplog.at_level(logging.WARNING):
-        report("demonstrations of x", [problem], 5, "skip")
+        report_row_problems("demonstrations of x", [problem], 5, "skip")
     assert "1 of 5 rows cannot be used and are skipped" in caplog.text
 
 
 WHOLE_FILES = [
     (b"", "is empty"),
     (b"\xef\xbb\xbf\n \r\n", "holds no row"),
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "Git LFS pointer.*git lfs pull"),
+    (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n",
+        "Git LFS pointer.*git lfs pull",
+    ),
     (gzip.compress(GOOD_LINE, mtime=0), "gzip-compressed"),
     (b"PK\x03\x04 and so on", "zip archive"),
     (GOOD_LINE.decode().encode("utf-16"), "UTF-16"),
@@ -148,7 +211,9 @@ WHOLE_FILES = [
 
 @pytest.mark.parametrize(("content", "words"), WHOLE_FILES)
 @pytest.mark.parametrize("on_bad_row", ["stop", "skip"])
-def test_a_file_that_is_no_jsonl(tmp_path: Path, content: bytes, words: str, on_bad_row: str) -> None:
+def test_a_file_that_is_no_jsonl(
+    tmp_path: Path, content: bytes, words: str, on_bad_row: str
+) -> None:
     path = written(tmp_path, content)
     with pytest.raises(DataError, match=words) as caught:
         read_preferences(path, on_bad_row=on_bad_row)
@@ -202,9 +267,15 @@ def test_rows_too_long_for_the_context(tmp_path: Path) -> None:
     assert problem_of(path, check_rows=refuses) == (2, "", "is too long")
     records = read_preferences(path, on_bad_row="skip", check_rows=refuses)
     assert [row["chosen"] for row in records.rows] == [GOOD["chosen"]] and records.lines == [1]
-    path = written(tmp_path, [{**GOOD, "chosen": "a b"}, {"prompt": "p"}, {**GOOD, "chosen": "c d"}, GOOD])
+    path = written(
+        tmp_path, [{**GOOD, "chosen": "a b"}, {"prompt": "p"}, {**GOOD, "chosen": "c d"}, GOOD]
+    )
     records = read_preferences(path, on_bad_row="skip", check_rows=refuses)
-    assert [problem.line for problem in records.problems] == [1, 2, 3] and records.num_skipped == 3  # in order
+    assert [problem.line for problem in records.problems] == [
+        1,
+        2,
+        3,
+    ] and records.num_skipped == 3  # in order
     with pytest.raises(RecordsError, match=r"data\[1\]: is too long"):
         read_preferences([GOOD, {**GOOD, "chosen": "a b"}], check_rows=refuses)
 
@@ -216,7 +287,9 @@ def test_demonstrations_come_as_messages(tmp_path: Path) -> None:
         {"role": "tool", "content": ""},
         {"role": "assistant", "content": "answer red"},
     ]
-    path = written(tmp_path, [{"messages": messages, "seed": 3}, {"prompt": "p", "completion": "c"}])
+    path = written(
+        tmp_path, [{"messages": messages, "seed": 3}, {"prompt": "p", "completion": "c"}]
+    )
     assert read_demonstrations(path).rows == [
         {"messages": messages, "seed": 3},
         {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}]},
@@ -233,11 +306,23 @@ USER = {"role": "user", "content": "u"}
         ({"prompt": "p"}, "completion", "is missing"),
         ({"messages": "hi"}, "messages", "must be a list of objects, found text ('hi')"),
         ({"messages": []}, "messages", "is empty"),
-        ({"messages": ["hi"]}, "messages[0]", "must be an object with role and content, found text ('hi')"),
+        (
+            {"messages": ["hi"]},
+            "messages[0]",
+            "must be an object with role and content, found text ('hi')",
+        ),
         ({"messages": [USER, {"content": "a"}]}, "messages[1].role", "is missing"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role", "must be one of"),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content", "found null"),
-        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "messages[1].content", "is empty"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None}]},
+            "messages[1].content",
+            "found null",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": ""}]},
+            "messages[1].content",
+            "is empty",
+        ),
         ({"messages": [USER]}, "messages[0].role", "must be assistant at the end, found 'user'"),
     ],
 )
@@ -274,7 +359,10 @@ def test_parquet_is_read_with_row_numbers(tmp_path: Path) -> None:
         {"prompt": "a", "chosen": "1", "rejected": "x"},
         {"prompt": "d", "chosen": "4", "rejected": "z"},
     ]
-    assert [(problem.line, problem.field) for problem in records.problems] == [(2, "chosen"), (3, "prompt")]
+    assert [(problem.line, problem.field) for problem in records.problems] == [
+        (2, "chosen"),
+        (3, "prompt"),
+    ]
     assert records.problems[1].reason == "must be text, found null"
     assert records.digest == hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -283,15 +371,21 @@ def test_parquet_holds_messages_and_wrong_types(tmp_path: Path) -> None:
     messages = [[{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]]
     records = read_demonstrations(parquet(tmp_path, {"messages": messages, "level": [None]}))
     assert records.rows == [{"messages": messages[0]}]
-    path = parquet(tmp_path, {"prompt": ["a", "b"], "chosen": [float("nan"), 1.0], "rejected": ["x", "y"]})
-    with pytest.raises(RecordsError, match=r"rows.parquet:1: chosen: must be text, found a number \(nan\)"):
+    path = parquet(
+        tmp_path, {"prompt": ["a", "b"], "chosen": [float("nan"), 1.0], "rejected": ["x", "y"]}
+    )
+    with pytest.raises(
+        RecordsError, match=r"rows.parquet:1: chosen: must be text, found a number \(nan\)"
+    ):
         read_preferences(path)
 
 
 def test_parquet_with_broken_text_loses_one_row(tmp_path: Path) -> None:
     raw = pa.array([b"fine", b"\xff\xfe", b"good"], pa.binary())
     text = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
-    path = parquet(tmp_path, {"prompt": text, "chosen": ["1", "2", "3"], "rejected": ["x", "y", "z"]})
+    path = parquet(
+        tmp_path, {"prompt": text, "chosen": ["1", "2", "3"], "rejected": ["x", "y", "z"]}
+    )
     assert problem_of(path) == (2, "prompt", "is not UTF-8: byte 0 of the text is 0xff")
 
 
@@ -308,35 +402,58 @@ def test_files_that_are_no_parquet(tmp_path: Path) -> None:
 
 
 def test_a_folder_stands_for_its_data_files_by_name(tmp_path):
-    for name in ("b.jsonl", "a.parquet", "inner/c.jsonl", "notes.txt", ".hidden.jsonl", ".git/d.jsonl"):
+    for name in (
+        "b.jsonl",
+        "a.parquet",
+        "inner/c.jsonl",
+        "notes.txt",
+        ".hidden.jsonl",
+        ".git/d.jsonl",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert [path.relative_to(tmp_path).as_posix() for path in data_files(tmp_path)] == [
-        "a.parquet", "b.jsonl", "inner/c.jsonl",
-    ]  # fmt: skip
-    assert data_files(tmp_path / "b.jsonl") == [tmp_path / "b.jsonl"]
+    assert [path.relative_to(tmp_path).as_posix() for path in list_data_files(tmp_path)] == [
+        "a.parquet",
+        "b.jsonl",
+        "inner/c.jsonl",
+    ]
+    assert list_data_files(tmp_path / "b.jsonl") == [tmp_path / "b.jsonl"]
 
 
 def test_copies_and_contradictions_are_counted_and_named(tmp_path, caplog):
     rows = [
-        {"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "b", "rejected": "c"},
-        {"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "b", "rejected": "a"},
-        {"prompt": "q", "chosen": "b", "rejected": "a"}, {"prompt": "p", "completion": "x", "label": True},
-        {"prompt": "p", "completion": "x", "label": False}, {"prompt": "p", "completion": "y", "label": False},
-    ]  # fmt: skip
+        {"prompt": "p", "chosen": "a", "rejected": "b"},
+        {"prompt": "p", "chosen": "b", "rejected": "c"},
+        {"prompt": "p", "chosen": "a", "rejected": "b"},
+        {"prompt": "p", "chosen": "b", "rejected": "a"},
+        {"prompt": "q", "chosen": "b", "rejected": "a"},
+        {"prompt": "p", "completion": "x", "label": True},
+        {"prompt": "p", "completion": "x", "label": False},
+        {"prompt": "p", "completion": "y", "label": False},
+    ]
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
     found = read_preferences(path)
     assert found.repeats.copies == [(2, 0)] and found.repeats.contradictions == [(3, 0), (6, 5)]
-    assert f"{path}: 1 of 8 rows are exact copies of earlier ones and count more than once" in caplog.text
+    assert (
+        f"{path}: 1 of 8 rows are exact copies of earlier ones and count more than once"
+        in caplog.text
+    )
     assert "(line 4 and line 2)" in caplog.text
     assert (
-        "2 of 8 rows contradict earlier ones" in caplog.text and "(line 5 and line 2; line 8 and line 7)" in caplog.text
+        "2 of 8 rows contradict earlier ones" in caplog.text
+        and "(line 5 and line 2; line 8 and line 7)" in caplog.text
     )
     caplog.clear()
-    same = [{"prompt": "p", "completion": "x"}, {"prompt": "p", "completion": "y"}]  # two right answers are no conflict
+    same = [
+        {"prompt": "p", "completion": "x"},
+        {"prompt": "p", "completion": "y"},
+    ]  # two right answers are no conflict
     assert read_demonstrations(same).repeats.contradictions == [] and caplog.text == ""
-    assert read_demonstrations([*same, same[0]]).repeats.copies == [(2, 0)] and "(row 2 and row 0)" in caplog.text
+    assert (
+        read_demonstrations([*same, same[0]]).repeats.copies == [(2, 0)]
+        and "(row 2 and row 0)" in caplog.text
+    )
 
 
 class CountedName(str):
@@ -355,5 +472,5 @@ def test_a_doubled_key_among_thousands_is_found_in_one_pass():
     names = [CountedName(f"key {number}") for number in range(2000)]
     CountedName.compared = 0
     with pytest.raises(BadRow, match="key 1999: appears twice in one object"):
-        _object([(name, 0) for name in [*names, CountedName("key 1999")]])
+        _build_unique_object([(name, 0) for name in [*names, CountedName("key 1999")]])
     assert CountedName.compared < 20 * len(names)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rl_core.data.splits import duplicate_report, overlap_report, prompt_key, split_by_prompt
+from rl_core.data.splits import count_duplicates, count_overlap, normalize_prompt, split_by_prompt
 from rl_core.errors import DataError
 
 Row = tuple[str, int]
@@ -44,7 +44,11 @@ def test_split_depends_on_the_seed_and_not_on_the_order() -> None:
 
 
 def test_nearly_equal_prompts_are_the_same_prompt() -> None:
-    assert prompt_key("  What  is\nthis? ") == prompt_key("what IS this?") != prompt_key("what is that?")
+    assert (
+        normalize_prompt("  What  is\nthis? ")
+        == normalize_prompt("what IS this?")
+        != normalize_prompt("what is that?")
+    )
     rows = [("A b", 0), ("a  B", 1), ("c", 2)]
     for seed in range(5):
         train, heldout, _ = split_by_prompt(rows, prompt_of, 0.5, seed)
@@ -67,12 +71,12 @@ def test_what_cannot_be_split_is_refused() -> None:
 
 def test_duplicates_and_overlap_are_counted() -> None:
     rows = [("a", 0), ("a", 0), ("A", 1), ("b", 2)]
-    assert duplicate_report(rows, prompt_of) == {
+    assert count_duplicates(rows, prompt_of) == {
         "num_rows": 4,
         "num_duplicate_rows": 1,
         "num_prompts": 2,
         "num_repeated_prompts": 2,
     }
-    report = overlap_report(rows, [("B ", 7), ("b", 8), ("c", 9)], prompt_of)
+    report = count_overlap(rows, [("B ", 7), ("b", 8), ("c", 9)], prompt_of)
     assert report["num_overlap_prompts"] == 1 and report["num_overlap_rows"] == 2
     assert report["num_heldout_prompts"] == 2 and report["num_train_prompts"] == 2

@@ -14,14 +14,13 @@ from transformers import AutoTokenizer
 
 from rl_core.data import token_cache, tokenising
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.conversation import training_sequences
-from rl_core.data.preference_rows import row_sides
-from rl_core.data.row_tokens import Job
-from rl_core.data.token_cache import TABLE, TokenCache, rows_digest
-from rl_core.data.tokenising import CHUNK, processes_for, tokenised
+from rl_core.data.pairs import build_row_sides
+from rl_core.data.token_cache import TABLE_FILE, TokenCache, compute_rows_digest
+from rl_core.data.tokenising import CHUNK_ROWS, TokenisationJob, choose_num_processes, tokenize_rows
+from rl_core.data.training_sequences import build_training_sequences
 from rl_core.settings import ModelSettings
 
-SFT, DPO = Job("demonstrations"), Job("preferences")
+SFT, DPO = TokenisationJob("demonstrations"), TokenisationJob("preferences")
 
 
 def said(*texts):
@@ -30,7 +29,11 @@ def said(*texts):
 
 
 NO_LOSS = "no assistant message carries loss: all of them have weight 0"
-ROWS = [said("red?", "blue"), said("scan 1", "row", "scan 2", "cell 2"), said("u", "<think>a</think>b", "v", "c")]
+ROWS = [
+    said("red?", "blue"),
+    said("scan 1", "row", "scan 2", "cell 2"),
+    said("u", "<think>a</think>b", "v", "c"),
+]
 PAIRS = [
     {"prompt": "red?", "chosen": "blue", "rejected": "the cell"},
     {"prompt": "1", "completion": "row 1", "label": True},
@@ -47,27 +50,35 @@ def never():
 
 
 def made(cache, renderer, rows=ROWS, job=SFT):
-    return cache.tokens(rows_digest(rows), lambda: rows, renderer, job, 0)
+    return cache.tokens(compute_rows_digest(rows), lambda: rows, renderer, job, 0)
 
 
 @pytest.mark.parametrize(("kept", "sequences"), [("keep", 3), ("template", 5)])
 def test_rows_are_tokenised_as_one_by_one_and_once(tmp_path, kept, sequences):
     renderer = ChatRenderer(family(OPENS_AND_STRIPS), ModelSettings(history_thoughts=kept))
     found = made(TokenCache(tmp_path), renderer)
-    expected = [sequence for row in ROWS for sequence in training_sequences(renderer, row["messages"])]
+    expected = [
+        sequence for row in ROWS for sequence in build_training_sequences(renderer, row["messages"])
+    ]
     assert list(found.rows) == expected and len(expected) == sequences
-    assert found.longest(3).tolist()[:1] == [len(expected[0][0])] and not found.refused
-    again = TokenCache(tmp_path).tokens(rows_digest(ROWS), never, renderer, SFT, 0)
+    assert found.compute_longest(3).tolist()[:1] == [len(expected[0][0])] and not found.refused
+    again = TokenCache(tmp_path).load_or_tokenize(
+        compute_rows_digest(ROWS), never, renderer, SFT, 0
+    )
     assert list(again.rows) == expected and again.rows.rows.tolist() == found.rows.rows.tolist()
-    assert list(TokenCache(None).tokens("", lambda: ROWS, renderer, SFT, 0).rows) == expected  # no folder
+    assert (
+        list(TokenCache(None).load_or_tokenize("", lambda: ROWS, renderer, SFT, 0).rows) == expected
+    )  # no folder
 
 
 def test_sides_of_preferences_and_labelled_completions(tmp_path, renderer):
     found = made(TokenCache(tmp_path), renderer, PAIRS, DPO)
-    sides = [side for row in PAIRS for side, _ in row_sides(row, renderer)]
+    sides = [side for row in PAIRS for side, _ in build_row_sides(row, renderer)]
     assert [ids for ids, _ in found.rows] == [side.ids for side in sides] and len(sides) == 3
     assert found.rows.prompts.tolist() == [len(side.prompt_ids) for side in sides]
-    assert [mask for _, mask in found.rows] == [[False] * len(s.prompt_ids) + s.loss_mask for s in sides]
+    assert [mask for _, mask in found.rows] == [
+        [False] * len(s.prompt_ids) + s.loss_mask for s in sides
+    ]
 
 
 def test_refused_rows_are_kept_with_their_reason(tmp_path, renderer):
@@ -75,11 +86,12 @@ def test_refused_rows_are_kept_with_their_reason(tmp_path, renderer):
     for cache in (TokenCache(tmp_path), TokenCache(tmp_path)):
         found = made(cache, renderer, rows)
         assert found.refused == [(1, NO_LOSS)]
-        assert found.rows.rows.tolist() == [0, 2] and found.longest(3)[1] == 0
-    longest = int(found.longest(3)[2])
-    assert found.reasons(3, longest - 1, "no more")[1:] == [
-        NO_LOSS, f"is {longest} tokens long, no more",
-    ]  # fmt: skip
+        assert found.rows.rows.tolist() == [0, 2] and found.compute_longest(3)[1] == 0
+    longest = int(found.compute_longest(3)[2])
+    assert found.list_refusal_reasons(3, longest - 1, "no more")[1:] == [
+        NO_LOSS,
+        f"is {longest} tokens long, no more",
+    ]
 
 
 def test_whatever_decides_the_ids_is_another_entry(tmp_path, renderer):
@@ -88,18 +100,24 @@ def test_whatever_decides_the_ids_is_another_entry(tmp_path, renderer):
         ("rows", renderer, SFT),
         ("other rows", renderer, SFT),
         ("rows", renderer, DPO),
-        ("rows", renderer, Job("demonstrations", "last")),
+        ("rows", renderer, TokenisationJob("demonstrations", "last")),
         ("rows", ChatRenderer(family(OPENS_AND_STRIPS)), SFT),
         ("rows", ChatRenderer(family(HERMES, texts=["other words"])), SFT),
         ("rows", ChatRenderer(family(HERMES, ["<think>"])), SFT),
     ]
-    names = [cache._name(*other) for other in others]
+    names = [cache._compute_entry_name(*other) for other in others]
     assert len(set(names)) == len(names) and all(names)
-    renderer.tokenizer("red", padding="max_length", truncation=True, max_length=3)  # of a call, not of the tokenizer
-    assert cache._name("rows", ChatRenderer(family(HERMES)), SFT) == cache._name("rows", renderer, SFT) == names[0]
+    renderer.tokenizer(
+        "red", padding="max_length", truncation=True, max_length=3
+    )  # of a call, not of the tokenizer
+    assert (
+        cache._compute_entry_name("rows", ChatRenderer(family(HERMES)), SFT)
+        == cache._compute_entry_name("rows", renderer, SFT)
+        == names[0]
+    )
 
 
-@pytest.mark.parametrize("name", [TABLE, "refused.json", "manifest.json"])
+@pytest.mark.parametrize("name", [TABLE_FILE, "refused.json", "manifest.json"])
 def test_damage_is_noticed_and_made_anew(tmp_path, renderer, caplog, name):
     expected = list(made(TokenCache(tmp_path), renderer).rows)
     (entry,) = tmp_path.iterdir()
@@ -109,20 +127,20 @@ def test_damage_is_noticed_and_made_anew(tmp_path, renderer, caplog, name):
     with caplog.at_level(logging.WARNING):
         assert list(made(TokenCache(tmp_path), renderer).rows) == expected
     assert "token ids are damaged and made again" in caplog.text and name in caplog.text
-    assert TokenCache(tmp_path).tokens(rows_digest(ROWS), never, renderer, SFT, 0)
+    assert TokenCache(tmp_path).load_or_tokenize(compute_rows_digest(ROWS), never, renderer, SFT, 0)
 
 
 def test_a_part_of_a_table(tmp_path, renderer, caplog):
     cache = TokenCache(tmp_path)
     whole = made(cache, renderer)
-    cache.keep_part("part", renderer, SFT, whole, whole.rows.places_of([0, 2]), 6)
-    part = TokenCache(tmp_path).tokens("part", never, renderer, SFT, 0)
+    cache.store_subset("part", renderer, SFT, whole, whole.rows.find_sequence_indices([0, 2]), 6)
+    part = TokenCache(tmp_path).load_or_tokenize("part", never, renderer, SFT, 0)
     assert list(part.rows) == [(ids[:6], mask[:6]) for ids, mask in (whole.rows[0], whole.rows[2])]
-    (table,) = (entry for entry in tmp_path.iterdir() if (entry / TABLE).exists())
+    (table,) = (entry for entry in tmp_path.iterdir() if (entry / TABLE_FILE).exists())
     first = whole.rows[0]
-    (table / TABLE).unlink()  # not cut: `whole` maps it
-    (table / TABLE).write_bytes(b"")
-    remade = TokenCache(tmp_path).tokens("part", lambda: [ROWS[0]], renderer, SFT, 0)
+    (table / TABLE_FILE).unlink()  # not cut: `whole` maps it
+    (table / TABLE_FILE).write_bytes(b"")
+    remade = TokenCache(tmp_path).load_or_tokenize("part", lambda: [ROWS[0]], renderer, SFT, 0)
     assert list(remade.rows) == [first] and "damaged" in caplog.text
 
 
@@ -133,8 +151,12 @@ def test_two_that_make_the_same_table(tmp_path, renderer):
         shutil.copytree(tmp_path / "other" / name, tmp_path / "tokens" / name)
         return ROWS
 
-    found = TokenCache(tmp_path / "tokens").tokens(rows_digest(ROWS), rows, renderer, SFT, 0)
-    assert len(found.rows) == 3 and [entry.name for entry in (tmp_path / "tokens").iterdir()] == [name]
+    found = TokenCache(tmp_path / "tokens").load_or_tokenize(
+        compute_rows_digest(ROWS), rows, renderer, SFT, 0
+    )
+    assert len(found.rows) == 3 and [entry.name for entry in (tmp_path / "tokens").iterdir()] == [
+        name
+    ]
 
 
 def test_a_disk_that_refuses(tmp_path, renderer, caplog):
@@ -143,15 +165,15 @@ def test_a_disk_that_refuses(tmp_path, renderer, caplog):
     assert len(found.rows) == 3 and found.name == "" and "token ids are not kept" in caplog.text
 
 
-def many(count=2 * CHUNK + 100):
+def many(count=2 * CHUNK_ROWS + 100):
     return [said(f"cell {n}?", f"row {n} " * (n % 5 + 1)) for n in range(count)]
 
 
 def table_digest(folder, renderer, rows, monkeypatch, processes):
-    monkeypatch.setattr(token_cache, "processes_for", lambda size: processes)
+    monkeypatch.setattr(token_cache, "choose_num_processes", lambda size: processes)
     found = made(TokenCache(folder), renderer, rows)
     assert len(found.rows) == len(rows)
-    return hashlib.sha256((folder / found.name / TABLE).read_bytes()).hexdigest()
+    return hashlib.sha256((folder / found.name / TABLE_FILE).read_bytes()).hexdigest()
 
 
 def test_several_processes_write_the_same_bytes(tmp_path, renderer, monkeypatch, caplog):
@@ -163,13 +185,17 @@ def test_several_processes_write_the_same_bytes(tmp_path, renderer, monkeypatch,
 
 def test_processes_that_die_are_done_without(renderer, monkeypatch, caplog):
     def short_lived():
-        return subprocess.Popen([sys.executable, "-S", "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return subprocess.Popen(
+            [sys.executable, "-S", "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
-    monkeypatch.setattr(tokenising, "_start", short_lived)
+    monkeypatch.setattr(tokenising, "_start_child", short_lived)
     rows = many()
-    chunks = [chunk for chunk, _ in tokenised(rows, renderer, SFT, 2)]
-    alone = [chunk for chunk, _ in tokenised(rows, renderer, SFT, 1)]
-    assert [chunk.ids.tolist() for chunk in chunks] == [chunk.ids.tolist() for chunk in alone] and len(alone) == 3
+    chunks = [chunk for chunk, _ in tokenize_rows(rows, renderer, SFT, 2)]
+    alone = [chunk for chunk, _ in tokenize_rows(rows, renderer, SFT, 1)]
+    assert [chunk.ids.tolist() for chunk in chunks] == [
+        chunk.ids.tolist() for chunk in alone
+    ] and len(alone) == 3
     assert np.concatenate([chunk.rows for chunk in chunks]).tolist() == list(range(len(rows)))
     assert "a process that tokenised rows is gone" in caplog.text
 
@@ -177,25 +203,35 @@ def test_processes_that_die_are_done_without(renderer, monkeypatch, caplog):
 def test_processes_only_where_there_is_enough_text(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     megabyte = 2**20
-    assert [processes_for(size * megabyte) for size in (0, 31, 32, 48, 1000)] == [1, 1, 2, 3, 4]
+    assert [choose_num_processes(size * megabyte) for size in (0, 31, 32, 48, 1000)] == [
+        1,
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_a_tokenizer_that_a_stage_has_saved_is_the_same(tmp_path, renderer):
     """Else each stage would tokenise the data stage's rows again."""
     names = []
     for place in ("data", "sft"):
-        tokenizer = renderer.tokenizer if not names else AutoTokenizer.from_pretrained(tmp_path / "data")
+        tokenizer = (
+            renderer.tokenizer if not names else AutoTokenizer.from_pretrained(tmp_path / "data")
+        )
         tokenizer.save_pretrained(tmp_path / place)
         later = ChatRenderer(AutoTokenizer.from_pretrained(tmp_path / place))
-        names.append(TokenCache(tmp_path)._name("rows", later, SFT))
+        names.append(TokenCache(tmp_path)._compute_entry_name("rows", later, SFT))
     assert names[0] == names[1] != ""
 
 
 def test_two_answers_in_a_row_have_a_header_each_in_a_side_too(renderer):
     """Before: the second answer of a preference's side followed the first without a header."""
     answers = [{"role": "assistant", "content": "blue"}, {"role": "assistant", "content": "row 1"}]
-    side, _ = row_sides({"prompt": "red?", "chosen": answers, "rejected": "the cell"}, renderer)[0]
-    ids, mask = renderer.conversation([{"role": "user", "content": "red?"}, *answers])
+    side, _ = build_row_sides(
+        {"prompt": "red?", "chosen": answers, "rejected": "the cell"}, renderer
+    )[0]
+    ids, mask = renderer.encode_conversation([{"role": "user", "content": "red?"}, *answers])
     assert side.ids == ids and [False] * len(side.prompt_ids) + side.loss_mask == mask
 
 
@@ -207,11 +243,16 @@ def test_texts_that_are_encoded_together_are_encoded_as_one_by_one(renderer):
         {"messages": []},
         said("a <|im_end|> b", "c"),
     ] * 40
-    found = TokenCache(None).tokens("", lambda: rows, renderer, SFT, 0)
+    found = TokenCache(None).load_or_tokenize("", lambda: rows, renderer, SFT, 0)
     expected = []
     for number, row in enumerate(rows):
         if row["messages"]:
-            expected += [(number, s) for s in training_sequences(renderer, row["messages"])]
+            expected += [(number, s) for s in build_training_sequences(renderer, row["messages"])]
     assert list(zip(found.rows.rows.tolist(), found.rows, strict=True)) == expected
-    assert [row for row, _ in found.refused] == [n for n, row in enumerate(rows) if not row["messages"]]
-    assert renderer.prompt_ids([{"role": "user", "content": "red?"}]) and not renderer.encoder.is_batching
+    assert [row for row, _ in found.refused] == [
+        n for n, row in enumerate(rows) if not row["messages"]
+    ]
+    assert (
+        renderer.prompt_ids([{"role": "user", "content": "red?"}])
+        and not renderer.encoder.is_batching
+    )

@@ -11,10 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from rl_core.data.tokenizer import END, PAD, train_tokenizer
+from rl_core.data.tokenizer import END_TOKEN, PAD_TOKEN, train_tokenizer
 from rl_core.errors import DataError
 
-TEXTS = [f"the cell in row {n} column {n + 7} is {colour}" for n in range(40) for colour in ("red", "blue", "green")]
+TEXTS = [
+    f"the cell in row {n} column {n + 7} is {colour}"
+    for n in range(40)
+    for colour in ("red", "blue", "green")
+]
 TOKENIZER = train_tokenizer(TEXTS, 280)
 
 
@@ -34,7 +38,7 @@ def test_merges_are_learned_and_digits_stay_single() -> None:
 
 def test_special_tokens_have_fixed_places() -> None:
     roles = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
-    assert TOKENIZER.convert_tokens_to_ids([PAD, END, *roles]) == [0, 1, 2, 3, 4, 5]
+    assert TOKENIZER.convert_tokens_to_ids([PAD_TOKEN, END_TOKEN, *roles]) == [0, 1, 2, 3, 4, 5]
     assert (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id) == (0, 1)
     assert TOKENIZER("a<|end|>")["input_ids"][-1] == 1
 
@@ -44,7 +48,10 @@ def test_template_and_tokens_survive_saving(tmp_path: Path) -> None:
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded.chat_template == TOKENIZER.chat_template
     assert set(loaded.all_special_tokens) == set(TOKENIZER.all_special_tokens)
-    messages = [{"role": "user", "content": "row 12 is  red ."}, {"role": "assistant", "content": "ok"}]
+    messages = [
+        {"role": "user", "content": "row 12 is  red ."},
+        {"role": "assistant", "content": "ok"},
+    ]
     text = loaded.apply_chat_template(messages, tokenize=False)
     assert text == "<|user|>row 12 is  red .<|end|><|assistant|>ok<|end|>"
     ids = loaded(text)["input_ids"]
@@ -58,7 +65,10 @@ def test_another_process_trains_the_same_tokenizer() -> None:
         "from rl_core.data.tokenizer import train_tokenizer; from tests.rl_core.data.test_tokenizer import TEXTS;"
         "print(train_tokenizer(TEXTS, 280).backend_tokenizer.to_str())"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(2)]
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
     assert runs[0].stdout == runs[1].stdout
     assert runs[0].stdout.strip() == train_tokenizer(TEXTS, 280).backend_tokenizer.to_str()
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import format_table
 from helpers.format_files import FILES, places, read, recorded, sides_of, small_renderer
 
-from rl_core.data.preference_rows import pair_of
+from rl_core.data.pairs import build_pair
 from rl_core.data.records import read_preferences
 
 
@@ -23,7 +23,10 @@ def sequences(file, renderer):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_tokens_and_loss_tokens_are_trl_s_or_differ_for_a_reason(renderer, file):
     theirs = recorded()["files"][file.name]
-    found = {format_table.difference(a, b) for a, b in zip(sequences(file, renderer), theirs, strict=True)}
+    found = {
+        format_table.difference(a, b)
+        for a, b in zip(sequences(file, renderer), theirs, strict=True)
+    }
     if file.name in format_table.REASONS:
         assert found == {format_table.REASONS[file.name][0]}
     else:
@@ -32,26 +35,42 @@ def test_tokens_and_loss_tokens_are_trl_s_or_differ_for_a_reason(renderer, file)
 
 def test_most_formats_that_trl_takes_are_equal():
     equal = [file.name for file, _, differences, _ in format_table.rows() if not any(differences)]
-    assert {"messages", "messages_tools", "conversational", "pairs_conversational", "implicit_prompt"} <= set(equal)
+    assert {
+        "messages",
+        "messages_tools",
+        "conversational",
+        "pairs_conversational",
+        "implicit_prompt",
+    } <= set(equal)
 
 
 def test_text_differs_by_the_first_label_alone(renderer):
     file = next(file for file in FILES if file.name == "text")
-    for ((ids, mask),), theirs in zip(sequences(file, renderer), recorded()["files"]["text"], strict=True):
+    for ((ids, mask),), theirs in zip(
+        sequences(file, renderer), recorded()["files"]["text"], strict=True
+    ):
         (side,) = theirs["sides"]
         assert (ids, [0, *places(mask)]) == (side["ids"], side["loss"])
 
 
 def test_the_table_of_the_document_is_that_of_this_version():
-    assert format_table.PAGE.read_text() == format_table.page(), "python tests/benchmarks/format_table.py write"
+    assert format_table.PAGE.read_text() == format_table.page(), (
+        "python tests/benchmarks/format_table.py write"
+    )
 
 
 def test_a_side_of_several_turns_has_loss_on_the_assistants_turns_alone(renderer):
     """TRL counts the user's turn within a side as well; here it is read only. Tokens are those of the conversation."""
     user, answer = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
     row = {"prompt": [user], "chosen": [answer, user, answer], "rejected": [answer]}
-    pair = pair_of(read_preferences([row]).rows[0], renderer)
-    ids, mask = renderer.conversation([user, answer, user, answer])
-    assert pair.chosen.ids == ids and [False] * len(pair.chosen.prompt_ids) + pair.chosen.loss_mask == mask
+    pair = build_pair(read_preferences([row]).rows[0], renderer)
+    ids, mask = renderer.encode_conversation([user, answer, user, answer])
+    assert (
+        pair.chosen.ids == ids
+        and [False] * len(pair.chosen.prompt_ids) + pair.chosen.loss_mask == mask
+    )
     assert sum(mask) == 4  # two answers of one token, with their ends of turn
-    assert pair.rejected.ids == ids[: len(pair.rejected.ids)] and pair.rejected.loss_mask == [True, True]
+    assert pair.rejected.ids == ids[: len(pair.rejected.ids)] and pair.rejected.loss_mask == [
+        True,
+        True,
+    ]

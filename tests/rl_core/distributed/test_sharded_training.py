@@ -17,7 +17,10 @@ REFUSED = "train/grad_norm 2"  # of the step that the scenarios "refused" skip
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """{"alone" | "0" | "1": {scenario: result}}; a scenario that raised is its traceback."""
-    is_slow = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
+    is_slow = any(
+        item.path == request.path and item.get_closest_marker("slow")
+        for item in request.session.items
+    )
     return computed(tmp_path_factory.mktemp("together"), *(["all"] if is_slow else []))
 
 
@@ -36,11 +39,18 @@ def same(one, other, tolerance):
     assert one["best"] == other["best"]
     # One process leaves out what comes after a refused loss, several go on: the gradient of that step means nothing.
     metrics = [
-        {name: value for name, value in side["metrics"].items() if name != REFUSED or "train/loss 2" in side["metrics"]}
+        {
+            name: value
+            for name, value in side["metrics"].items()
+            if name != REFUSED or "train/loss 2" in side["metrics"]
+        }
         for side in (one, other)
     ]
     # 1 - a ratio of two small sums, which has fewer digits than they have
-    ratios = [{name: side.pop(name) for name in list(side) if "explained_variance" in name} for side in metrics]
+    ratios = [
+        {name: side.pop(name) for name in list(side) if "explained_variance" in name}
+        for side in metrics
+    ]
     assert ratios[0] == pytest.approx(ratios[1], rel=100 * tolerance, abs=100 * tolerance)
     assert metrics[0] == pytest.approx(metrics[1], rel=tolerance, abs=tolerance)
     assert one["weights"] == pytest.approx(other["weights"], rel=tolerance)
@@ -53,7 +63,16 @@ def test_two_processes_give_the_numbers_of_one(results, stage):
 
 
 POLICIES = ["grpo", "limited", "inner rewards", "dropout", "thoughts", "whole policy"]
-MORE = ["thoughts adapters", "own parts", "sapo", "distill", "dynamic", "ppo separate", "ppo shared", "policy adapters"]
+MORE = [
+    "thoughts adapters",
+    "own parts",
+    "sapo",
+    "distill",
+    "dynamic",
+    "ppo separate",
+    "ppo shared",
+    "policy adapters",
+]
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *(pytest.param(name, marks=slow) for name in MORE)])
@@ -75,8 +94,12 @@ def test_the_parts_of_the_policies_are_at_work(results):
     limited, whole = (results["alone"][name]["metrics"] for name in ("limited", "whole policy"))
     assert max(limited[name] for name in limited if name.startswith("policy/refused_steps")) == 1
     assert whole["curriculum/rollbacks 7"] == 1 - whole["curriculum/rollbacks 3"] == 1
-    assert any(name.startswith("train/replayed_rollouts") and value for name, value in whole.items())
-    assert any(name.startswith("reward/curiosity") for name in results["alone"]["inner rewards"]["metrics"])
+    assert any(
+        name.startswith("train/replayed_rollouts") and value for name, value in whole.items()
+    )
+    assert any(
+        name.startswith("reward/curiosity") for name in results["alone"]["inner rewards"]["metrics"]
+    )
 
 
 def test_processes_may_generate_with_the_modules_themselves(results):
@@ -149,7 +172,7 @@ def test_a_stop_signal_to_one_process_stops_all(results):
 
 def test_every_row_is_somebodys_and_tokens_are_even():
     lengths = [9, 1, 8, 2, 7, 3, 6]
-    shares = [ProcessGroup(rank, 3).share(lengths) for rank in range(3)]
+    shares = [ProcessGroup(rank, 3).select_local_rows(lengths) for rank in range(3)]
     # dealt 9 8 7 | 6 3 2 back | 1: 9 + 2 + 1, 8 + 3, 7 + 6
     assert shares == [[0, 1, 3], [2, 5], [4, 6]]
-    assert SINGLE_PROCESS.share(lengths) == list(range(7))
+    assert SINGLE_PROCESS.select_local_rows(lengths) == list(range(7))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from helpers.waiting import wait_for
 
-from rl_core.data.timed_pattern import TimedPattern
-from rl_core.environments.answer_checks import find_answer, make_check
+from rl_core.data.model_text import TimeLimitedPattern
+from rl_core.environments.answer_checks import build_answer_check, extract_answer
 from rl_core.errors import DataError, SettingsError
 
 
@@ -28,7 +28,7 @@ from rl_core.errors import DataError, SettingsError
     ],
 )
 def test_where_an_answer_stands(text, find, expected):
-    assert find_answer(text, find) == expected
+    assert extract_answer(text, find) == expected
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,17 @@ def test_where_an_answer_stands(text, find, expected):
     ],
 )
 def test_what_counts_as_equal(name, options, text, target, expected):
-    assert make_check(name, options).score(text, target, {}) == expected
+    assert build_answer_check(name, options).score_action(text, target, {}) == expected
 
 
 def test_a_column_takes_the_place_of_the_target():
-    check = make_check("exact", {"column": "gold"})
-    assert check.score("x", "y", {"gold": "x"}) == 1.0
+    check = build_answer_check("exact", {"column": "gold"})
+    assert check.score_action("x", "y", {"gold": "x"}) == 1.0
     check.check_columns(("prompt", "gold"))
-    with pytest.raises(SettingsError, match="reads the column 'gold', but the rows have prompt, golden; did you mean"):
+    with pytest.raises(
+        SettingsError,
+        match="reads the column 'gold', but the rows have prompt, golden; did you mean",
+    ):
         check.check_columns(("prompt", "golden"))
 
 
@@ -73,19 +76,19 @@ def test_a_column_takes_the_place_of_the_target():
 )
 def test_data_that_cannot_be_used_is_no_zero(name, target, message):
     with pytest.raises(DataError, match=message):
-        make_check(name).score("1", target, {"prompt": "p"})
+        build_answer_check(name).score_action("1", target, {"prompt": "p"})
 
 
 def test_a_pattern_that_blows_up_does_not_match(monkeypatch):
-    monkeypatch.setattr(TimedPattern.__init__, "__defaults__", (0.05,))
-    check = make_check("regex", {"pattern": "(a|a)*b$", "whole": True})
-    assert check.score("a" * 60 + "bc", "", {}) == 0.0
+    monkeypatch.setattr(TimeLimitedPattern.__init__, "__defaults__", (0.05,))
+    check = build_answer_check("regex", {"pattern": "(a|a)*b$", "whole": True})
+    assert check.score_action("a" * 60 + "bc", "", {}) == 0.0
     assert check.counts == {"timed_out": 1}
 
 
 @pytest.fixture(scope="module")
 def code():
-    return make_check("code", {"timeout_s": 5.0, "memory_gib": 0.5})
+    return build_answer_check("code", {"timeout_s": 5.0, "memory_gib": 0.5})
 
 
 FORGER = """
@@ -116,9 +119,9 @@ ADDS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
         ("print(4)\nraise ValueError", [{"input": "", "output": "4"}], 0.0),
         ("while True: print('flood' * 1000)", [{"input": "", "output": "4"}], 0.0),
     ],
-)  # fmt: skip
+)
 def test_programs_and_their_tests(code, program, tests, expected):
-    assert code.score(program, "", {"tests": tests}) == expected
+    assert code.score_action(program, "", {"tests": tests}) == expected
 
 
 def is_running(marker):
@@ -131,23 +134,27 @@ def is_running(marker):
 
 def test_partial_credit_and_time():
     """A program beyond its time is killed with what it started, which a sleep of ten minutes would outlive."""
-    check = make_check("code", {"timeout_s": 2.0, "partial": True})
-    assert check.score("def add(a, b):\n    return 3", "", {"tests": ADDS}) == 0.5
+    check = build_answer_check("code", {"timeout_s": 2.0, "partial": True})
+    assert check.score_action("def add(a, b):\n    return 3", "", {"tests": ADDS}) == 0.5
     marker = f"600.{os.getpid()}"
     program = f"import subprocess\nsubprocess.Popen(['sleep', '{marker}'])\nwhile True: pass"
-    assert check.score(program, "", {"tests": ADDS}) == 0.0
+    assert check.score_action(program, "", {"tests": ADDS}) == 0.0
     assert check.counts == {"timed_out": 1}  # so the sleep was started
     wait_for(lambda: not is_running(marker), "the end of what the program started")
-    assert check.score("def add(a, b):\n    return a + b", "", {"tests": ADDS}) == 1.0  # the child goes on
+    assert (
+        check.score_action("def add(a, b):\n    return a + b", "", {"tests": ADDS}) == 1.0
+    )  # the child goes on
 
 
 def test_a_row_without_tests_is_no_zero(code):
-    with pytest.raises(DataError, match="the column 'tests' of the row of 'p' must hold Python statements"):
-        code.score("x", "", {"prompt": "p", "tests": [1]})
+    with pytest.raises(
+        DataError, match="the column 'tests' of the row of 'p' must hold Python statements"
+    ):
+        code.score_action("x", "", {"prompt": "p", "tests": [1]})
 
 
 def test_names_and_options_are_checked():
     with pytest.raises(SettingsError, match="no verifier 'numerc'; did you mean 'numeric'"):
-        make_check("numerc")
+        build_answer_check("numerc")
     with pytest.raises(SettingsError, match="tolerence: NumericSettings has no such setting"):
-        make_check("numeric", {"tolerence": 1})
+        build_answer_check("numeric", {"tolerence": 1})

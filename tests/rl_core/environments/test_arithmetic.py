@@ -5,7 +5,7 @@ import re
 import pytest
 
 from rl_core.environments.arithmetic import LEVELS, Arithmetic
-from rl_core.environments.calculator import calculate
+from rl_core.environments.calculator import calculate_text
 from rl_core.environments.environment import HELDOUT_START
 from rl_core.errors import EnvironmentFault, SettingsError
 
@@ -21,9 +21,11 @@ def value_of(chain):
     return total
 
 
-@pytest.mark.parametrize(("chain", "value"), [("3 + 4 * 2", 11), ("10 - 2 * 3 - 4", 0), ("2 * 3 * 4", 24)])
+@pytest.mark.parametrize(
+    ("chain", "value"), [("3 + 4 * 2", 11), ("10 - 2 * 3 - 4", 0), ("2 * 3 * 4", 24)]
+)
 def test_chains_by_hand(chain, value):
-    assert value_of(chain) == value and calculate(chain) == str(value)
+    assert value_of(chain) == value and calculate_text(chain) == str(value)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -40,7 +42,10 @@ def test_targets_kinds_and_looks(level):
         kind = "product" if signs == {"*"} else "mixed" if "*" in signs else "sum"
         assert episode.kind == kind
         look = episode.step(f"calculator {chain}")
-        assert look.messages == [{"role": "tool", "content": episode.target}] and look.tool_call is not None
+        assert (
+            look.messages == [{"role": "tool", "content": episode.target}]
+            and look.tool_call is not None
+        )
         step = episode.step(f"answer {look.messages[0]['content']}")
         assert step.success and step.reward == 1.0 and step.terminated
         with pytest.raises(EnvironmentFault):
@@ -54,7 +59,11 @@ def test_targets_kinds_and_looks(level):
 def test_misuse_costs_and_wrong_answers():
     episode = Arithmetic(look_cost=0.125, misuse_cost=0.25).episode(1, "easy")
     assert episode.step("calculator 1 + 1").reward == -0.125
-    for action, part in (("calculator 1 / 0", "error: "), ("calculator", "takes 1 arguments"), ("hm", "neither")):
+    for action, part in (
+        ("calculator 1 / 0", "error: "),
+        ("calculator", "takes 1 arguments"),
+        ("hm", "neither"),
+    ):
         step = episode.step(action)
         assert step.is_error and step.reward == -0.25 and part in step.messages[0]["content"]
     assert episode.step("answer -999").success is False
@@ -71,8 +80,16 @@ def test_level_and_seed_determine_everything():
 
 
 def test_options():
-    assert "calculator EXPRESSION" in Arithmetic(instructions=True).episode(0, "easy").reset()[0]["content"]
-    for options in ({"max_number": 4}, {"max_number": 10**6}, {"skill": {"hrd": 0.1}}, {"look_cost": 2.0}):
+    assert (
+        "calculator EXPRESSION"
+        in Arithmetic(instructions=True).episode(0, "easy").reset()[0]["content"]
+    )
+    for options in (
+        {"max_number": 4},
+        {"max_number": 10**6},
+        {"skill": {"hrd": 0.1}},
+        {"look_cost": 2.0},
+    ):
         with pytest.raises(SettingsError):
             Arithmetic(**options)
     with pytest.raises(SettingsError, match="easy"):

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.environments.calculator import CALCULATOR, CalculatorError, calculate, evaluate, format_number
+from rl_core.environments.calculator import (
+    CALCULATOR,
+    CalculatorError,
+    calculate_text,
+    evaluate_expression,
+    format_number,
+)
 from rl_core.environments.tools import Toolset
 from rl_core.types import ToolCall
 
@@ -57,7 +63,7 @@ from rl_core.types import ToolCall
     ],
 )
 def test_values(expression: str, value: str) -> None:
-    assert calculate(expression) == value
+    assert calculate_text(expression) == value
 
 
 @pytest.mark.parametrize(
@@ -95,14 +101,14 @@ def test_values(expression: str, value: str) -> None:
 )
 def test_errors_say_what_is_wrong(expression: str, words: str) -> None:
     with pytest.raises(CalculatorError, match=words):
-        calculate(expression)
+        calculate_text(expression)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="0123456789.,+-*/()^% x$", max_size=60))
 def test_any_text_gives_a_short_number_or_a_calculator_error(text: str) -> None:
     try:
-        value = calculate(text)
+        value = calculate_text(text)
     except CalculatorError:
         return
     assert len(value) < 100 and math.isfinite(float(value))
@@ -111,7 +117,7 @@ def test_any_text_gives_a_short_number_or_a_calculator_error(text: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(-(10**6), 10**6), st.integers(-(10**6), 10**6), st.integers(1, 10**4))
 def test_against_python(a: int, b: int, c: int) -> None:
-    assert evaluate(f"({a}+{b})*{a}-{b}/{c}") == (a + b) * a - Fraction(b, c)
+    assert evaluate_expression(f"({a}+{b})*{a}-{b}/{c}") == (a + b) * a - Fraction(b, c)
     assert format_number(Fraction(a)) == str(a)
 
 
@@ -127,4 +133,7 @@ def test_as_a_tool() -> None:
     call = tools.parse("so that makes\ncalculator (3 + 4) * 2")
     assert call == ToolCall("calculator", {"expression": "(3 + 4) * 2"})
     assert tools.run(call) == ("14", False)
-    assert tools.run(ToolCall("calculator", {"expression": "1/0"})) == ("error: division by zero", True)
+    assert tools.run(ToolCall("calculator", {"expression": "1/0"})) == (
+        "error: division by zero",
+        True,
+    )

@@ -8,10 +8,9 @@ import pytest
 
 from rl_core.environments.arithmetic import MISTAKES as ARITHMETIC_MISTAKES
 from rl_core.environments.arithmetic import Arithmetic
-from rl_core.environments.demonstrator import choose_mistake, share_right
-from rl_core.environments.pixel_grid import LEVELS, PixelGrid
-from rl_core.environments.pixel_grid_demonstrator import MISTAKES, plan
-from rl_core.environments.pixel_grid_questions import Grid, Question
+from rl_core.environments.pixel_grid import LEVELS, MISTAKES, PixelGrid, plan_demonstration
+from rl_core.environments.pixel_grid_questions import GridQuestion, PixelGridImage
+from rl_core.environments.question_episodes import choose_mistake, compute_success_probability
 
 ENVIRONMENTS = {"pixel_grid": PixelGrid, "arithmetic": Arithmetic}
 
@@ -55,35 +54,52 @@ def test_demonstrations_replay_to_what_they_claim(name, level):
                 replayed += [message, *step.messages]
         assert replayed == demonstration.messages and replayed[-1]["role"] == "assistant"
         assert step.terminated and step.success == demonstration.success
-        assert (demonstration.kind, demonstration.seed, demonstration.level) == (episode.kind, seed, level)
+        assert (demonstration.kind, demonstration.seed, demonstration.level) == (
+            episode.kind,
+            seed,
+            level,
+        )
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_without_skill_everything_is_a_mistake_and_with_it_nothing(level):
-    assert {PixelGrid(skill={level: 0.0}).demonstration(seed, level).mistake for seed in range(400)} == {
-        mistake for kind in LEVELS[level][1] for mistake in MISTAKES[kind]
-    }
+    assert {
+        PixelGrid(skill={level: 0.0}).demonstration(seed, level).mistake for seed in range(400)
+    } == {mistake for kind in LEVELS[level][1] for mistake in MISTAKES[kind]}
     perfect = PixelGrid(skill={level: 1.0}, habit=0.0)
     assert all(perfect.demonstration(seed, level).success for seed in range(200))
 
 
 def test_call_format_of_demonstrations():
-    messages = PixelGrid(skill={"easy": 1.0}, habit=0.0, call_format="hermes").demonstration(0, "easy").messages
-    assert messages[1]["content"] == '<tool_call>{"name": "zoom", "arguments": {"row": 2, "column": 2}}</tool_call>'
+    messages = (
+        PixelGrid(skill={"easy": 1.0}, habit=0.0, call_format="hermes")
+        .demonstration(0, "easy")
+        .messages
+    )
+    assert (
+        messages[1]["content"]
+        == '<tool_call>{"name": "zoom", "arguments": {"row": 2, "column": 2}}</tool_call>'
+    )
 
 
 def test_shares_by_hand():
-    assert share_right(0.4, 0.5, tempting=True) == pytest.approx(0.2)
-    assert share_right(0.4, 0.5, tempting=False) == pytest.approx(0.6)
+    assert compute_success_probability(0.4, 0.5, tempting=True) == pytest.approx(0.2)
+    assert compute_success_probability(0.4, 0.5, tempting=False) == pytest.approx(0.6)
     rng = random.Random(0)
-    tempted = Counter(choose_mistake(rng, ("a", "b", "c"), skill=0.0, habit=0.0, tempting=True) for _ in range(4000))
+    tempted = Counter(
+        choose_mistake(rng, ("a", "b", "c"), skill=0.0, habit=0.0, tempting=True)
+        for _ in range(4000)
+    )
     assert tempted["a"] / 4000 == pytest.approx(0.65, abs=0.03)
     assert tempted["b"] / 4000 == pytest.approx(0.175, abs=0.03)
-    others = Counter(choose_mistake(rng, ("a", "b", "c"), skill=0.0, habit=0.0, tempting=False) for _ in range(4000))
+    others = Counter(
+        choose_mistake(rng, ("a", "b", "c"), skill=0.0, habit=0.0, tempting=False)
+        for _ in range(4000)
+    )
     assert others["a"] / 4000 == pytest.approx(1 / 3, abs=0.03)
 
 
-GRID = Grid(
+GRID = PixelGridImage(
     colours=[
         ["red", "red", "blue", "green"],
         ["green", "red", "blue", "red"],
@@ -92,14 +108,14 @@ GRID = Grid(
     ],
     digits=[[1, 2, 3, 4], [5, 6, 7, 8], [9, 0, 1, 2], [3, 4, 3, 2]],
 )
-COLOUR = Question("colour", "", "red", cells=((1, 2),))
-COUNT = Question("count", "", "2", lines=(("row", 1),), colour="red")
-COLUMN = Question("count", "", "1", lines=(("column", 1),), colour="red")
-LAST_IN_COLUMN = Question("last", "", "white", lines=(("column", 1),))
-LAST = Question("last", "", "green", lines=(("row", 1),))
-LARGER = Question("larger", "", "7", cells=((1, 3), (2, 3)))
-MOST = Question("most", "", "2", lines=(("row", 4), ("column", 2)), colour="red")
-POINTER = Question("pointer", "", "yellow", cells=((4, 2),))
+COLOUR = GridQuestion("colour", "", "red", cells=((1, 2),))
+COUNT = GridQuestion("count", "", "2", lines=(("row", 1),), colour="red")
+COLUMN = GridQuestion("count", "", "1", lines=(("column", 1),), colour="red")
+LAST_IN_COLUMN = GridQuestion("last", "", "white", lines=(("column", 1),))
+LAST = GridQuestion("last", "", "green", lines=(("row", 1),))
+LARGER = GridQuestion("larger", "", "7", cells=((1, 3), (2, 3)))
+MOST = GridQuestion("most", "", "2", lines=(("row", 4), ("column", 2)), colour="red")
+POINTER = GridQuestion("pointer", "", "yellow", cells=((4, 2),))
 
 
 @pytest.mark.parametrize(
@@ -109,8 +125,18 @@ POINTER = Question("pointer", "", "yellow", cells=((4, 2),))
         (COLOUR, "transposed", ["zoom 2 1"], {"green"}),
         (COLOUR, "too_far", ["zoom 1 3"], {"blue"}),
         (COLOUR, "wrong_attribute", ["zoom 1 2"], {"2"}),
-        (Question("digit", "", "4", cells=((1, 4),)), "too_far", ["zoom 1 3"], {"3"}),  # none beyond the edge
-        (Question("digit", "", "4", cells=((1, 4),)), "wrong_attribute", ["zoom 1 4"], {"green"}),
+        (
+            GridQuestion("digit", "", "4", cells=((1, 4),)),
+            "too_far",
+            ["zoom 1 3"],
+            {"3"},
+        ),  # none beyond the edge
+        (
+            GridQuestion("digit", "", "4", cells=((1, 4),)),
+            "wrong_attribute",
+            ["zoom 1 4"],
+            {"green"},
+        ),
         (COUNT, "", ["count red row 1"], {"2"}),
         (COLUMN, "", ["count red column 1"], {"1"}),
         (COLUMN, "wrong_line", ["count red row 1"], {"2"}),
@@ -132,23 +158,31 @@ POINTER = Question("pointer", "", "yellow", cells=((4, 2),))
     ],
 )
 def test_every_mistake_is_what_it_is_called(monkeypatch, question, mistake, calls, answers):
-    monkeypatch.setattr("rl_core.environments.pixel_grid_demonstrator.choose_mistake", lambda *args, **kwargs: mistake)
+    monkeypatch.setattr(
+        "rl_core.environments.question_episodes.choose_mistake", lambda *args, **kwargs: mistake
+    )
     tools = PixelGrid().tools
     for seed in range(10):
-        planned = plan(GRID, question, random.Random(seed), skill=0.5, habit=0.5)
-        assert [tools.format(call) for call in planned.calls] == calls
+        planned = plan_demonstration(GRID, question, random.Random(seed), skill=0.5, habit=0.5)
+        assert [tools.format_call(call) for call in planned.calls] == calls
         assert planned.answer in answers and planned.mistake == mistake
 
 
 def test_the_diagonal_has_no_other_side():
-    question = Question("colour", "", "red", cells=((2, 2),))
-    mistakes = {plan(GRID, question, random.Random(seed), skill=0.0, habit=0.0).mistake for seed in range(200)}
+    question = GridQuestion("colour", "", "red", cells=((2, 2),))
+    mistakes = {
+        plan_demonstration(GRID, question, random.Random(seed), skill=0.0, habit=0.0).mistake
+        for seed in range(200)
+    }
     assert mistakes == {"too_far", "no_look", "wrong_attribute"}
 
 
 @pytest.mark.parametrize("question", [COUNT, LAST])
 def test_rows_are_never_mistaken_for_columns(question):
-    mistakes = {plan(GRID, question, random.Random(seed), skill=0.0, habit=0.0).mistake for seed in range(200)}
+    mistakes = {
+        plan_demonstration(GRID, question, random.Random(seed), skill=0.0, habit=0.0).mistake
+        for seed in range(200)
+    }
     assert mistakes == set(MISTAKES[question.kind]) - {"wrong_line"}
 
 
@@ -158,7 +192,11 @@ def test_arithmetic_mistakes():
     for seed in range(500):
         demonstration = environment.demonstration(seed, "hard")
         episode = environment.episode(seed, "hard")
-        actions = [message["content"] for message in demonstration.messages if message["role"] == "assistant"]
+        actions = [
+            message["content"]
+            for message in demonstration.messages
+            if message["role"] == "assistant"
+        ]
         called = actions[0].removeprefix("calculator ").split() if len(actions) == 2 else None
         answer = int(actions[-1].removeprefix("answer "))
         match demonstration.mistake:

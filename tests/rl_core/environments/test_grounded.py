@@ -2,13 +2,13 @@
 
 import pytest
 
-from rl_core.environments import make
+from rl_core.environments import make_environment
 from rl_core.errors import SettingsError
 
 
 def episode_of(kind, level, **options):
     """An episode of that kind, the environment's own grid and question."""
-    environment = make("pixel_grid", options)
+    environment = make_environment("pixel_grid", options)
     for seed in range(200):
         episode = environment.episode(seed, level)
         if episode.kind == kind:
@@ -32,9 +32,14 @@ def right_calls(episode):
 
 
 KINDS = [
-    ("colour", "easy"), ("digit", "easy"), ("count", "medium"), ("last", "medium"),
-    ("larger", "hard"), ("most", "hard"), ("pointer", "hard"),
-]  # fmt: skip
+    ("colour", "easy"),
+    ("digit", "easy"),
+    ("count", "medium"),
+    ("last", "medium"),
+    ("larger", "hard"),
+    ("most", "hard"),
+    ("pointer", "hard"),
+]
 
 
 @pytest.mark.parametrize(("kind", "level"), KINDS)
@@ -65,4 +70,4 @@ def test_a_scan_of_the_line_shows_its_cells_too():
 
 def test_the_share_has_to_be_one():
     with pytest.raises(SettingsError, match="unsupported_reward"):
-        make("pixel_grid", {"unsupported_reward": 1.5})
+        make_environment("pixel_grid", {"unsupported_reward": 1.5})

@@ -9,22 +9,38 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from rl_core.environments import make
+from rl_core.environments import make_environment
 from rl_core.environments.arithmetic import Arithmetic
-from rl_core.environments.environment import HELDOUT_START, Environment, Episode, Step
-from rl_core.environments.heldout import ContentSeeds, HeldOut, compared, digest, is_heldout, probed, warn_once
+from rl_core.environments.environment import (
+    HELDOUT_START,
+    ContentSeeds,
+    Environment,
+    Episode,
+    HeldOutSeparation,
+    Step,
+    compare_splits,
+    compute_content_digest,
+    is_heldout,
+    probe_separation,
+    warn_once,
+)
 from rl_core.environments.maze import Maze
 from rl_core.environments.pixel_grid import PixelGrid
 from rl_core.environments.prompts import Prompts
 from rl_core.environments.reckoning import Reckoning
 from rl_core.environments.tools import Toolset
 from rl_core.errors import EnvironmentFault, SettingsError
-from rl_core.rollouts.heldout_requests import heldout_requests, validation_requests
-from rl_core.rollouts.heldout_seeds import draw_heldout
-from rl_core.rollouts.training_seeds import SeedOrders
+from rl_core.rollouts.collect import TrainingSeedOrders
+from rl_core.rollouts.heldout_episodes import (
+    draw_heldout_requests,
+    draw_heldout_seeds,
+    draw_validation_requests,
+)
 from rl_core.settings import EvaluationSettings
 
-CELLS = [(row, column) for row in range(1, 4) for column in range(1, 4)]  # of the easy maze, within the medium one
+CELLS = [
+    (row, column) for row in range(1, 4) for column in range(1, 4)
+]  # of the easy maze, within the medium one
 
 
 class Word(Episode):
@@ -62,15 +78,21 @@ def told_apart(environment, level):
         "arithmetic": lambda episode: episode.prompt,
         "reckoning": lambda episode: (episode.prompt, str(episode.questions)),
         "pixel_grid": lambda episode: (episode.prompt, str(episode.grid)),
-        "maze": lambda episode: (episode.start, episode.treasure, str([sorted(episode.opened[c]) for c in CELLS])),
+        "maze": lambda episode: (
+            episode.start,
+            episode.treasure,
+            str([sorted(episode.opened[c]) for c in CELLS]),
+        ),
         "words": lambda episode: (episode.prompt, episode.hidden),
-    }[environment.name]  # fmt: skip
+    }[environment.name]
 
 
 # ------------------------------------------------------------------------------------------------------ splitting
 
 
-@pytest.mark.parametrize("environment", [Arithmetic(), Reckoning(), PixelGrid(), Maze(), Words(), Words(3, 300)])
+@pytest.mark.parametrize(
+    "environment", [Arithmetic(), Reckoning(), PixelGrid(), Maze(), Words(), Words(3, 300)]
+)
 def test_no_question_is_on_both_sides(environment):
     """Before: 99% of arithmetic's easy held-out questions were among 6,000 training ones, 85% of the maze's."""
     question = None
@@ -80,12 +102,14 @@ def test_no_question_is_on_both_sides(environment):
         learned = {question(environment.episode(seed, level)) for seed in train[:400]}
         asked = [question(environment.episode(seed, level)) for seed in heldout[:60]]
         assert not learned & set(asked) and len(set(asked)) > 20
-        assert environment.held_out(level) == HeldOut("content")
+        assert environment.held_out(level) == HeldOutSeparation("content")
 
 
 def test_one_question_is_on_the_same_side_at_every_level():
     words = Words(60)
-    words.episode = lambda seed, level: Word(seed, level, f"word {random.Random(seed).randrange(60)}")
+    words.episode = lambda seed, level: Word(
+        seed, level, f"word {random.Random(seed).randrange(60)}"
+    )
     train = {words.episode(seed, "one").prompt for seed in words.seeds_of("train", "one")[:400]}
     heldout = {words.episode(seed, "two").prompt for seed in words.seeds_of("heldout", "two")[:200]}
     assert len(train | heldout) == 60 and not train & heldout
@@ -100,7 +124,11 @@ def test_seeds_are_the_first_of_their_block_on_the_right_side():
             first = next(
                 seed
                 for seed in range(start + index * block, start + (index + 1) * block)
-                if is_heldout(digest([[["user", words.episode(seed, "one").prompt]], None]), 0.2) == split
+                if is_heldout(
+                    compute_content_digest([[["user", words.episode(seed, "one").prompt]], None]),
+                    0.2,
+                )
+                == split
             )
             assert seeds[index] == first and first in seeds
         assert seeds[-1] == seeds[len(seeds) - 1] and seeds[2:4] == [seeds[2], seeds[3]]
@@ -116,31 +144,39 @@ def test_the_same_environment_gives_the_same_seeds_everywhere():
     second.seeds_of("heldout", "two")[5]  # what was asked before does not matter
     assert first.seeds_of("train", "one")[:50] == second.seeds_of("train", "one")[:50]
     # pinned: another digest or another Python would make other episodes of old seeds
-    assert digest([[["user", "Word 7"]], None]) == digest([[["user", "word  7"]], None])
-    assert digest(["A\n b"]) == hashlib.blake2b(b'["a b"]', digest_size=16).hexdigest()
+    assert compute_content_digest([[["user", "Word 7"]], None]) == compute_content_digest(
+        [[["user", "word  7"]], None]
+    )
+    assert (
+        compute_content_digest(["A\n b"]) == hashlib.blake2b(b'["a b"]', digest_size=16).hexdigest()
+    )
 
 
 def test_training_draws_and_evaluation_draws_are_of_their_sides():
     environment = Arithmetic()
-    orders, rng = SeedOrders(environment, 0), np.random.default_rng(0)
-    learned = {environment.episode(orders.draw("easy", rng), "easy").prompt for _ in range(1500)}
+    orders, rng = TrainingSeedOrders(environment, 0), np.random.default_rng(0)
+    learned = {
+        environment.episode(orders.draw_seed("easy", rng), "easy").prompt for _ in range(1500)
+    }
     settings = EvaluationSettings(episodes=90, levels=("easy",))
-    reported = heldout_requests(environment, settings, 0)
+    reported = draw_heldout_requests(environment, settings, 0)
     asked = [environment.episode(request.seed, "easy").prompt for request in reported]
     assert len(learned) > 600 and not learned & set(asked)
     assert len(set(asked)) == 90  # each question once
-    validation = validation_requests(environment, 60, ["easy"], 0, reported)
+    validation = draw_validation_requests(environment, 60, ["easy"], 0, reported)
     chosen = [environment.episode(request.seed, "easy").prompt for request in validation]
     assert len(set(chosen)) == 60 and not set(chosen) & (set(asked) | learned)
-    others = heldout_requests(environment, settings, 1, taken=reported)
+    others = draw_heldout_requests(environment, settings, 1, excluded=reported)
     assert not {environment.episode(request.seed, "easy").prompt for request in others} & set(asked)
 
 
 def test_questions_repeat_only_when_there_are_no_others(caplog):
     words = Words(100)
-    questions = {words.episode(seed, "one").prompt for seed in words.seeds_of("heldout", "one")[:600]}
+    questions = {
+        words.episode(seed, "one").prompt for seed in words.seeds_of("heldout", "one")[:600]
+    }
     assert 10 <= len(questions) <= 30
-    picked = draw_heldout(words, "one", len(questions) + 5, random.Random(0))
+    picked = draw_heldout_seeds(words, "one", len(questions) + 5, random.Random(0))
     assert len(set(picked)) == len(questions) + 5
     assert {words.episode(seed, "one").prompt for seed in picked} == questions
     assert f"5 of {len(questions) + 5} held-out episodes repeat a question" in caplog.text
@@ -160,23 +196,33 @@ def test_too_few_questions_are_held_out_by_seed_and_say_so(caplog):
 
 
 def test_a_hidden_state_makes_the_difference():
-    assert Words(3, secrets=1).held_out("one").by == "seeds" and Words(3, secrets=500).held_out("one").by == "content"
+    assert (
+        Words(3, secrets=1).held_out("one").by == "seeds"
+        and Words(3, secrets=500).held_out("one").by == "content"
+    )
 
 
 def test_a_frequent_question_is_not_held_out_with_the_rest():
-    keys = [digest(text) for text in map(str, range(200))]
+    keys = [compute_content_digest(text) for text in map(str, range(200))]
     left = [key for key in keys if not is_heldout(key, 0.2)]
     # 1,000 questions, none of which is on the held-out side; then the reverse
-    found = probed(range(1000), lambda seed: left[seed % len(left)], 0.2)
+    found = probe_separation(range(1000), lambda seed: left[seed % len(left)], 0.2)
     assert found.by == "seeds" and "0% of all episodes" in found.note
-    held = [digest(str(n)) for n in range(2000) if is_heldout(digest(str(n)), 0.2)]
-    assert "100% of all" in probed(range(1000), lambda seed: held[seed % len(held)], 0.2).note
+    held = [
+        compute_content_digest(str(n))
+        for n in range(2000)
+        if is_heldout(compute_content_digest(str(n)), 0.2)
+    ]
+    assert (
+        "100% of all"
+        in probe_separation(range(1000), lambda seed: held[seed % len(held)], 0.2).note
+    )
 
 
 def test_nothing_is_held_out_where_nothing_is_asked_for():
     words = Words()
     words.heldout_share = 0
-    assert words.held_out("one") == HeldOut("seeds", "heldout_share is 0")
+    assert words.held_out("one") == HeldOutSeparation("seeds", "heldout_share is 0")
     words = Words()
     words.heldout_share = 0.7
     with pytest.raises(SettingsError, match=r"heldout_share: 0.7 must be between 0 and 0.5"):
@@ -186,12 +232,14 @@ def test_nothing_is_held_out_where_nothing_is_asked_for():
 def test_another_share():
     words = Words(1000)
     words.heldout_share = 0.5
-    sides = [is_heldout(words.question(seed, "one"), 0.5) for seed in range(1000)]
+    sides = [is_heldout(words.compute_question_digest(seed, "one"), 0.5) for seed in range(1000)]
     assert 400 < sum(sides) < 600 and words.held_out("one").by == "content"
 
 
 def test_a_level_without_a_question_of_a_side_names_the_seeds():
-    seeds = ContentSeeds(range(128), "train", lambda seed: "0" * 32, 0.2)  # the smallest digest is held out
+    seeds = ContentSeeds(
+        range(128), "train", lambda seed: "0" * 32, 0.2
+    )  # the smallest digest is held out
     with pytest.raises(EnvironmentFault, match="64 seeds from 64 gave no training question"):
         seeds[1]
 
@@ -206,16 +254,25 @@ def test_rows_are_compared_and_shared_questions_left_out(caplog):
     environment = Prompts(rows, heldout)
     found = environment.held_out("all")
     assert found.by == "content" and found.shared == {HELDOUT_START}
-    assert "1 of 3 held-out episodes ask a question of the training episodes; they are left out" in caplog.text
+    assert (
+        "1 of 3 held-out episodes ask a question of the training episodes; they are left out"
+        in caplog.text
+    )
     assert found.to_json() == {"by": "content", "note": found.note, "shared": 1}
-    assert set(draw_heldout(environment, "all", 5, random.Random(0))) == {HELDOUT_START + 1, HELDOUT_START + 2}
+    assert set(draw_heldout_seeds(environment, "all", 5, random.Random(0))) == {
+        HELDOUT_START + 1,
+        HELDOUT_START + 2,
+    }
 
 
 def test_rows_that_are_all_training_rows_stay_and_say_so(caplog):
     warn_once.cache_clear()
     environment = Prompts([{"prompt": "a"}, {"prompt": "b"}], [{"prompt": "B"}])
-    assert environment.held_out("all").by == "seeds" and "every held-out question is a training" in caplog.text
-    assert draw_heldout(environment, "all", 1, random.Random(0)) == [HELDOUT_START]
+    assert (
+        environment.held_out("all").by == "seeds"
+        and "every held-out question is a training" in caplog.text
+    )
+    assert draw_heldout_seeds(environment, "all", 1, random.Random(0)) == [HELDOUT_START]
 
 
 def test_own_rows_are_compared():
@@ -227,14 +284,16 @@ def test_own_rows_are_compared():
             return Word(seed, level, f"row {seed % 5}")  # 6 asks what 1 asks, 4 is in both
 
     assert Rows().held_out("one").shared == {4, 6}
-    assert draw_heldout(Rows(), "one", 3, random.Random(0)) == [5]
+    assert draw_heldout_seeds(Rows(), "one", 3, random.Random(0)) == [5]
 
 
 def test_too_many_rows_are_said_to_be_unchecked():
-    found = compared(range(20_000), range(1), str, blocking=False)
+    found = compare_splits(range(20_000), range(1), str, blocking=False)
     assert found.by == "unchecked" and "20000 training and 1 held-out" in found.note
-    assert compared(range(1_000), range(1_000, 1_001), str, blocking=True).by == "unchecked"
-    assert compared(range(19_999), range(20_000, 20_001), str, blocking=False) == HeldOut("content")
+    assert compare_splits(range(1_000), range(1_000, 1_001), str, blocking=True).by == "unchecked"
+    assert compare_splits(
+        range(19_999), range(20_000, 20_001), str, blocking=False
+    ) == HeldOutSeparation("content")
 
 
 # ------------------------------------------------------------------------------------------------------- contents
@@ -246,25 +305,38 @@ class Cell:
 
 
 def test_digests_tell_contents_apart():
-    same = [["A  b", "a\nB"], [(1, 2), [1, 2]], [{2, 1}, [1, 2]], [Cell(3), {"row": 3}], [np.arange(2), [0, 1]]]
-    assert all(digest(first) == digest(second) for first, second in same)
+    same = [
+        ["A  b", "a\nB"],
+        [(1, 2), [1, 2]],
+        [{2, 1}, [1, 2]],
+        [Cell(3), {"row": 3}],
+        [np.arange(2), [0, 1]],
+    ]
+    assert all(
+        compute_content_digest(first) == compute_content_digest(second) for first, second in same
+    )
     others = ["a b", "ab", ["a", "b"], ["a b"], 1, "1", None, [[1], 2], [1, [2]], {"row": 4}]
-    assert len({digest(content) for content in others}) == len(others)
+    assert len({compute_content_digest(content) for content in others}) == len(others)
     with pytest.raises(TypeError, match="hidden: a object has no digest"):
-        digest([object()])
+        compute_content_digest([object()])
 
 
 def test_a_digest_is_asked_for_once_per_episode():
     words = Words()
-    words.question(3, "one")
+    words.compute_question_digest(3, "one")
     opened = words.opened
-    assert words.question(3, "one") == words.question(3, "one") and words.opened == opened
+    assert (
+        words.compute_question_digest(3, "one") == words.compute_question_digest(3, "one")
+        and words.opened == opened
+    )
 
 
 def test_an_episode_that_cannot_be_opened_is_named():
     words = Words()
     words.episode = lambda seed, level: 1 / 0
-    with pytest.raises(EnvironmentFault, match="environment 'words', level 'one', seed 2: ZeroDivisionError"):
+    with pytest.raises(
+        EnvironmentFault, match="environment 'words', level 'one', seed 2: ZeroDivisionError"
+    ):
         words.seeds_of("train", "one")
 
 
@@ -282,13 +354,20 @@ def test_an_episode_that_cannot_be_opened_now_and_then_is_passed_over(caplog):
     train, all_of = words.seeds_of("train", "one"), whole.seeds_of("train", "one")
     assert not any(seed % 12 == 5 for seed in train[:200])
     assert all(train[index] == all_of[index] for index in range(200) if all_of[index] % 12 != 5)
-    assert "passed over: environment 'words', level 'one', seed 5: ConnectionError: server" in caplog.text
-    broken = ContentSeeds(range(128), "train", lambda seed: words.question(seed * 12 + 5, "one"), 0.2)
+    assert (
+        "passed over: environment 'words', level 'one', seed 5: ConnectionError: server"
+        in caplog.text
+    )
+    broken = ContentSeeds(
+        range(128), "train", lambda seed: words.compute_question_digest(seed * 12 + 5, "one"), 0.2
+    )
     with pytest.raises(EnvironmentFault, match="seed 29: ConnectionError"):
         broken[0]  # 5, 17, 29: three in a row
     half = Words(1000)
     half.content = lambda seed, level: 1 / (seed % 2)
-    with pytest.raises(EnvironmentFault, match="seed 20: ZeroDivisionError"):  # more than a tenth of 100
+    with pytest.raises(
+        EnvironmentFault, match="seed 20: ZeroDivisionError"
+    ):  # more than a tenth of 100
         half.held_out("one")
 
 
@@ -298,8 +377,10 @@ def test_a_reset_that_hangs_is_given_up(monkeypatch):
     words.blocking = True
     assert words.held_out("one").by == "content"  # on threads
     words.content = lambda seed, level: end.wait(60)
-    with pytest.raises(EnvironmentFault, match=r"seed -5: its reset has not returned within 0.05 s"):
-        words.question(-5, "one")
+    with pytest.raises(
+        EnvironmentFault, match=r"seed -5: its reset has not returned within 0.05 s"
+    ):
+        words.compute_question_digest(-5, "one")
     end.set()
 
     def late(seed, level):
@@ -307,13 +388,16 @@ def test_a_reset_that_hangs_is_given_up(monkeypatch):
 
     words.content = late
     with pytest.raises(EnvironmentFault, match="TimeoutError: server"):
-        words.question(-6, "one")
+        words.compute_question_digest(-6, "one")
 
 
 def test_making_an_environment_says_what_is_not_held_out(caplog):
     warn_once.cache_clear()
-    make(f"{__name__}:Words", {"count": 2})
-    assert caplog.record_tuples[0][1] == logging.WARNING and "environment 'words', level 'one'" in caplog.text
+    make_environment(f"{__name__}:Words", {"count": 2})
+    assert (
+        caplog.record_tuples[0][1] == logging.WARNING
+        and "environment 'words', level 'one'" in caplog.text
+    )
     caplog.clear()
-    make(f"{__name__}:Words", {"count": 300})
+    make_environment(f"{__name__}:Words", {"count": 300})
     assert caplog.text == ""

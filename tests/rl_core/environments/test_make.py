@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 from helpers.adapters import hide
 
-from rl_core.environments import SHIPPED, Environment, Toolset, make
+from rl_core.environments import SHIPPED_ENVIRONMENTS, Environment, Toolset, make_environment
 from rl_core.environments.arithmetic import Arithmetic
 from rl_core.environments.pixel_grid import PixelGrid
 from rl_core.errors import SettingsError
@@ -31,7 +31,9 @@ class Own(Environment):
         weights: dict[str, float] | None = None,
     ):
         super().__init__(data)
-        self.options = dict(size=size, rate=rate, fast=fast, mode=mode, label=label, names=names, weights=weights)
+        self.options = dict(
+            size=size, rate=rate, fast=fast, mode=mode, label=label, names=names, weights=weights
+        )
 
     @property
     def tools(self):
@@ -53,17 +55,25 @@ class Unfinished(Environment):
 
 
 def test_shipped_names():
-    assert type(make("pixel_grid")) is PixelGrid and type(make("arithmetic", {"max_number": 9})) is Arithmetic
-    assert make("arithmetic", {"max_number": 9}).max_number == 9
-    assert make("pixel_grid", {}, data=Path("somewhere")).data == Path("somewhere")
+    assert (
+        type(make_environment("pixel_grid")) is PixelGrid
+        and type(make_environment("arithmetic", {"max_number": 9})) is Arithmetic
+    )
+    assert make_environment("arithmetic", {"max_number": 9}).max_number == 9
+    assert make_environment("pixel_grid", {}, data=Path("somewhere")).data == Path("somewhere")
     own = {"pixel_grid", "arithmetic", "reckoning", "maze", "gsm8k", "prompts"}
-    assert set(SHIPPED) == own | {"gymnasium", "reasoning_gym", "verifiers"}
+    assert set(SHIPPED_ENVIRONMENTS) == own | {"gymnasium", "reasoning_gym", "verifiers"}
 
 
 def test_own_environment_by_import_path():
-    values = dict(size=3, rate=1, fast=True, mode="b", label=None, names=["x"], weights={"x": 1, "y": 0.5})
-    assert make(HERE, values).options == values
-    assert make(f"{__name__}:Open", {"whatever": 1}).anything == {"whatever": 1, "data": None}
+    values = dict(
+        size=3, rate=1, fast=True, mode="b", label=None, names=["x"], weights={"x": 1, "y": 0.5}
+    )
+    assert make_environment(HERE, values).options == values
+    assert make_environment(f"{__name__}:Open", {"whatever": 1}).anything == {
+        "whatever": 1,
+        "data": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -72,7 +82,11 @@ def test_own_environment_by_import_path():
         ("pixel_gird", {}, "did you mean 'pixel_grid'?"),
         ("pixel_grid", {"instruction": True}, "no such option; did you mean 'instructions'?"),
         ("pixel_grid", {"instructions": 1}, "options.instructions: 1 is not True or False"),
-        ("pixel_grid", {"call_format": "xml"}, "options.call_format: 'xml' is not one of 'line', 'hermes'"),
+        (
+            "pixel_grid",
+            {"call_format": "xml"},
+            "options.call_format: 'xml' is not one of 'line', 'hermes'",
+        ),
         ("pixel_grid", {"skill": {"easy": "high"}}, "options.skill"),
         ("pixel_grid", {"data": "x"}, "no such option"),
         ("no_such_package.module:Thing", {}, "cannot be imported"),
@@ -91,10 +105,10 @@ def test_own_environment_by_import_path():
         (HERE, {"size": 1, "mode": "c"}, "one of 'a', 'b'"),
         (f"{__name__}:Open", {"data": 1}, "no such option"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_named(name, options, part):
     with pytest.raises(SettingsError) as caught:
-        make(name, options)
+        make_environment(name, options)
     assert part in str(caught.value)
 
 
@@ -109,4 +123,4 @@ def test_mistakes_are_named(name, options, part):
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, name, options, extra):
     hide(monkeypatch, name)
     with pytest.raises(SettingsError, match=rf"not installed; pip install 'posttrain\[{extra}\]'"):
-        make(name, options)
+        make_environment(name, options)

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from rl_core.environments import make
-from rl_core.environments.maze import DIRECTIONS, LEVELS, Maze, carve, shortest
+from rl_core.environments import make_environment
+from rl_core.environments.maze import DIRECTIONS, LEVELS, Maze, carve_maze, find_shortest_path
 from rl_core.errors import SettingsError
 
 BACK = {"north": "south", "south": "north", "east": "west", "west": "east"}
@@ -16,12 +16,12 @@ BACK = {"north": "south", "south": "north", "east": "west", "west": "east"}
 @pytest.mark.parametrize("loops", [0.0, 0.15, 1.0])
 def test_every_cell_can_be_reached_and_doors_open_both_ways(size, loops):
     for seed in range(20):
-        opened = carve(random.Random(seed), size, loops)
+        opened = carve_maze(random.Random(seed), size, loops)
         doors = sum(len(ways) for ways in opened.values()) // 2
         walls_of_a_tree = 2 * size * (size - 1) - (size**2 - 1)
         assert doors == size**2 - 1 + round(loops * walls_of_a_tree)
         for cell, ways in opened.items():
-            assert len(shortest(opened, (1, 1), cell)) < size**2
+            assert len(find_shortest_path(opened, (1, 1), cell)) < size**2
             for name in ways:
                 other = (cell[0] + DIRECTIONS[name][0], cell[1] + DIRECTIONS[name][1])
                 assert BACK[name] in opened[other]
@@ -30,9 +30,14 @@ def test_every_cell_can_be_reached_and_doors_open_both_ways(size, loops):
 def test_a_shortest_way_by_hand():
     #  S|.   the wall between (1,1) and (1,2) makes it go round
     #  . .
-    opened = {(1, 1): {"south"}, (2, 1): {"north", "east"}, (2, 2): {"west", "north"}, (1, 2): {"south"}}
-    assert shortest(opened, (1, 1), (1, 2)) == ["south", "east", "north"]
-    assert shortest(opened, (1, 1), (1, 1)) == []
+    opened = {
+        (1, 1): {"south"},
+        (2, 1): {"north", "east"},
+        (2, 2): {"west", "north"},
+        (1, 2): {"south"},
+    }
+    assert find_shortest_path(opened, (1, 1), (1, 2)) == ["south", "east", "north"]
+    assert find_shortest_path(opened, (1, 1), (1, 1)) == []
 
 
 def test_walking_the_shortest_way_and_naming_the_place_succeeds():
@@ -41,7 +46,7 @@ def test_walking_the_shortest_way_and_naming_the_place_succeeds():
         episode = environment.episode(seed, "hard")
         first = episode.reset()
         assert first[-1]["content"].startswith("5 x 5 maze. you are at ")
-        for name in shortest(episode.opened, episode.start, episode.treasure):
+        for name in find_shortest_path(episode.opened, episode.start, episode.treasure):
             step = episode.step(f"move {name}")
             assert not step.terminated and not step.is_error
         assert step.messages[0]["content"].endswith(": treasure")
@@ -55,7 +60,9 @@ def test_a_wall_stops_and_says_where_one_is():
     episode.reset()
     wall = next(name for name in DIRECTIONS if name not in episode.opened[episode.start])
     step = episode.step(f"move {wall}")
-    assert step.messages[0]["content"].startswith(f"wall. at {episode.start[0]} {episode.start[1]} open ")
+    assert step.messages[0]["content"].startswith(
+        f"wall. at {episode.start[0]} {episode.start[1]} open "
+    )
     assert episode.position == episode.start and not step.is_error
     step = episode.step("move up")
     assert step.is_error and "none of north east south west" in step.messages[0]["content"]
@@ -84,7 +91,7 @@ def test_circles_are_cut_off():
 
 
 def test_the_same_seed_is_the_same_maze_and_levels_differ():
-    one, two = Maze().episode(7, "hard"), make("maze").episode(7, "hard")
+    one, two = Maze().episode(7, "hard"), make_environment("maze").episode(7, "hard")
     assert (one.opened, one.start, one.treasure) == (two.opened, two.start, two.treasure)
     assert one.opened != Maze().episode(8, "hard").opened
     for level, size in LEVELS.items():
@@ -99,8 +106,12 @@ def test_the_demonstrator_is_right_as_often_as_its_skill_says():
         clean = [row for row in shown if row.mistake == ""]
         assert len(clean) / 400 == pytest.approx(environment.skill[level], abs=0.08)
         # depth first may take longer than max_moves, in large mazes above all
-        assert sum(row.success for row in clean) > {"easy": 0.99, "medium": 0.9, "hard": 0.6}[level] * len(clean)
-        assert sum(row.success for row in shown if row.mistake in ("guesses", "gives_up")) < 0.25 * 400
+        assert sum(row.success for row in clean) > {"easy": 0.99, "medium": 0.9, "hard": 0.6}[
+            level
+        ] * len(clean)
+        assert (
+            sum(row.success for row in shown if row.mistake in ("guesses", "gives_up")) < 0.25 * 400
+        )
         assert len(Counter(row.mistake for row in shown)) == 4
         assert shown[5].messages == environment.demonstration(5, level).messages
 
@@ -108,7 +119,7 @@ def test_the_demonstrator_is_right_as_often_as_its_skill_says():
 def test_the_map_for_people():
     environment = Maze()
     episode = environment.episode(2, "easy")
-    text = environment.render(episode)
+    text = environment.render_maze(episode)
     assert text.count("S") == 1 and text.count("T") == 1 and len(text.splitlines()) == 7
 
 

@@ -25,7 +25,9 @@ PATHS = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # where the tes
 
 def environment(env=None, **options):
     options["env"] = PATHS | (env or {})
-    return Prompts(ROWS, mcp={"count": {"command": [sys.executable, SERVER], **options}}, verifier="exact")
+    return Prompts(
+        ROWS, mcp={"count": {"command": [sys.executable, SERVER], **options}}, verifier="exact"
+    )
 
 
 def call(name, **arguments):
@@ -45,7 +47,9 @@ def test_each_episode_has_a_session_of_its_own_that_ends_with_it(tmp_path, monke
     assert not started.exists()  # nothing runs before it is needed
     first, second = acting.episode(0, "all"), acting.episode(0, "all")
     assert '"name": "add"' in first.reset()[0]["content"]
-    assert len(started.read_text().split()) == 1  # to list the tools; episodes begin with their first call
+    assert (
+        len(started.read_text().split()) == 1
+    )  # to list the tools; episodes begin with their first call
     step = first.step(call("add", numbers=[1, 2]) + call("add", numbers=[2], twice=True))
     assert sorted(m["content"] for m in step.messages)[-1] == "7" and step.tool_call == ToolCall(
         "add", {"numbers": [1, 2]}
@@ -68,20 +72,29 @@ def test_failures_and_limits_are_shown_to_the_policy():
     slow = environment(timeout_s=0.5, tools=["hang"]).episode(0, "all")
     step = slow.step(call("hang"))
     slow.close()
-    assert step.is_error and step.messages[0]["content"] == "error: hang did not answer within 0.5 seconds"
+    assert (
+        step.is_error
+        and step.messages[0]["content"] == "error: hang did not answer within 0.5 seconds"
+    )
     step = episode.step(call("add", numbers=["x"]))
     assert step.is_error and "numbers[0] must be a whole number" in step.messages[0]["content"]
-    assert "no tool 'whoami'" in episode.step(call("whoami")).messages[0]["content"]  # not among `tools`
+    assert (
+        "no tool 'whoami'" in episode.step(call("whoami")).messages[0]["content"]
+    )  # not among `tools`
     episode.close()
 
 
 def test_over_http():
     (port,) = free_ports(1)
     process = subprocess.Popen(
-        [sys.executable, SERVER, "http", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, SERVER, "http", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
-        acting = Prompts(ROWS, mcp={"count": {"url": f"http://127.0.0.1:{port}/mcp", "start_timeout_s": 30}})
+        acting = Prompts(
+            ROWS, mcp={"count": {"url": f"http://127.0.0.1:{port}/mcp", "start_timeout_s": 30}}
+        )
 
         def answers():
             with contextlib.suppress(EnvironmentFault):
@@ -100,10 +113,12 @@ def test_a_server_that_does_not_start_is_no_fault_of_the_policy():
     with pytest.raises(EnvironmentFault, match=r"MCP server 'count' .*cannot be used"):
         environment(command=["no_such_program_here"]).episode(0, "all")
     with pytest.raises(EnvironmentFault, match=r"did not answer within 0\.3 s"):
-        environment(command=[sys.executable, "-c", "import time; time.sleep(60)"], start_timeout_s=0.3).episode(
-            0, "all"
-        )
-    with pytest.raises(SettingsError, match=r"options.mcp.count.tools: no tool 'ad'; did you mean 'add'"):
+        environment(
+            command=[sys.executable, "-c", "import time; time.sleep(60)"], start_timeout_s=0.3
+        ).episode(0, "all")
+    with pytest.raises(
+        SettingsError, match=r"options.mcp.count.tools: no tool 'ad'; did you mean 'add'"
+    ):
         environment(tools=["ad"]).episode(0, "all")
 
 
@@ -124,6 +139,10 @@ def test_options_are_checked(options, message):
 def test_the_last_words_of_a_server_that_does_not_start_are_told(tmp_path):
     server = tmp_path / "server.py"
     server.write_text("import no_such_package")
-    acting = Prompts(ROWS, mcp={"shop": {"command": [sys.executable, str(server)]}}, verifier="exact")
-    with pytest.raises(EnvironmentFault, match=r"cannot be used: .*; its last words: .*no_such_package"):
+    acting = Prompts(
+        ROWS, mcp={"shop": {"command": [sys.executable, str(server)]}}, verifier="exact"
+    )
+    with pytest.raises(
+        EnvironmentFault, match=r"cannot be used: .*; its last words: .*no_such_package"
+    ):
         acting.episode(0, "all").reset()

@@ -8,14 +8,20 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from rl_core.environments import make
+from rl_core.environments import make_environment
 from rl_core.environments.environment import HELDOUT_START
 from rl_core.environments.pixel_grid import LEVELS, PixelGrid
-from rl_core.environments.pixel_grid_questions import COLOURS, KINDS, Grid
-from rl_core.environments.pixel_grid_render import RGB, draw_grid, to_png
+from rl_core.environments.pixel_grid_questions import (
+    COLOURS,
+    QUESTION_BUILDERS,
+    RGB,
+    PixelGridImage,
+    encode_png,
+    render_grid,
+)
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
 
-GRID = Grid(  # 3 x 3, worked by hand below
+GRID = PixelGridImage(  # 3 x 3, worked by hand below
     colours=[["red", "red", "blue"], ["green", "red", "blue"], ["black", "white", "red"]],
     digits=[[1, 2, 3], [4, 5, 6], [7, 8, 9]],
 )
@@ -41,7 +47,8 @@ def independent_answer(prompt, colours, digits):
         return str(max(digits[numbers[0], numbers[1]], digits[numbers[2], numbers[3]]))
     if prompt.startswith("most"):
         in_row, in_column = (
-            (line(name, n) == colour).sum() for name, n in zip(("row", "column"), numbers, strict=True)
+            (line(name, n) == colour).sum()
+            for name, n in zip(("row", "column"), numbers, strict=True)
         )
         return str(max(int(in_row), int(in_column)))
     assert prompt.startswith("colour where")
@@ -65,7 +72,7 @@ def test_targets_agree_with_the_image(level):
 
 
 def test_every_kind_is_asked_somewhere():
-    assert {kind for _, kinds in LEVELS.values() for kind in kinds} == set(KINDS)
+    assert {kind for _, kinds in LEVELS.values() for kind in kinds} == set(QUESTION_BUILDERS)
 
 
 def right_actions(episode):
@@ -76,7 +83,12 @@ def right_actions(episode):
 
     def look(action):
         step = episode.step(action)
-        assert not step.is_error and not step.terminated and step.reward == 0 and step.tool_call is not None
+        assert (
+            not step.is_error
+            and not step.terminated
+            and step.reward == 0
+            and step.tool_call is not None
+        )
         return step.messages[0]["content"]
 
     if episode.kind in ("colour", "digit"):
@@ -86,9 +98,14 @@ def right_actions(episode):
     if episode.kind == "last":
         return look(f"scan {where} {numbers[0]}").split()[-1]
     if episode.kind == "larger":
-        return max(look(f"zoom {numbers[0]} {numbers[1]}")[0], look(f"zoom {numbers[2]} {numbers[3]}")[0])
+        return max(
+            look(f"zoom {numbers[0]} {numbers[1]}")[0], look(f"zoom {numbers[2]} {numbers[3]}")[0]
+        )
     if episode.kind == "most":
-        row, column = look(f"count {colour} row {numbers[0]}"), look(f"count {colour} column {numbers[1]}")
+        row, column = (
+            look(f"count {colour} row {numbers[0]}"),
+            look(f"count {colour} column {numbers[1]}"),
+        )
         return max(row, column)
     pointed = look(f"zoom {numbers[0]} {numbers[1]}")[0]
     return look(f"zoom {numbers[0]} {pointed}").split()[1]
@@ -100,7 +117,9 @@ def test_a_policy_that_looks_can_always_be_right(level):
     for seed in range(150):
         episode = environment.episode(seed, level)
         step = episode.step(f"answer {right_actions(episode)}")
-        assert step.success is True and step.reward == 1.0 and step.terminated and step.messages == []
+        assert (
+            step.success is True and step.reward == 1.0 and step.terminated and step.messages == []
+        )
         with pytest.raises(EnvironmentFault, match="single-use"):
             episode.step("answer red")
 
@@ -153,7 +172,9 @@ def test_misuse_is_answered_and_the_episode_goes_on(action, part):
     episode = environment.episode(5, "easy")
     for _ in range(2):
         step = episode.step(action)
-        assert step.is_error and step.reward == -0.25 and not step.terminated and step.success is None
+        assert (
+            step.is_error and step.reward == -0.25 and not step.terminated and step.success is None
+        )
         assert step.messages[0]["role"] == "tool" and part in step.messages[0]["content"]
     assert episode.step(f"answer {episode.target}").reward == 1.0
 
@@ -210,7 +231,10 @@ def test_instructions_name_every_tool():
     assert system["role"] == "system" and user["role"] == "user"
     for name in ("zoom", "scan", "count", "<tool_call>", "answer"):
         assert name in system["content"]
-    assert "count COLOUR LINE NUMBER" in PixelGrid(instructions=True).episode(0, "easy").reset()[0]["content"]
+    assert (
+        "count COLOUR LINE NUMBER"
+        in PixelGrid(instructions=True).episode(0, "easy").reset()[0]["content"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,7 +249,7 @@ def test_instructions_name_every_tool():
 )
 def test_bad_options_are_refused(options, part):
     with pytest.raises(SettingsError) as caught:
-        make("pixel_grid", options)
+        make_environment("pixel_grid", options)
     assert part in str(caught.value)
     with pytest.raises(SettingsError, match="did you mean 'medium'"):
         PixelGrid().episode(0, "medum")
@@ -243,14 +267,18 @@ def read_png(data):
         place += 12 + size
     width, height, *rest = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
     assert rest == [8, 2, 0, 0, 0] and list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
-    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), dtype=np.uint8).reshape(height, 1 + 3 * width)
+    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), dtype=np.uint8).reshape(
+        height, 1 + 3 * width
+    )
     assert (rows[:, 0] == 0).all()
     return rows[:, 1:].reshape(height, width, 3)
 
 
 def test_pictures_show_the_right_colours_and_digits():
-    image = draw_grid(GRID, scale=2)
-    assert (read_png(to_png(image[:40])) == image[:40]).all()  # not square: width and height are told apart
+    image = render_grid(GRID, scale=2)
+    assert (
+        read_png(encode_png(image[:40])) == image[:40]
+    ).all()  # not square: width and height are told apart
     assert image.shape == (56, 56, 3)  # (3 cells of 9 dots + 1) * 2 pixels
     for row in range(3):
         for column in range(3):
@@ -261,7 +289,7 @@ def test_pictures_show_the_right_colours_and_digits():
             assert ink.any() and not (cell != colour).any(axis=2)[:4].any()
     ones = (image[2:18, 2:18] != RGB["red"]).any(axis=2)[::2, ::2][2:7, 3:6]
     assert ones.astype(int).tolist() == [[0, 1, 0], [1, 1, 0], [0, 1, 0], [0, 1, 0], [1, 1, 1]]
-    glyphs = {draw_grid(Grid([["white"]], [[digit]])).tobytes() for digit in range(10)}
+    glyphs = {render_grid(PixelGridImage([["white"]], [[digit]])).tobytes() for digit in range(10)}
     assert len(glyphs) == 10
 
 
@@ -270,8 +298,15 @@ def test_an_episode_can_be_looked_at():
     assert tuple(episode.image()[4, 4]) == RGB[episode.grid.colours[0][0]]
 
 
-@pytest.mark.parametrize("image", [np.zeros((2, 2), np.uint8), np.zeros((2, 2, 4), np.uint8), np.zeros((2, 2, 3)),
-                                   np.zeros((0, 2, 3), np.uint8)])  # fmt: skip
+@pytest.mark.parametrize(
+    "image",
+    [
+        np.zeros((2, 2), np.uint8),
+        np.zeros((2, 2, 4), np.uint8),
+        np.zeros((2, 2, 3)),
+        np.zeros((0, 2, 3), np.uint8),
+    ],
+)
 def test_what_is_no_picture_is_refused(image):
     with pytest.raises(DataError, match="uint8"):
-        to_png(image)
+        encode_png(image)

@@ -7,12 +7,15 @@ import pyarrow.parquet
 import pytest
 from helpers.adapters import hide
 
-from rl_core.data.prompt_files import read_prompt_rows
-from rl_core.environments import Tool, make
+from rl_core.data.records import read_prompt_rows
+from rl_core.environments import Tool, make_environment
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import DataError, SettingsError
 
-ROWS = [{"prompt": f"{n} + 1 = ?", "answer": str(n + 1), "level": "easy" if n < 20 else "hard"} for n in range(40)]
+ROWS = [
+    {"prompt": f"{n} + 1 = ?", "answer": str(n + 1), "level": "easy" if n < 20 else "hard"}
+    for n in range(40)
+]
 
 
 def written(folder, name, rows=ROWS):
@@ -23,7 +26,10 @@ def written(folder, name, rows=ROWS):
     elif name.endswith(".json"):
         place.write_text(json.dumps(rows))
     elif name.endswith(".csv"):
-        lines = [",".join(rows[0]), *(",".join(f'"{value}"' for value in row.values()) for row in rows)]
+        lines = [
+            ",".join(rows[0]),
+            *(",".join(f'"{value}"' for value in row.values()) for row in rows),
+        ]
         place.write_text("\ufeff" + "\r\n".join(lines) + "\r\n")
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place)
@@ -40,7 +46,7 @@ def questions(environment, split):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
 def test_every_format_is_the_same_environment(tmp_path, name):
-    environment = make("prompts", {"path": written(tmp_path, name), "heldout": 0.25})
+    environment = make_environment("prompts", {"path": written(tmp_path, name), "heldout": 0.25})
     train, heldout = questions(environment, "train"), questions(environment, "heldout")
     assert train.isdisjoint(heldout) and len(train | heldout) == 40
     assert 3 <= len(heldout) <= 20 and {level for level, _ in heldout} == {"easy", "hard"}
@@ -55,33 +61,46 @@ def test_every_format_is_the_same_environment(tmp_path, name):
 
 def test_a_row_keeps_its_side_when_rows_are_added():
     few = questions(Prompts(ROWS[:30], 0.2), "heldout")
-    more = questions(Prompts([*ROWS[:30], *({**row, "prompt": "x" + row["prompt"]} for row in ROWS)], 0.2), "heldout")
+    more = questions(
+        Prompts([*ROWS[:30], *({**row, "prompt": "x" + row["prompt"]} for row in ROWS)], 0.2),
+        "heldout",
+    )
     assert few <= more
 
 
 def test_a_folder_of_shards_and_a_pattern(tmp_path):
     written(tmp_path, "data/train-00000-of-00002.jsonl", ROWS[:20])
     written(tmp_path, "data/train-00001-of-00002.csv", ROWS[20:])
-    assert len(make("prompts", {"path": str(tmp_path)}).seeds("train")) > 20
+    assert len(make_environment("prompts", {"path": str(tmp_path)}).seeds("train")) > 20
     written(tmp_path, "data/test.jsonl", [ROWS[0], {**ROWS[0], "prompt": "new"}])
-    with pytest.raises(SettingsError, match=r"files of several kinds \(data/test, data/train\); name those to read"):
-        make("prompts", {"path": str(tmp_path)})
-    options = {"path": str(tmp_path), "files": "data/train*", "heldout": str(tmp_path / "data/test.jsonl")}
-    environment = make("prompts", options)
+    with pytest.raises(
+        SettingsError, match=r"files of several kinds \(data/test, data/train\); name those to read"
+    ):
+        make_environment("prompts", {"path": str(tmp_path)})
+    options = {
+        "path": str(tmp_path),
+        "files": "data/train*",
+        "heldout": str(tmp_path / "data/test.jsonl"),
+    }
+    environment = make_environment("prompts", options)
     assert len(environment.seeds("train")) == 40 and len(environment.seeds("heldout")) == 2
     assert environment.held_out("easy").shared  # the test row is a training row: said, and left out
     with pytest.raises(SettingsError, match=r"'valid' is none of data/test.jsonl"):
-        make("prompts", {"path": str(tmp_path), "files": "valid"})
+        make_environment("prompts", {"path": str(tmp_path), "files": "valid"})
 
 
 def test_another_column_is_the_prompt(tmp_path):
     rows = [{"question": f"q{n}", "solution": n, "difficulty": n % 2} for n in range(12)]
     place = written(tmp_path, "a.jsonl", rows)
     with pytest.raises(
-        SettingsError, match=r"no column 'prompt'; its first row has question, solution, .*prompt: question"
+        SettingsError,
+        match=r"no column 'prompt'; its first row has question, solution, .*prompt: question",
     ):
-        make("prompts", {"path": place})
-    environment = make("prompts", {"path": place, "prompt": "question", "target": "solution", "level": "difficulty"})
+        make_environment("prompts", {"path": place})
+    environment = make_environment(
+        "prompts",
+        {"path": place, "prompt": "question", "target": "solution", "level": "difficulty"},
+    )
     assert sorted(environment.levels) == ["0", "1"]
     seed = environment.seeds_of("train", "1")[0]
     episode = environment.episode(seed, "1")
@@ -96,23 +115,40 @@ def test_another_column_is_the_prompt(tmp_path):
         ({"path": "owner/name"}, "needs options.revision, the 40 hex digits of a commit"),
         ({"path": "owner/name", "revision": "main"}, "'main' is no commit"),
         ({}, "options.path: neither is given"),
-        ({"rows": ROWS, "target": "anwser"}, "no row has a column 'anwser', .*did you mean 'answer'"),
-        ({"rows": ROWS, "verifier": "numerc"}, "options.verifier: no verifier 'numerc'; did you mean 'numeric'"),
+        (
+            {"rows": ROWS, "target": "anwser"},
+            "no row has a column 'anwser', .*did you mean 'answer'",
+        ),
+        (
+            {"rows": ROWS, "verifier": "numerc"},
+            "options.verifier: no verifier 'numerc'; did you mean 'numeric'",
+        ),
         ({"rows": ROWS, "verifier": {"exact": {"column": "gold"}}}, "reads the column 'gold'"),
-        ({"rows": [{"prompt": "a"}, {"prompt": "b"}], "verifier": "exact"}, "options.target: the verifier 'exact'"),
+        (
+            {"rows": [{"prompt": "a"}, {"prompt": "b"}], "verifier": "exact"},
+            "options.target: the verifier 'exact'",
+        ),
         ({"rows": ROWS, "heldout": 1.0}, "options.heldout: 1.0 must be a share"),
-        ({"rows": [{"prompt": "same"}] * 5, "heldout": 0.2}, "1 different questions cannot be split"),
-        ({"rows": ROWS, "tools": "no_such_module_here:TOOLS"}, "options.tools: module 'no_such_module_here'"),
+        (
+            {"rows": [{"prompt": "same"}] * 5, "heldout": 0.2},
+            "1 different questions cannot be split",
+        ),
+        (
+            {"rows": ROWS, "tools": "no_such_module_here:TOOLS"},
+            "options.tools: module 'no_such_module_here'",
+        ),
     ],
 )
 def test_mistakes_name_the_option(options, message):
     with pytest.raises(SettingsError, match=message):
-        make("prompts", options)
+        make_environment("prompts", options)
 
 
 def test_cells_of_csv_are_text_and_empty_ones_too(tmp_path):
     """As the one reader of CSV gives them to rewards: a label is no truth value here, a prompt in brackets no list."""
-    (tmp_path / "a.csv").write_text('prompt,label,seed,answer\n[1] or [2]?,true,,2\n"two\nlines",false,7,\n')
+    (tmp_path / "a.csv").write_text(
+        'prompt,label,seed,answer\n[1] or [2]?,true,,2\n"two\nlines",false,7,\n'
+    )
     rows = read_prompt_rows(tmp_path / "a.csv").rows
     assert rows == [
         {"prompt": "[1] or [2]?", "label": "true", "seed": "", "answer": "2"},
@@ -126,10 +162,10 @@ def test_cells_of_csv_are_text_and_empty_ones_too(tmp_path):
 def test_tables_that_are_none(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer\nx,1\ny,2,3\n")
     with pytest.raises(DataError, match=r"a.csv:3: has 3 cells, the header 2 columns"):
-        make("prompts", {"path": str(tmp_path / "a.csv")})
+        make_environment("prompts", {"path": str(tmp_path / "a.csv")})
     (tmp_path / "b.json").write_text('{"prompt": "x"}')
     with pytest.raises(DataError, match="holds one dict, expected an array"):
-        make("prompts", {"path": str(tmp_path / "b.json")})
+        make_environment("prompts", {"path": str(tmp_path / "b.json")})
 
 
 def test_a_hub_data_set_without_a_network(tmp_path, monkeypatch):
@@ -137,8 +173,10 @@ def test_a_hub_data_set_without_a_network(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     options = {"path": "owner/name", "revision": revision}
-    with pytest.raises(DataError, match=r"data set owner/name at 01234567 could not be fetched .* name the folder"):
-        make("prompts", options)
+    with pytest.raises(
+        DataError, match=r"data set owner/name at 01234567 could not be fetched .* name the folder"
+    ):
+        make_environment("prompts", options)
 
 
 def test_a_verifier_gives_reward_and_success():
@@ -159,15 +197,24 @@ def double(number: int) -> int:
 
 
 def test_tools_run_before_the_answer():
-    environment = Prompts(ROWS, tools=[double, Tool("now", "the time", {}, lambda: "noon", 5.0)], verifier="exact")
+    environment = Prompts(
+        ROWS, tools=[double, Tool("now", "the time", {}, lambda: "noon", 5.0)], verifier="exact"
+    )
     assert environment.blocking  # one of the tools has a time limit
     episode = environment.episode(1, "easy")
     system, user = episode.reset()
-    assert system["role"] == "system" and '"name": "double"' in system["content"] and user["content"] == "1 + 1 = ?"
+    assert (
+        system["role"] == "system"
+        and '"name": "double"' in system["content"]
+        and user["content"] == "1 + 1 = ?"
+    )
     call = '<tool_call>{"name": "double", "arguments": {"number": %s}}</tool_call>'
     step = episode.step(call % 4 + call % 500)
     assert [message["content"] for message in step.messages] == ["8", "error: too large"]
-    assert (step.tool_call.arguments, step.more_calls[0].arguments) == ({"number": 4}, {"number": 500})
+    assert (step.tool_call.arguments, step.more_calls[0].arguments) == (
+        {"number": 4},
+        {"number": 500},
+    )
     assert step.is_error and step.info == {"failed_calls": [1]}
     step = episode.step(call % '"x"')
     assert step.is_error and "number must be a whole number" in step.messages[0]["content"]
@@ -188,15 +235,20 @@ def test_demonstrations_are_a_column():
 
 def test_what_was_read_is_reported(tmp_path):
     place = written(tmp_path, "a.jsonl", [*ROWS, {"prompt": 3}])
-    environment = make("prompts", {"path": place, "on_bad_row": "skip"})
-    report = environment.prepare(tmp_path, 0)
-    assert (report["num_rows"], report["num_skipped"], report["levels"]) == (41, 1, ["easy", "hard"])
+    environment = make_environment("prompts", {"path": place, "on_bad_row": "skip"})
+    report = environment.prepare_data(tmp_path, 0)
+    assert (report["num_rows"], report["num_skipped"], report["levels"]) == (
+        41,
+        1,
+        ["easy", "hard"],
+    )
     assert report["num_train_rows"] + report["num_heldout_rows"] == 40
 
 
 def test_mcp_servers_without_the_package_are_refused_at_their_option(monkeypatch):
     hide(monkeypatch, "mcp")
     with pytest.raises(
-        SettingsError, match=r"^options\.mcp: needs the package 'mcp', .* pip install 'posttrain\[mcp\]'"
+        SettingsError,
+        match=r"^options\.mcp: needs the package 'mcp', .* pip install 'posttrain\[mcp\]'",
     ):
         Prompts([{"prompt": "a"}], mcp={"shop": {"command": ["python", "server.py"]}})

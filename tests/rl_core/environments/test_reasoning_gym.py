@@ -7,10 +7,10 @@ import sys
 import pytest
 from helpers.adapters import stand_in
 
-from rl_core.environments import make
+from rl_core.environments import make_environment
 from rl_core.environments.environment import HELDOUT_START
-from rl_core.environments.external_scoring import read_tagged_answer
-from rl_core.environments.reasoning_gym_child import draw
+from rl_core.environments.question_episodes import read_tagged_answer
+from rl_core.environments.reasoning_gym_child import draw_item
 from rl_core.environments.reasoning_gym_tasks import TASKS
 from rl_core.errors import EnvironmentFault, SettingsError
 
@@ -24,15 +24,23 @@ def begun(environment: object, seed: int, level: str = "default") -> object:
 
 
 def test_an_episode_by_hand(fake: None) -> None:
-    environment = make("reasoning_gym", {"tasks": ["chain_sum"], "success_at": 0.9})
+    environment = make_environment("reasoning_gym", {"tasks": ["chain_sum"], "success_at": 0.9})
     episode = environment.episode(3, "default")
     system, user = episode.reset()
     assert system["role"] == "system" and "answer X" in system["content"]
-    assert user == {"role": "user", "content": f"chain_sum of {episode.target} in 3?"} and episode.kind == "chain_sum"
+    assert (
+        user == {"role": "user", "content": f"chain_sum of {episode.target} in 3?"}
+        and episode.kind == "chain_sum"
+    )
     step = episode.step("I do not know")
     assert step.is_error and not step.terminated and "no answer" in step.messages[0]["content"]
     step = episode.step(f"so\nanswer {episode.target}")
-    assert (step.reward, step.success, step.terminated, step.answer) == (1.0, True, True, episode.target)
+    assert (step.reward, step.success, step.terminated, step.answer) == (
+        1.0,
+        True,
+        True,
+        episode.target,
+    )
     rewards = {
         f"<answer>\n{episode.target} \n</answer> said": 1.0,
         f"answer about {episode.target}": 0.5,
@@ -62,17 +70,34 @@ def test_training_and_heldout_never_share_a_question(fake: None) -> None:
     """5,000 possible questions, 400 drawn for each split: without a split by question, some would meet."""
     tasks = {"chain_sum": {}}
     train, heldout = (
-        {draw(tasks, f"default/{seed}", is_heldout, 0.2)["question"] for seed in range(start, start + 400)}
+        {
+            draw_item(tasks, f"default/{seed}", is_heldout, 0.2)["question"]
+            for seed in range(start, start + 400)
+        }
         for is_heldout, start in ((False, 0), (True, HELDOUT_START))
     )
     assert len(train) > 350 and len(heldout) > 300 and not train & heldout
-    share = sum(draw(tasks, f"default/{seed}", False, 1e-9)["question"] in heldout for seed in range(2000)) / 2000
+    share = (
+        sum(
+            draw_item(tasks, f"default/{seed}", False, 1e-9)["question"] in heldout
+            for seed in range(2000)
+        )
+        / 2000
+    )
     assert 0.02 < share < 0.2, "some of what is held out would have been asked"
 
 
 def test_the_same_seed_is_the_same_question(fake: None) -> None:
-    options = {"levels": {"easy": {"chain_sum": {"max_terms": 2}, "lcm": {}}, "hard": {"chain_sum": {"max_terms": 9}}}}
-    one, two = make("reasoning_gym", options), make("reasoning_gym", options)
+    options = {
+        "levels": {
+            "easy": {"chain_sum": {"max_terms": 2}, "lcm": {}},
+            "hard": {"chain_sum": {"max_terms": 9}},
+        }
+    }
+    one, two = (
+        make_environment("reasoning_gym", options),
+        make_environment("reasoning_gym", options),
+    )
     assert one.levels == ("easy", "hard")
     asked = [begun(one, seed, "easy").prompt for seed in range(12)]
     assert asked == [begun(two, seed, "easy").prompt for seed in range(12)]
@@ -83,14 +108,21 @@ def test_the_same_seed_is_the_same_question(fake: None) -> None:
 
 def test_scorers_that_run_what_the_model_wrote(fake: None) -> None:
     """They may hang, end the process or raise: the answer earns 0, and the next one is scored."""
-    environment = make("reasoning_gym", {"tasks": ["countdown"], "timeout_s": 1.0, "workers": 1})
+    environment = make_environment(
+        "reasoning_gym", {"tasks": ["countdown"], "timeout_s": 1.0, "workers": 1}
+    )
     for said, trouble in (
         ("9**9**9**9", "scoring was given up: no answer within 1 s"),
         ("os._exit(3)", "died (exit status 3)"),
         ("1/0", "scoring failed: ZeroDivisionError"),
     ):
         step = begun(environment, 5).step(f"answer {said}")
-        assert (step.reward, step.success, step.terminated, step.is_error) == (0.0, False, True, True)
+        assert (step.reward, step.success, step.terminated, step.is_error) == (
+            0.0,
+            False,
+            True,
+            True,
+        )
         assert trouble in step.info["scoring"]
     episode = begun(environment, 5)
     step = episode.step(f"answer 1 + {episode.target} - 1")
@@ -98,18 +130,26 @@ def test_scorers_that_run_what_the_model_wrote(fake: None) -> None:
 
 
 def test_demonstrations_are_the_tasks_own_answers(fake: None) -> None:
-    environment = make("reasoning_gym", {"tasks": ["chain_sum"]})
+    environment = make_environment("reasoning_gym", {"tasks": ["chain_sum"]})
     row = environment.demonstration(2, "default")
     target = begun(environment, 2).target
     assert row.messages[-1] == {"role": "assistant", "content": f"answer {target}"} and row.success
-    grid = make("reasoning_gym", {"tasks": ["sudoku"], "instructions": False}).demonstration(2, "default")
+    grid = make_environment(
+        "reasoning_gym", {"tasks": ["sudoku"], "instructions": False}
+    ).demonstration(2, "default")
     assert [message["role"] for message in grid.messages] == ["user", "assistant"]
-    assert grid.messages[-1]["content"].startswith("<answer>\n") and grid.messages[-1]["content"].count("\n") == 3
-    assert make("reasoning_gym", {"tasks": ["graph_color"]}).demonstration(2, "default") is None
+    assert (
+        grid.messages[-1]["content"].startswith("<answer>\n")
+        and grid.messages[-1]["content"].count("\n") == 3
+    )
+    assert (
+        make_environment("reasoning_gym", {"tasks": ["graph_color"]}).demonstration(2, "default")
+        is None
+    )
 
 
 def test_a_task_with_too_few_questions(fake: None) -> None:
-    environment = make("reasoning_gym", {"tasks": ["coin_flip"]})
+    environment = make_environment("reasoning_gym", {"tasks": ["coin_flip"]})
     splits = []
     for seed in (0, HELDOUT_START):
         try:
@@ -125,7 +165,10 @@ def test_a_task_with_too_few_questions(fake: None) -> None:
         ({}, "options.tasks: name some tasks"),
         ({"tasks": ["lcm"], "levels": {"a": {"lcm": {}}}}, "options.tasks: name some tasks"),
         ({"tasks": []}, "level 'default' names no task"),
-        ({"tasks": ["chain_sm"]}, "'chain_sm' is not on the whitelist of tasks; did you mean 'chain_sum'?"),
+        (
+            {"tasks": ["chain_sm"]},
+            "'chain_sm' is not on the whitelist of tasks; did you mean 'chain_sum'?",
+        ),
         ({"tasks": ["codeio"]}, "not on the whitelist"),
         ({"levels": {"easy": {"lcm": {"max_trms": 3}}}}, "options.levels.easy.lcm: TypeError"),
         ({"levels": {"easy": {"lcm": {"seed": 3}}}}, "seed and size are set by the environment"),
@@ -135,13 +178,15 @@ def test_a_task_with_too_few_questions(fake: None) -> None:
 )
 def test_mistakes_are_named(fake: None, options: dict, part: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        make("reasoning_gym", options)
+        make_environment("reasoning_gym", options)
     assert part in str(caught.value)
 
 
 def test_with_the_package() -> None:
     pytest.importorskip("reasoning_gym")
-    environment = make("reasoning_gym", {"tasks": ["chain_sum", "countdown", "mini_sudoku"]})
+    environment = make_environment(
+        "reasoning_gym", {"tasks": ["chain_sum", "countdown", "mini_sudoku"]}
+    )
     kinds = set()
     for seed in range(16):
         row = environment.demonstration(seed, "default")

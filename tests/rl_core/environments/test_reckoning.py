@@ -5,14 +5,14 @@ from collections import Counter
 
 import pytest
 
-from rl_core.environments import make
+from rl_core.environments import make_environment
 from rl_core.environments.environment import HELDOUT_START
-from rl_core.environments.reckoning import LEVELS, MIRROR, Reckoning, running_values
+from rl_core.environments.reckoning import LEVELS, MIRROR, Reckoning, compute_register_values
 from rl_core.errors import EnvironmentFault, SettingsError
 
 
 def play(episode, action_of):
-    """(questions, last step) of an episode in which `action_of(question)` acts."""
+    """(questions, last step) of an episode in which `parse_action(question)` acts."""
     message = episode.reset()[0]
     questions = []
     while True:
@@ -38,15 +38,18 @@ def value(question):
 
 
 def test_running_values():
-    assert running_values(4, [3, -5, 1]) == [7, 2, 3]
-    assert running_values(4, [3, MIRROR, -1, MIRROR]) == [7, 2, 1, 8]
+    assert compute_register_values(4, [3, -5, 1]) == [7, 2, 3]
+    assert compute_register_values(4, [3, MIRROR, -1, MIRROR]) == [7, 2, 1, 8]
 
 
 @pytest.mark.parametrize(("mirrors", "expected"), [(0.0, 0.0), (0.4, 0.4), (1.0, 1.0)])
 def test_share_of_mirrors(mirrors, expected):
     environment = Reckoning(mirrors=mirrors)
     signs = [
-        sign for seed in range(200) for question in environment.episode(seed, "hard").questions for sign in question
+        sign
+        for seed in range(200)
+        for question in environment.episode(seed, "hard").questions
+        for sign in question
     ]
     assert sum(sign == MIRROR for sign in signs) / len(signs) == pytest.approx(expected, abs=0.03)
 
@@ -65,7 +68,9 @@ def test_right_answers_lead_to_the_end(level):
             assert after.split()[0] == value(before)  # goes on from there
         for question in questions:
             _, *signs = question.split()
-            assert len(signs) == LEVELS[level][1] and all(sign == "~" or 1 <= abs(int(sign)) <= 5 for sign in signs)
+            assert len(signs) == LEVELS[level][1] and all(
+                sign == "~" or 1 <= abs(int(sign)) <= 5 for sign in signs
+            )
             assert all(0 <= register <= 9 for register in thought(question))
         assert episode.target == " ".join(map(value, questions))
         targets[value(questions[-1])] += 1
@@ -84,15 +89,20 @@ def test_the_next_target_is_that_of_the_question_that_waits():
             break
         question = step.messages[0]["content"]
     assert episode.next_target == value(question)
-    assert episode.target == Reckoning().episode(3, "medium").target  # of the episode, whatever was played
+    assert (
+        episode.target == Reckoning().episode(3, "medium").target
+    )  # of the episode, whatever was played
 
 
 @pytest.mark.parametrize(
-    ("action", "is_error"), [("answer 99", False), ("3 4 5", True), ("answer", False), ("answer 5 6", False)]
+    ("action", "is_error"),
+    [("answer 99", False), ("3 4 5", True), ("answer", False), ("answer 5 6", False)],
 )
 def test_a_wrong_answer_or_none_ends_the_episode(action, is_error):
     step = Reckoning().episode(0, "hard").step(action)
-    assert step.terminated and step.success is False and step.reward == 0 and step.is_error is is_error
+    assert (
+        step.terminated and step.success is False and step.reward == 0 and step.is_error is is_error
+    )
 
 
 def test_the_same_seed_is_the_same_episode_and_splits_never_meet():
@@ -145,14 +155,20 @@ def test_rates_are_the_settings():
             wrong[(int(action.split()[1]) - int(value(question))) % 10] += not guessed[-1]
         else:
             values = list(map(int, action.split("\n")[0].split()))
-            assert action.endswith(f"answer {values[-1]}")  # it says what it thought, right or wrong
+            assert action.endswith(
+                f"answer {values[-1]}"
+            )  # it says what it thought, right or wrong
             signs = question.split()[1:]
-            steps = [thought(f"{before} {sign}")[-1] for before, sign in zip(values, signs, strict=False)]
+            steps = [
+                thought(f"{before} {sign}")[-1] for before, sign in zip(values, signs, strict=False)
+            ]
             slips += [after != right for after, right in zip(values[1:], steps, strict=True)]
     assert sum(direct[0]) / len(direct[0]) == pytest.approx(0.6, abs=0.06)
     assert sum(direct[1]) / len(direct[1]) == pytest.approx(0.2, abs=0.06)
     assert sum(guessed) / len(guessed) == pytest.approx(0.25, abs=0.07)
-    assert set(wrong) - {0} == set(range(1, 10)) and max(wrong.values()) < 0.2 * sum(wrong.values())  # any digit
+    assert set(wrong) - {0} == set(range(1, 10)) and max(wrong.values()) < 0.2 * sum(
+        wrong.values()
+    )  # any digit
     assert sum(slips) / len(slips) == pytest.approx(0.1, abs=0.03)
 
 
@@ -168,7 +184,7 @@ def test_rates_are_the_settings():
 )
 def test_options_are_checked(options, part):
     with pytest.raises(SettingsError, match=part):
-        make("reckoning", options)
+        make_environment("reckoning", options)
 
 
 def test_unknown_level():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.environments import subprocess_host
-from rl_core.environments.subprocess_host import ChildFailed, ChildPool, ChildTimeout, missing_parts
+from rl_core.environments.subprocess_host import ChildFailed, ChildPool, ChildTimeout, probe_sandbox
 
 SCRIPT = """
 import ctypes, json, os, resource, signal, socket, subprocess, sys, time
@@ -134,7 +134,7 @@ def handle(request):
 
 @pytest.fixture(scope="module")
 def missing() -> dict[str, str]:
-    return missing_parts()
+    return probe_sandbox()
 
 
 @pytest.fixture(scope="module")
@@ -175,31 +175,66 @@ def ended(token: str) -> bool:
 
 
 def test_parts_that_are_missing_are_those_of_the_list(missing: dict[str, str]) -> None:
-    assert set(missing) <= {"files", "network", "processes", "user", "limits"} and all(missing.values())
+    assert set(missing) <= {"files", "network", "processes", "user", "limits"} and all(
+        missing.values()
+    )
 
 
 def test_the_environment_holds_nothing_of_the_parents(pool: ChildPool) -> None:
-    found = pool.ask({"do": "environment"})
+    found = pool.request_reply({"do": "environment"})
     assert "s3cret" not in str(found) and set(found) <= {
-        "PATH", "LANG", "LC_ALL", "LC_CTYPE", "PYTHONPATH", "OMP_NUM_THREADS", "HOME", "TMPDIR", "LOGNAME", "USER",
-    }  # fmt: skip
+        "PATH",
+        "LANG",
+        "LC_ALL",
+        "LC_CTYPE",
+        "PYTHONPATH",
+        "OMP_NUM_THREADS",
+        "HOME",
+        "TMPDIR",
+        "LOGNAME",
+        "USER",
+    }
     assert found["HOME"] != os.environ.get("HOME")
 
 
-def test_files_outside_are_neither_read_nor_written(pool: ChildPool, missing: dict[str, str], tmp_path: Path) -> None:
+def test_files_outside_are_neither_read_nor_written(
+    pool: ChildPool, missing: dict[str, str], tmp_path: Path
+) -> None:
     needs(missing, "files")
     (tmp_path / "secret").write_text("s3cret")
     home = Path.home()
-    secrets = [str(tmp_path / "secret"), "/etc/shadow", f"/proc/{os.getpid()}/environ", f"/proc/{os.getpid()}/mem",
-               f"/proc/{os.getpid()}/root/etc/shadow", "/proc/1/environ"]  # fmt: skip
+    secrets = [
+        str(tmp_path / "secret"),
+        "/etc/shadow",
+        f"/proc/{os.getpid()}/environ",
+        f"/proc/{os.getpid()}/mem",
+        f"/proc/{os.getpid()}/root/etc/shadow",
+        "/proc/1/environ",
+    ]
     assert not any(
-        "s3cret" in text or text.startswith("b'root:") for text in pool.ask({"do": "read", "paths": secrets})
+        "s3cret" in text or text.startswith("b'root:")
+        for text in pool.request_reply({"do": "read", "paths": secrets})
     )
-    assert pool.ask({"do": "list", "paths": [str(tmp_path), str(home / ".ssh"), str(home)]})[0] == "FileNotFoundError"
+    assert (
+        pool.request_reply({"do": "list", "paths": [str(tmp_path), str(home / ".ssh"), str(home)]})[
+            0
+        ]
+        == "FileNotFoundError"
+    )
     here = Path(subprocess_host.__file__)
     marker = f"canary-{uuid.uuid4().hex}"
-    places = [tmp_path, here.parent, Path(os.__file__).parent, Path("/etc"), Path("/tmp"), Path("/var/tmp"), home]
-    pool.ask({"do": "write", "paths": [*(str(place / marker) for place in places), str(here)]})
+    places = [
+        tmp_path,
+        here.parent,
+        Path(os.__file__).parent,
+        Path("/etc"),
+        Path("/tmp"),
+        Path("/var/tmp"),
+        home,
+    ]
+    pool.request_reply(
+        {"do": "write", "paths": [*(str(place / marker) for place in places), str(here)]}
+    )
     assert not any((place / marker).exists() for place in places) and here.stat().st_size > 1000
 
 
@@ -220,7 +255,9 @@ def test_modules_of_ones_own_folder_are_imported_and_hidden_files_stay_hidden(
         "    except OSError as error: secret = type(error).__name__\n"
         "    return my_module.VALUE, secret\n"
     )
-    value, secret = ChildPool(script, setup={}, count=1, timeout_s=60.0).ask(str(tmp_path))
+    value, secret = ChildPool(script, setup={}, count=1, timeout_s=60.0).request_reply(
+        str(tmp_path)
+    )
     assert value == 7 and secret in ("FileNotFoundError", "PermissionError")
 
 
@@ -230,9 +267,9 @@ def test_it_has_a_folder_of_its_own_that_ends_with_it(tmp_path: Path) -> None:
 
     before = left()
     own = made(tmp_path)
-    work, written, listed = own.ask({"do": "work"})
+    work, written, listed = own.request_reply({"do": "work"})
     assert "written" in written and "mine" in listed and len(left() - before) >= 1
-    own_folder = Path(own._alive[0]._folder)
+    own_folder = Path(own._live_children[0]._folder)
     del own
     assert not own_folder.exists() and not Path(work).exists()
 
@@ -241,9 +278,11 @@ def test_no_server_is_reached(pool: ChildPool, missing: dict[str, str], tmp_path
     needs(missing, "network", "files")
     name = uuid.uuid4().hex
     with (
-        socket.socket() as tcp, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
-        socket.socket(socket.AF_UNIX) as unix, socket.socket(socket.AF_UNIX) as abstract,
-    ):  # fmt: skip
+        socket.socket() as tcp,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+        socket.socket(socket.AF_UNIX) as unix,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
         tcp.bind(("127.0.0.1", 0))
         udp.bind(("127.0.0.1", 0))
         unix.bind(str(tmp_path / "s"))
@@ -252,10 +291,10 @@ def test_no_server_is_reached(pool: ChildPool, missing: dict[str, str], tmp_path
         for server in (tcp, unix, abstract):
             server.listen()
         said = [
-            pool.ask({"do": "tcp", "port": tcp.getsockname()[1]}),
-            pool.ask({"do": "udp", "port": udp.getsockname()[1]}),
-            pool.ask({"do": "unix", "path": str(tmp_path / "s")}),
-            pool.ask({"do": "abstract", "name": name}),
+            pool.request_reply({"do": "tcp", "port": tcp.getsockname()[1]}),
+            pool.request_reply({"do": "udp", "port": udp.getsockname()[1]}),
+            pool.request_reply({"do": "unix", "path": str(tmp_path / "s")}),
+            pool.request_reply({"do": "abstract", "name": name}),
         ]
         assert "'sent'" not in said
         for server in (tcp, udp, unix, abstract):
@@ -269,63 +308,74 @@ def test_the_network_is_there_where_it_is_asked_for(tmp_path: Path) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        assert own.ask({"do": "tcp", "port": server.getsockname()[1]}) == "'sent'"
+        assert own.request_reply({"do": "tcp", "port": server.getsockname()[1]}) == "'sent'"
 
 
 def test_forks_are_limited_and_leave_nothing(pool: ChildPool, missing: dict[str, str]) -> None:
     needs(missing, "user", "limits", "processes")
-    assert 0 < pool.ask({"do": "fork"}) <= 256
-    assert 0 < pool.ask({"do": "fork"}) <= 256, "those of the first request are gone"
+    assert 0 < pool.request_reply({"do": "fork"}) <= 256
+    assert 0 < pool.request_reply({"do": "fork"}) <= 256, "those of the first request are gone"
 
 
 def test_memory_is_limited_for_all_processes_together(tmp_path: Path) -> None:
     own = made(tmp_path, memory_gib=1.0)
     with pytest.raises(ChildFailed, match="MemoryError"):
-        own.ask({"do": "long", "size": 2**31})
+        own.request_reply({"do": "long", "size": 2**31})
     with pytest.raises(ChildFailed, match="GiB together, above memory_gib"):
-        own.ask({"do": "hold", "number": 4, "mib": 400})
-    assert own.ask({"do": "count"}) == 1
+        own.request_reply({"do": "hold", "number": 4, "mib": 400})
+    assert own.request_reply({"do": "count"}) == 1
 
 
 def test_the_disk_is_limited(pool: ChildPool, missing: dict[str, str]) -> None:
     needs(missing, "files", "limits")
-    assert pool.ask({"do": "one file"}) == 64 * 2**20
-    assert 0 < pool.ask({"do": "fill", "size": 32 * 2**20}) <= 256 * 2**20
+    assert pool.request_reply({"do": "one file"}) == 64 * 2**20
+    assert 0 < pool.request_reply({"do": "fill", "size": 32 * 2**20}) <= 256 * 2**20
 
 
-def test_the_parent_is_neither_signalled_nor_traced(pool: ChildPool, missing: dict[str, str]) -> None:
+def test_the_parent_is_neither_signalled_nor_traced(
+    pool: ChildPool, missing: dict[str, str]
+) -> None:
     needs(missing, "processes")
-    pool.ask({"do": "count"})
+    pool.request_reply({"do": "count"})
     pids = [os.getpid(), os.getppid(), 1]
-    assert "None" not in pool.ask({"do": "signal", "pids": pids[:2]})
-    pool.ask({"do": "signal", "pids": [1, -1]})  # its own first process takes no signal from within
-    assert pool.ask({"do": "ptrace", "pids": pids}) == [-1, -1, -1]
-    assert pool.ask({"do": "count"}) == 1 and pool._alive[0]._process.poll() is None
+    assert "None" not in pool.request_reply({"do": "signal", "pids": pids[:2]})
+    pool.request_reply(
+        {"do": "signal", "pids": [1, -1]}
+    )  # its own first process takes no signal from within
+    assert pool.request_reply({"do": "ptrace", "pids": pids}) == [-1, -1, -1]
+    assert (
+        pool.request_reply({"do": "count"}) == 1 and pool._live_children[0]._process.poll() is None
+    )
 
 
-def test_what_ignores_signals_and_detaches_itself_is_ended(tmp_path: Path, missing: dict[str, str]) -> None:
+def test_what_ignores_signals_and_detaches_itself_is_ended(
+    tmp_path: Path, missing: dict[str, str]
+) -> None:
     needs(missing, "processes")
     token = uuid.uuid4().hex
     own = made(tmp_path, timeout_s=2.0)
     with pytest.raises(ChildTimeout):
-        own.ask({"do": "ignore", "token": token})
+        own.request_reply({"do": "ignore", "token": token})
     assert ended(token)
-    assert own.ask({"do": "leave", "token": token}) == "left"
+    assert own.request_reply({"do": "leave", "token": token}) == "left"
     assert ended(token), "also where the request came to its end"
 
 
 def test_floods_and_long_replies(pool: ChildPool) -> None:
-    assert pool.ask({"do": "flood"}) == "flooded"
+    assert pool.request_reply({"do": "flood"}) == "flooded"
     with pytest.raises(ChildFailed, match=r"a reply of .* bytes; at most"):
-        pool.ask({"do": "long", "size": 100 * 2**20})
+        pool.request_reply({"do": "long", "size": 100 * 2**20})
     with pytest.raises(ChildFailed, match="RecursionError"):
-        pool.ask({"do": "nested"})
-    assert len(pool.ask({"do": "long", "size": 2**20})) == 2**20
+        pool.request_reply({"do": "nested"})
+    assert len(pool.request_reply({"do": "long", "size": 2**20})) == 2**20
 
 
 def test_it_has_no_privileges_and_gets_none(pool: ChildPool, missing: dict[str, str]) -> None:
-    status = pool.ask({"do": "status"})
-    assert status["NoNewPrivs"] == ["1"] and int(status["CapEff"][0], 16) == int(status["CapPrm"][0], 16) == 0
+    status = pool.request_reply({"do": "status"})
+    assert (
+        status["NoNewPrivs"] == ["1"]
+        and int(status["CapEff"][0], 16) == int(status["CapPrm"][0], 16) == 0
+    )
     needs(missing, "user")
     assert int(status["Uid"][0]) != os.geteuid()
 
@@ -333,24 +383,27 @@ def test_it_has_no_privileges_and_gets_none(pool: ChildPool, missing: dict[str, 
 def test_limits_cannot_be_raised(pool: ChildPool, missing: dict[str, str]) -> None:
     needs(missing, "limits")
     names = ["RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NPROC", "RLIMIT_NOFILE"]
-    found = pool.ask({"do": "limits", "names": names})
+    found = pool.request_reply({"do": "limits", "names": names})
     assert found["RLIMIT_CPU"] == [61, 61] and found["RLIMIT_AS"] == [2 * 2**30] * 2
-    assert set(pool.ask({"do": "raise limits", "names": names})) == {"ValueError"}
-    assert pool.ask({"do": "limits", "names": names}) == found
+    assert set(pool.request_reply({"do": "raise limits", "names": names})) == {"ValueError"}
+    assert pool.request_reply({"do": "limits", "names": names}) == found
 
 
 def test_a_request_cannot_change_the_next(pool: ChildPool) -> None:
-    pool.ask({"do": "count"})
+    pool.request_reply({"do": "count"})
     with pytest.raises(ChildFailed, match="a reply of another form"):
-        pool.ask({"do": "poison"})
-    assert pool.ask({"do": "count"}) == 1
+        pool.request_reply({"do": "poison"})
+    assert pool.request_reply({"do": "count"}) == 1
 
 
 def test_several_threads_ask_children_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "attack.py").write_text(SCRIPT)
     own = ChildPool(tmp_path / "attack.py", setup={}, count=3, timeout_s=60.0)
     found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(own.ask({"do": "count"}))) for _ in range(6)]
+    threads = [
+        threading.Thread(target=lambda: found.append(own.request_reply({"do": "count"})))
+        for _ in range(6)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from rl_core.environments.calculator import CALCULATOR
-from rl_core.environments.solutions import convert_solution, read_final, same_number, single_number
+from rl_core.environments.calculator import (
+    CALCULATOR,
+    convert_solution,
+    extract_final_answer,
+    is_same_number,
+    parse_single_number,
+)
 from rl_core.environments.tools import Toolset
 
 TOOLS = Toolset([CALCULATOR])
@@ -45,7 +50,7 @@ TOOLS = Toolset([CALCULATOR])
     ],
 )
 def test_single_number(text: str, number: str | None) -> None:
-    assert single_number(text) == number
+    assert parse_single_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -72,13 +77,17 @@ def test_single_number(text: str, number: str | None) -> None:
     ],
 )
 def test_read_final(text: str, answer: str | None) -> None:
-    assert read_final(text) == answer
+    assert extract_final_answer(text) == answer
 
 
 def test_same_number_is_exact() -> None:
-    assert same_number("26.0", "26") and same_number("1,000", "1000") and same_number("$7", "7")
-    assert not same_number("26.01", "26") and not same_number("-26", "26")
-    assert not same_number("26 27", "26") and not same_number("x", "x")
+    assert (
+        is_same_number("26.0", "26")
+        and is_same_number("1,000", "1000")
+        and is_same_number("$7", "7")
+    )
+    assert not is_same_number("26.01", "26") and not is_same_number("-26", "26")
+    assert not is_same_number("26 27", "26") and not is_same_number("x", "x")
 
 
 def test_conversion_of_a_real_solution() -> None:
@@ -136,7 +145,9 @@ def test_an_annotation_at_the_very_start() -> None:
         ("10^31=10", "unreadable", None),
     ],
 )
-def test_annotations_that_differ_from_the_calculator(annotation: str, verdict: str, observation: str | None) -> None:
+def test_annotations_that_differ_from_the_calculator(
+    annotation: str, verdict: str, observation: str | None
+) -> None:
     conversion = convert_solution(f"So <<{annotation}>>it is.\n#### 1", "1", TOOLS, "line")
     assert conversion.counts == {verdict: 1}
     if observation is None:

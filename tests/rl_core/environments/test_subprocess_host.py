@@ -80,57 +80,61 @@ def none_named(token: str) -> bool:
 
 def test_a_child_stays_for_the_next_request_which_sees_no_change_of_the_first(script: Path) -> None:
     pool = ChildPool(script, setup={"a": 1}, count=2, timeout_s=20)
-    setup, count, began = pool.ask({"what": "hello"})
+    setup, count, began = pool.request_reply({"what": "hello"})
     assert (setup, count) == ({"a": 1}, 1)
-    assert pool.ask({"what": "hello"}) == [{"a": 1}, 1, began]
-    assert pool.ask({"what": "print"}) == "quiet", "what is printed is no answer"
+    assert pool.request_reply({"what": "hello"}) == [{"a": 1}, 1, began]
+    assert pool.request_reply({"what": "print"}) == "quiet", "what is printed is no answer"
 
 
 def test_what_a_function_raises_is_an_error_and_the_child_stays(script: Path) -> None:
     pool = ChildPool(script, setup={}, count=1, timeout_s=20)
-    began = pool.ask({"what": "hello"})[2]
-    for what, message in (("raise", "KeyError: 'cell'"), ("leave", "SystemExit: 3"), ("odd", "not JSON serializable")):
+    began = pool.request_reply({"what": "hello"})[2]
+    for what, message in (
+        ("raise", "KeyError: 'cell'"),
+        ("leave", "SystemExit: 3"),
+        ("odd", "not JSON serializable"),
+    ):
         with pytest.raises(ChildFailed, match=message):
-            pool.ask({"what": what})
-    assert pool.ask({"what": "hello"})[2] == began
+            pool.request_reply({"what": what})
+    assert pool.request_reply({"what": "hello"})[2] == began
 
 
 def test_a_child_that_hangs_is_killed_with_what_it_started(script: Path) -> None:
     pool, token = ChildPool(script, setup={}, count=1, timeout_s=1.0), uuid.uuid4().hex
-    first = pool.ask({"what": "hello"})[2]
-    child = pool._alive[0]._process.pid
+    first = pool.request_reply({"what": "hello"})[2]
+    child = pool._live_children[0]._process.pid
     with pytest.raises(ChildTimeout, match="no answer within 1 s"):
-        pool.ask({"what": "hang", "token": token})
+        pool.request_reply({"what": "hang", "token": token})
     assert ends(child) and none_named(token)
-    assert pool.ask({"what": "hello"})[2] > first, "a new one"
+    assert pool.request_reply({"what": "hello"})[2] > first, "a new one"
 
 
 def test_a_child_that_dies_is_replaced(script: Path) -> None:
     pool = ChildPool(script, setup={}, count=1, timeout_s=20)
     with pytest.raises(ChildFailed, match=r"died \(exit status 7\)"):
-        pool.ask({"what": "die"})
-    assert pool.ask({"what": "hello"})[1] == 1
+        pool.request_reply({"what": "die"})
+    assert pool.request_reply({"what": "hello"})[1] == 1
 
 
 def test_memory_is_limited(script: Path) -> None:
     pool = ChildPool(script, setup={}, count=1, timeout_s=20, memory_gib=1.0)
     with pytest.raises(ChildFailed, match="MemoryError"):
-        pool.ask({"what": "flood"})
-    assert pool.ask({"what": "hello"})[1] == 1
+        pool.request_reply({"what": "flood"})
+    assert pool.request_reply({"what": "hello"})[1] == 1
 
 
 def test_a_child_that_cannot_start_says_why(script: Path) -> None:
     pool = ChildPool(script, setup={"broken": True}, count=1, timeout_s=20)
     for _ in range(2):
         with pytest.raises(ChildFailed, match="ImportError: no such package"):
-            pool.ask({"what": "hello"})
+            pool.request_reply({"what": "hello"})
 
 
 def test_children_see_few_variables(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "x")
     monkeypatch.setenv("JUDGE_KEY", "y")
     pool = ChildPool(script, setup={}, count=1, timeout_s=20, variables=["JUDGE_KEY"])
-    seen = pool.ask({"what": "variables"})
+    seen = pool.request_reply({"what": "variables"})
     assert "SECRET_TOKEN" not in seen and {"JUDGE_KEY", "PATH"} <= set(seen)
 
 
@@ -142,7 +146,7 @@ def test_several_requests_at_once(script: Path, tmp_path: Path) -> None:
     found: list[str] = []
 
     def ask(own: str, other: str) -> None:
-        found.append(pool.ask({"what": "meet", "own": own, "other": other}))
+        found.append(pool.request_reply({"what": "meet", "own": own, "other": other}))
 
     threads = [threading.Thread(target=ask, args=pair) for pair in (files, files[::-1])]
     for thread in threads:
@@ -154,7 +158,7 @@ def test_several_requests_at_once(script: Path, tmp_path: Path) -> None:
 
 def test_children_end_with_their_pool(script: Path) -> None:
     pool = ChildPool(script, setup={}, count=1, timeout_s=20)
-    pool.ask({"what": "hello"})
-    pid = pool._alive[0]._process.pid
+    pool.request_reply({"what": "hello"})
+    pid = pool._live_children[0]._process.pid
     del pool
     assert ends(pid)

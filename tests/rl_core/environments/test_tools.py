@@ -7,8 +7,8 @@ import time
 import pytest
 
 from rl_core import time_limits
-from rl_core.environments.tools import Tool, ToolMisuse, Toolset
-from rl_core.errors import PosttrainError, SettingsError
+from rl_core.environments.tools import Tool, Toolset
+from rl_core.errors import PosttrainError, SettingsError, ToolMisuse
 from rl_core.types import ToolCall
 
 
@@ -16,9 +16,19 @@ def make_tools(**options):
     return Toolset(
         [
             Tool(
-                "zoom", "look at a cell", {"row": int, "column": int}, lambda row, column: f"{row}/{column}", **options
+                "zoom",
+                "look at a cell",
+                {"row": int, "column": int},
+                lambda row, column: f"{row}/{column}",
+                **options,
             ),
-            Tool("say", "repeat", {"times": int, "text": str}, lambda times, text: text * times, **options),
+            Tool(
+                "say",
+                "repeat",
+                {"times": int, "text": str},
+                lambda times, text: text * times,
+                **options,
+            ),
             Tool("scale", "double", {"value": float}, lambda value: 2 * value, **options),
             Tool("now", "no arguments", {}, lambda: "noon", **options),
         ]
@@ -30,7 +40,11 @@ def make_tools(**options):
     [
         ("zoom 2 3", "zoom", {"row": 2, "column": 3}),
         ("I look there.\n\n  zoom  -2   +3  \n\n", "zoom", {"row": -2, "column": 3}),
-        ("say 2 a  b c", "say", {"times": 2, "text": "a  b c"}),  # trailing text takes the rest of the line
+        (
+            "say 2 a  b c",
+            "say",
+            {"times": 2, "text": "a  b c"},
+        ),  # trailing text takes the rest of the line
         ("scale 1.5e1", "scale", {"value": 15.0}),
         ("now", "now", {}),
         ("<think>zoom 1 1</think>now", "now", {}),
@@ -39,7 +53,11 @@ def make_tools(**options):
             "zoom",
             {"row": 2, "column": 3},
         ),
-        ('<tool_call>\n{"name": "scale", "arguments": {"value": 3}}\n</tool_call>', "scale", {"value": 3.0}),
+        (
+            '<tool_call>\n{"name": "scale", "arguments": {"value": 3}}\n</tool_call>',
+            "scale",
+            {"value": 3.0},
+        ),
         ('<tool_call>{"name": "now"}</tool_call>', "now", {}),
         (
             '<tool_call>{"id": "1", "type": "function", "function": '
@@ -47,7 +65,11 @@ def make_tools(**options):
             "zoom",
             {"row": 2, "column": 3},
         ),
-        ('<tool_call>{"function": {"name": "scale", "arguments": {"value": 3}}}</tool_call>', "scale", {"value": 3.0}),
+        (
+            '<tool_call>{"function": {"name": "scale", "arguments": {"value": 3}}}</tool_call>',
+            "scale",
+            {"value": 3.0},
+        ),
         ('{"name": "scale", "parameters": {"value": 3}}', "scale", {"value": 3.0}),
         ('<think>x</think>\n<|python_tag|>{"name": "now", "parameters": {}}', "now", {}),
         ('[TOOL_CALLS][{"name": "scale", "arguments": {"value": 3}}]', "scale", {"value": 3.0}),
@@ -57,17 +79,32 @@ def make_tools(**options):
 def test_calls_are_parsed(text, name, arguments):
     call = make_tools().parse(text)
     assert call == ToolCall(name, arguments)
-    assert [type(value) for value in call.arguments.values()] == [type(call.arguments[key]) for key in arguments]
-    assert list(call.arguments) == list(arguments)  # in the tool's order, whatever the JSON's order was
+    assert [type(value) for value in call.arguments.values()] == [
+        type(call.arguments[key]) for key in arguments
+    ]
+    assert list(call.arguments) == list(
+        arguments
+    )  # in the tool's order, whatever the JSON's order was
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "  \n ", "answer red", "zoom 2 3\nanswer red", "Zoom 2 3", "zoomed 2 3", "I would zoom 2 3",
-     "<think><tool_call>{</tool_call></think> answer 3", "<think>\nI could\nzoom 2 3",
-     '{"name": "red", "arguments": 1}',
-     '{"answer": 3}', "{zoom 2 3}", '{"name": ["zoom"], "arguments": {}}'],
-)  # fmt: skip
+    [
+        "",
+        "  \n ",
+        "answer red",
+        "zoom 2 3\nanswer red",
+        "Zoom 2 3",
+        "zoomed 2 3",
+        "I would zoom 2 3",
+        "<think><tool_call>{</tool_call></think> answer 3",
+        "<think>\nI could\nzoom 2 3",
+        '{"name": "red", "arguments": 1}',
+        '{"answer": 3}',
+        "{zoom 2 3}",
+        '{"name": ["zoom"], "arguments": {}}',
+    ],
+)
 def test_what_is_no_call_is_none(text):
     assert make_tools().parse(text) is None
 
@@ -93,12 +130,30 @@ def hermes(value):
         ("scale 1e999", "value must be a number"),
         ("say 2", "takes 2 arguments, not 1"),
         (hermes({"name": "zom", "arguments": {}}), "no tool 'zom'; did you mean 'zoom'?"),
-        (hermes({"name": "zoom", "arguments": {"row": 1}}), "takes the arguments ['row', 'column']"),
-        (hermes({"name": "zoom", "arguments": {"row": 1, "column": 2, "x": 3}}), "takes the arguments"),
-        (hermes({"name": "zoom", "arguments": {"row": "1", "column": 2}}), 'row must be a whole number, not "1"'),
-        (hermes({"name": "zoom", "arguments": {"row": True, "column": 2}}), "row must be a whole number"),
-        (hermes({"name": "zoom", "arguments": {"row": 1.0, "column": 2}}), "row must be a whole number"),
-        (hermes({"name": "zoom", "arguments": {"row": 10**30, "column": 2}}), "row must be a whole number"),
+        (
+            hermes({"name": "zoom", "arguments": {"row": 1}}),
+            "takes the arguments ['row', 'column']",
+        ),
+        (
+            hermes({"name": "zoom", "arguments": {"row": 1, "column": 2, "x": 3}}),
+            "takes the arguments",
+        ),
+        (
+            hermes({"name": "zoom", "arguments": {"row": "1", "column": 2}}),
+            'row must be a whole number, not "1"',
+        ),
+        (
+            hermes({"name": "zoom", "arguments": {"row": True, "column": 2}}),
+            "row must be a whole number",
+        ),
+        (
+            hermes({"name": "zoom", "arguments": {"row": 1.0, "column": 2}}),
+            "row must be a whole number",
+        ),
+        (
+            hermes({"name": "zoom", "arguments": {"row": 10**30, "column": 2}}),
+            "row must be a whole number",
+        ),
         (hermes({"name": "say", "arguments": {"times": 1, "text": 3}}), "text must be text"),
         (hermes({"name": "scale", "arguments": {"value": True}}), "value must be a number"),
         (hermes('{"name": "scale", "arguments": {"value": NaN}}'), "not valid JSON"),
@@ -136,7 +191,7 @@ def test_format_is_the_inverse_of_parse(style):
         ToolCall("say", {"times": 1, "text": "3 + 4"}),
         ToolCall("now", {}),
     ):
-        assert toolset.parse(toolset.format(call, style)) == call
+        assert toolset.parse(toolset.format_call(call, style)) == call
 
 
 def test_context_reaches_functions_and_is_not_shared():
@@ -144,7 +199,9 @@ def test_context_reaches_functions_and_is_not_shared():
     first, second = toolset.bind("ab"), toolset.bind("xy")
     assert first.run(ToolCall("peek", {"at": 1})) == ("b", False)
     assert second.run(ToolCall("peek", {"at": 1})) == ("y", False)
-    assert toolset.run(ToolCall("peek", {"at": 1}))[1]  # without its context: an error, not an exception
+    assert toolset.run(ToolCall("peek", {"at": 1}))[
+        1
+    ]  # without its context: an error, not an exception
     assert first.run(ToolCall("peek", {"at": 7})) == ("error: string index out of range", True)
     assert first.run(ToolCall("pek", {})) == ("error: no tool 'pek'; did you mean 'peek'?", True)
 
@@ -161,7 +218,14 @@ def test_what_a_tool_does_wrong_becomes_an_error_observation(timeout_s):
         [
             Tool("leave", "", {}, leave, timeout_s=timeout_s),
             Tool("fail", "", {"text": str}, fail, timeout_s=timeout_s, max_output_chars=50),
-            Tool("flood", "", {"size": int}, lambda size: "x" * size, timeout_s=timeout_s, max_output_chars=50),
+            Tool(
+                "flood",
+                "",
+                {"size": int},
+                lambda size: "x" * size,
+                timeout_s=timeout_s,
+                max_output_chars=50,
+            ),
             Tool("odd", "", {}, lambda: "a\ud800b", timeout_s=timeout_s),
         ]
     )
@@ -188,15 +252,24 @@ def test_a_hanging_tool_is_left_behind(monkeypatch):
     toolset = Toolset([Tool("hang", "", {}, hang, timeout_s=0.05)])
     try:
         for _ in range(2):
-            assert toolset.run(ToolCall("hang", {})) == ("error: hang did not answer within 0.05 seconds", True)
-        assert toolset.run(ToolCall("hang", {})) == ("error: hang is out of service; 2 earlier calls still hang", True)
+            assert toolset.run(ToolCall("hang", {})) == (
+                "error: hang did not answer within 0.05 seconds",
+                True,
+            )
+        assert toolset.run(ToolCall("hang", {})) == (
+            "error: hang is out of service; 2 earlier calls still hang",
+            True,
+        )
         assert len(threads) == 2 and all(thread.daemon for thread in threads)
     finally:
         release.set()
     for thread in threads:
         thread.join(10)
     quick = Toolset([Tool("quick", "", {}, lambda: "here", timeout_s=30.0)])
-    assert quick.run(ToolCall("quick", {})) == ("here", False)  # once they are gone, timed tools work again
+    assert quick.run(ToolCall("quick", {})) == (
+        "here",
+        False,
+    )  # once they are gone, timed tools work again
 
 
 def test_quick_tools_run_on_the_callers_thread():
@@ -229,20 +302,40 @@ def test_schema_and_instructions():
         },
     }
     kinds = [entry["function"]["parameters"]["properties"] for entry in toolset.schema()]
-    assert kinds[1:3] == [{"times": {"type": "integer"}, "text": {"type": "string"}}, {"value": {"type": "number"}}]
-    assert "zoom ROW COLUMN: look at a cell" in toolset.instructions()
-    assert "<tool_call>" in toolset.instructions("hermes") and '"name": "zoom"' in toolset.instructions("hermes")
+    assert kinds[1:3] == [
+        {"times": {"type": "integer"}, "text": {"type": "string"}},
+        {"value": {"type": "number"}},
+    ]
+    assert "zoom ROW COLUMN: look at a cell" in toolset.describe_tools()
+    assert "<tool_call>" in toolset.describe_tools(
+        "hermes"
+    ) and '"name": "zoom"' in toolset.describe_tools("hermes")
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"name": "two words"}, {"name": ""}, {"parameters": {"x": set}}, {"parameters": {"a b": int}}, {"timeout_s": 0.0},
-         {"optional": ("x",)},
-     {"timeout_s": float("nan")}, {"max_output_chars": 0}],
-)  # fmt: skip
+    [
+        {"name": "two words"},
+        {"name": ""},
+        {"parameters": {"x": set}},
+        {"parameters": {"a b": int}},
+        {"timeout_s": 0.0},
+        {"optional": ("x",)},
+        {"timeout_s": float("nan")},
+        {"max_output_chars": 0},
+    ],
+)
 def test_bad_tools_are_refused(options):
     with pytest.raises(SettingsError):
-        Tool(**{"name": "zoom", "description": "", "parameters": {}, "function": time.time, **options})
+        Tool(
+            **{
+                "name": "zoom",
+                "description": "",
+                "parameters": {},
+                "function": time.time,
+                **options,
+            }
+        )
 
 
 def test_names_are_unique():
@@ -255,7 +348,12 @@ BOTH, PUT = {"words": ["a", "b"], "exact": True}, {"place": {"at": [1, 2]}, "mod
 
 
 def rich_tools(**options):
-    def find(words: list[str], exact: bool = False, limit: int | None = None, filters: dict[str, float] | None = None):
+    def find(
+        words: list[str],
+        exact: bool = False,
+        limit: int | None = None,
+        filters: dict[str, float] | None = None,
+    ):
         """Find texts.
 
         More about it.
@@ -266,14 +364,24 @@ def rich_tools(**options):
         return [words, exact, limit, filters]
 
     nested = {
-        "type": "object", "properties": {"at": {"$ref": "#/$defs/point"}}, "required": ["at"],
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/point"}},
+        "required": ["at"],
         "additionalProperties": False,
-        "$defs": {"point": {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": 2}},
-    }  # fmt: skip
+        "$defs": {
+            "point": {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": 2}
+        },
+    }
     return Toolset(
         [
             Tool.from_function(find, **options),
-            Tool("put", "put it", {"place": nested, "mode": {"enum": ["a", "b"]}}, lambda **given: given, **options),
+            Tool(
+                "put",
+                "put it",
+                {"place": nested, "mode": {"enum": ["a", "b"]}},
+                lambda **given: given,
+                **options,
+            ),
         ]
     )
 
@@ -283,9 +391,13 @@ def test_a_function_s_hints_and_docstring_are_its_schema():
     assert (function["name"], function["description"]) == ("find", "Find texts.")
     assert function["parameters"]["required"] == ["words"]
     assert function["parameters"]["properties"]["words"] == {
-        "type": "array", "items": {"type": "string"}, "description": "the words to look for"
-    }  # fmt: skip
-    assert function["parameters"]["properties"]["limit"] == {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "the words to look for",
+    }
+    assert function["parameters"]["properties"]["limit"] == {
+        "anyOf": [{"type": "integer"}, {"type": "null"}]
+    }
     assert rich_tools().tools["find"].usage == "find WORDS [EXACT] [LIMIT] [FILTERS]"
     with pytest.raises(SettingsError, match="the argument x has no type hint"):
         Tool.from_function(lambda x: x)
@@ -300,13 +412,13 @@ def test_a_function_s_hints_and_docstring_are_its_schema():
         ('find ["a"]', {"words": ["a"]}),
         (hermes({"name": "put", "arguments": PUT}), PUT),
     ],
-)  # fmt: skip
+)
 def test_lists_truth_values_objects_and_what_may_be_left_out(text, arguments):
     tools = rich_tools()
     call = tools.parse(text)
     assert call.arguments == arguments
     for style in ("line", "hermes"):
-        assert tools.parse(tools.format(call, style)) == call
+        assert tools.parse(tools.format_call(call, style)) == call
 
 
 @pytest.mark.parametrize(
@@ -315,7 +427,10 @@ def test_lists_truth_values_objects_and_what_may_be_left_out(text, arguments):
         ({"words": "a"}, 'find: words must be a list, not "a"'),
         ({"words": [1]}, r"find: words\[0\] must be text, not 1"),
         ({"words": [], "exact": 1}, "find: exact must be true or false, not 1"),
-        ({"words": [], "limit": 1.5}, "find: limit must be a whole number, not 1.5; or .* must be null"),
+        (
+            {"words": [], "limit": 1.5},
+            "find: limit must be a whole number, not 1.5; or .* must be null",
+        ),
         ({"words": [], "filters": {"x": "y"}}, "find: filters.x must be a number"),
         ({}, r"takes the arguments .* of which \['exact', 'limit', 'filters'\] may be left out"),
         ({"words": [], "other": 1}, "takes the arguments"),
@@ -349,7 +464,9 @@ def test_several_calls_of_a_turn_run_at_once_and_answer_in_order():
         return name
 
     tools = Toolset([Tool.from_function(meet, timeout_s=60.0)])
-    text = hermes({"name": "meet", "arguments": {"name": "a"}}) + hermes({"name": "meet", "arguments": {"name": "b"}})
+    text = hermes({"name": "meet", "arguments": {"name": "a"}}) + hermes(
+        {"name": "meet", "arguments": {"name": "b"}}
+    )
     mistral = '[TOOL_CALLS]meet[ARGS]{"name": "a"}[TOOL_CALLS]meet[ARGS]{"name": "b"}'
     for written in (
         text,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.adapters import stand_in
 
-from rl_core.environments import make
+from rl_core.environments import make_environment
 from rl_core.errors import SettingsError
 from rl_core.types import ToolCall
 
@@ -20,7 +20,9 @@ def call(**arguments):
 
 
 def shop(name="Shop", **options):
-    return make("verifiers", {"taskset": f"shop_tasks:{name}", "heldout": 0.2, "workers": 1, **options})
+    return make_environment(
+        "verifiers", {"taskset": f"shop_tasks:{name}", "heldout": 0.2, "workers": 1, **options}
+    )
 
 
 def test_calls_results_and_rewards(fake: None) -> None:
@@ -28,16 +30,25 @@ def test_calls_results_and_rewards(fake: None) -> None:
     assert list(environment.tools.tools) == ["shop_price"]
     episode = environment.episode(environment.seeds("train")[0], "all")
     system, question = episode.reset()
-    assert system["role"] == "system" and system["content"].startswith("shop\n\n") and "shop_price" in system["content"]
+    assert (
+        system["role"] == "system"
+        and system["content"].startswith("shop\n\n")
+        and "shop_price" in system["content"]
+    )
     assert question["role"] == "user"
 
     step = episode.step(call(item="tea", count=4) + call(item="tea"))
     assert step.messages == [{"role": "tool", "content": "13"}, {"role": "tool", "content": "4"}]
-    assert step.tool_call == ToolCall("shop_price", {"item": "tea", "count": 4}) and len(step.more_calls) == 1
+    assert (
+        step.tool_call == ToolCall("shop_price", {"item": "tea", "count": 4})
+        and len(step.more_calls) == 1
+    )
     assert (step.reward, step.terminated, step.is_error) == (0.0, False, False)
 
     step = episode.step(call(count=2))  # `item` is missing: the tool is not called
-    assert step.is_error and step.messages[0]["content"].startswith("error: shop_price takes the arguments")
+    assert step.is_error and step.messages[0]["content"].startswith(
+        "error: shop_price takes the arguments"
+    )
     step = episode.step(call(item="car"))
     assert step.is_error and step.info == {"failed_calls": [0]}
     assert step.messages == [{"role": "tool", "content": "Error: KeyError: 'car'"}]
@@ -126,7 +137,9 @@ def test_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("verifiers.v1")
     (tmp_path / "real_shop.py").write_text(REAL)
     monkeypatch.syspath_prepend(str(tmp_path))
-    environment = make("verifiers", {"taskset": "real_shop:Shop", "heldout": 0.2, "workers": 1})
+    environment = make_environment(
+        "verifiers", {"taskset": "real_shop:Shop", "heldout": 0.2, "workers": 1}
+    )
     episode = environment.episode(environment.seeds("train")[0], "all")
     wanted = call(item="tea", count=4).replace("shop_price", "prices_price")
     assert episode.step(wanted).messages == [{"role": "tool", "content": "13"}]

@@ -7,16 +7,21 @@ from pathlib import Path
 import pytest
 from helpers.adapters import stand_in
 
-from rl_core.environments import make
+from rl_core.environments import make_environment
 from rl_core.errors import EnvironmentFault, SettingsError
 
 fake = stand_in("verifiers")
 
-OPENING = [{"role": "system", "content": "guess"}, {"role": "user", "content": "a number below ten?"}]
+OPENING = [
+    {"role": "system", "content": "guess"},
+    {"role": "user", "content": "a number below ten?"},
+]
 
 
 def guessing(**options):
-    return make("verifiers", {"taskset": "guessing_tasks", "heldout": 0.3, "workers": 1, **options})
+    return make_environment(
+        "verifiers", {"taskset": "guessing_tasks", "heldout": 0.3, "workers": 1, **options}
+    )
 
 
 def with_answer(environment, wanted):
@@ -27,7 +32,9 @@ def with_answer(environment, wanted):
 
 def test_a_game_by_hand(fake: None) -> None:
     environment = guessing()
-    assert len(environment.seeds("train")) + len(environment.seeds("heldout")) == 20, "equal prompts, other tasks"
+    assert len(environment.seeds("train")) + len(environment.seeds("heldout")) == 20, (
+        "equal prompts, other tasks"
+    )
     assert 2 < len(environment.seeds("heldout")) < 18
     episode = with_answer(environment, "4")
     assert episode.reset() == OPENING
@@ -50,12 +57,18 @@ def test_a_limit_and_a_stop_end_the_game(fake: None) -> None:
     step = episode.step("1")  # its fourth turn, the agent's limit
     assert step.terminated and step.reward == 0.5 and step.info["metrics"]["stopped"] == 1.0
     step = with_answer(guessing(), "4").step("I give up")
-    assert step.terminated and step.reward == 1.0 and step.info["rewards"] == {"right": 0.0, "game": 1.0}
+    assert (
+        step.terminated
+        and step.reward == 1.0
+        and step.info["rewards"] == {"right": 0.0, "game": 1.0}
+    )
 
 
 def test_its_settings_and_messages_as_objects(fake: None) -> None:
     environment = guessing(environment_config={"polite": True})
-    assert with_answer(environment, "4").step("5").messages == [{"role": "user", "content": "please smaller"}]
+    assert with_answer(environment, "4").step("5").messages == [
+        {"role": "user", "content": "please smaller"}
+    ]
     with pytest.raises(SettingsError, match="extra inputs are not permitted: \\['rude'\\]"):
         guessing(environment_config={"rude": True}).seeds("train")
 
@@ -70,7 +83,9 @@ def test_an_environment_that_speaks_first(fake: None) -> None:
 def test_what_it_draws_is_the_same_each_time_or_refused(fake: None) -> None:
     episode = with_answer(guessing(), "4")
     first = episode.step("chance").messages[0]["content"]
-    with pytest.raises(EnvironmentFault, match=r"has a different conversation .* each time it is loaded"):
+    with pytest.raises(
+        EnvironmentFault, match=r"has a different conversation .* each time it is loaded"
+    ):
         episode.step("5")
     again = with_answer(guessing(), "4").step("chance").messages[0]["content"]
     assert again.split()[0] == first.split()[0] and again.split()[1] != first.split()[1]
@@ -90,11 +105,17 @@ def test_faults_of_the_environment_are_no_zeros_and_those_of_a_reward_are(fake: 
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"environment": "guessing_tasks:Meeting"}, "Meeting has the agents one, two; only environments with one"),
+        (
+            {"environment": "guessing_tasks:Meeting"},
+            "Meeting has the agents one, two; only environments with one",
+        ),
         ({"environment": "guessing_tasks:Served"}, "Served has a start()"),
         ({"environment": "guessing_tasks:Silent"}, "ended without asking the agent"),
         ({"environment": "guessing_tasks:Nothing"}, "AttributeError"),
-        ({"taskset": "guessing_tasks:Unprompted"}, "it has no prompt, and its environment says nothing"),
+        (
+            {"taskset": "guessing_tasks:Unprompted"},
+            "it has no prompt, and its environment says nothing",
+        ),
     ],
 )
 def test_what_cannot_be_played_is_refused(fake: None, options: dict, part: str) -> None:
@@ -158,7 +179,7 @@ def test_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("verifiers.v1")
     (tmp_path / "counting_tasks.py").write_text(REAL)
     monkeypatch.syspath_prepend(str(tmp_path))
-    environment = make("verifiers", {"taskset": "counting_tasks", "success_at": 2.5})
+    environment = make_environment("verifiers", {"taskset": "counting_tasks", "success_at": 2.5})
     episode = environment.episode(0, "all")
     assert episode.reset() == [{"role": "user", "content": "count"}]
     assert episode.step("x").messages[0]["content"].startswith("no, ")

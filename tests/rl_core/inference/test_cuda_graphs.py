@@ -10,8 +10,8 @@ from helpers.scripted_sequences import ScriptedSequence, make_model
 
 from rl_core.capabilities import Decision, decoding
 from rl_core.inference import cuda_graphs, decoder
-from rl_core.inference.cuda_graphs import StepGraphs, padded_length, padded_rows
-from rl_core.inference.engine import make_backend
+from rl_core.inference.cuda_graphs import StepGraphs, round_up_length, round_up_rows
+from rl_core.inference.engine import create_rollout_backend
 from rl_core.settings import SamplingSettings
 
 
@@ -46,7 +46,7 @@ def run(found, recorder, times, size=1):
 
 
 def test_sizes():
-    assert [padded_rows(count) for count in (1, 2, 3, 4, 5, 8, 9, 16, 17, 64, 65)] == [
+    assert [round_up_rows(count) for count in (1, 2, 3, 4, 5, 8, 9, 16, 17, 64, 65)] == [
         1,
         2,
         4,
@@ -59,12 +59,12 @@ def test_sizes():
         64,
         72,
     ]
-    assert [padded_length(length) for length in (1, 128, 129, 1000)] == [128, 128, 256, 1024]
+    assert [round_up_length(length) for length in (1, 128, 129, 1000)] == [128, 128, 256, 1024]
 
 
 def test_what_comes_again_is_recorded():
     recorder = Recorder()
-    found = StepGraphs(recorder, worth_it=3)
+    found = StepGraphs(recorder, min_steps=3)
     run(found, recorder, 2)
     assert recorder.counts() == (0, 0, 2)
     run(found, recorder, 5)
@@ -77,21 +77,21 @@ def test_what_comes_again_is_recorded():
 
 def test_other_places_in_memory_end_recordings():
     recorder = Recorder()
-    found = StepGraphs(recorder, worth_it=1)
-    found.bind((1, 2))
+    found = StepGraphs(recorder, min_steps=1)
+    found.bind_memory((1, 2))
     run(found, recorder, 2)
-    found.bind((1, 2))
+    found.bind_memory((1, 2))
     run(found, recorder, 2)
     assert recorder.counts() == (1, 4, 0)
-    found.bind((1, 3))
+    found.bind_memory((1, 3))
     run(found, recorder, 2)
     assert recorder.counts() == (1, 2, 0)
 
 
 def test_there_are_only_so_many(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_MOST", 2)
+    monkeypatch.setattr(cuda_graphs, "_MAX_RECORDINGS", 2)
     recorder = Recorder()
-    found = StepGraphs(recorder, worth_it=1)
+    found = StepGraphs(recorder, min_steps=1)
     for size in range(4):
         run(found, recorder, 2, size)
     assert recorder.counts() == (2, 4, 4)
@@ -103,7 +103,7 @@ def test_what_cannot_be_recorded_is_computed(caplog):
     def refuses(compute, inputs):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    found = StepGraphs(refuses, worth_it=2)
+    found = StepGraphs(refuses, min_steps=2)
     with caplog.at_level(logging.WARNING):
         run(found, recorder, 5)
         run(found, recorder, 5, size=2)
@@ -114,14 +114,22 @@ def test_what_cannot_be_recorded_is_computed(caplog):
 def test_recordings_follow_the_weights_and_outlive_a_run(monkeypatch):
     """Steps in place change what is replayed; a larger cache ends the recordings."""
     recorder = Recorder()
-    monkeypatch.setattr(decoding, "packed_weights", lambda model: Decision("packed weights", False, "as on a GPU"))
-    monkeypatch.setattr(decoder, "graphs_for", lambda device: StepGraphs(recorder, worth_it=4))
+    monkeypatch.setattr(
+        decoding,
+        "check_packed_weights",
+        lambda model: Decision("packed weights", False, "as on a GPU"),
+    )
+    monkeypatch.setattr(
+        decoder, "create_step_graphs", lambda device: StepGraphs(recorder, min_steps=4)
+    )
     model = make_model("llama")
-    engine = make_backend(model, eos_ids=(), pad_id=0, max_length=128)
+    engine = create_rollout_backend(model, eos_ids=(), pad_id=0, max_length=128)
 
     def play(slots=4, room=10):
-        sequences = [ScriptedSequence([5, 6, 7 + index], index, room=room) for index in range(slots)]
-        engine.run(sequences, SamplingSettings(max_completion_tokens=room, slots=slots))
+        sequences = [
+            ScriptedSequence([5, 6, 7 + index], index, room=room) for index in range(slots)
+        ]
+        engine.run_sequences(sequences, SamplingSettings(max_completion_tokens=room, slots=slots))
         return [sequence.completion_ids for sequence in sequences]
 
     first = play()
@@ -129,7 +137,9 @@ def test_recordings_follow_the_weights_and_outlive_a_run(monkeypatch):
     assert play() == first and recorder.recorded == 1 and recorder.replayed == 17
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
     assert play() != first and recorder.recorded == 1
     play(slots=8)
     assert recorder.recorded == 2
@@ -141,14 +151,22 @@ def test_recordings_change_nothing_on_a_gpu(dtype, monkeypatch):
     model = make_model("qwen3", head_dim=64, hidden_size=128).to("cuda", dtype).eval()
 
     def play():
-        engine = make_backend(model, eos_ids=(), pad_id=0, max_length=200)
-        sequences = [ScriptedSequence([5, 6, 7 + index], index, room=150 - 9 * index) for index in range(12)]
-        engine.run(sequences, SamplingSettings(max_completion_tokens=150, slots=12, temperature=0))
+        engine = create_rollout_backend(model, eos_ids=(), pad_id=0, max_length=200)
+        sequences = [
+            ScriptedSequence([5, 6, 7 + index], index, room=150 - 9 * index) for index in range(12)
+        ]
+        engine.run_sequences(
+            sequences, SamplingSettings(max_completion_tokens=150, slots=12, temperature=0)
+        )
         assert engine._decoder.graphs._recorded and engine._decoder.graphs._works
-        return [sequence.completion_ids for sequence in sequences], [sequence.logprobs for sequence in sequences]
+        return [sequence.completion_ids for sequence in sequences], [
+            sequence.logprobs for sequence in sequences
+        ]
 
     recorded, logprobs = play()
-    monkeypatch.setattr(cuda_graphs, "_Recorder", lambda: lambda compute, inputs: lambda: compute(inputs))
+    monkeypatch.setattr(
+        cuda_graphs, "_GraphRecorder", lambda: lambda compute, inputs: lambda: compute(inputs)
+    )
     launched, expected = play()
     assert recorded == launched
     for one, two in zip(logprobs, expected, strict=True):
@@ -157,16 +175,24 @@ def test_recordings_change_nothing_on_a_gpu(dtype, monkeypatch):
 
 def test_rows_that_fill_up_a_step_write_to_the_padding_slot_alone(monkeypatch):
     """Slots behind the active ones may belong to sequences that wait."""
-    monkeypatch.setattr(decoding, "packed_weights", lambda model: Decision("packed weights", False, "as on a GPU"))
-    monkeypatch.setattr(decoder, "graphs_for", lambda device: StepGraphs(Recorder(), worth_it=2))
+    monkeypatch.setattr(
+        decoding,
+        "check_packed_weights",
+        lambda model: Decision("packed weights", False, "as on a GPU"),
+    )
+    monkeypatch.setattr(
+        decoder, "create_step_graphs", lambda device: StepGraphs(Recorder(), min_steps=2)
+    )
     found = decoder.Decoder(make_model("llama"))
-    found.reserve(6, 20)
+    found.reserve_cache(6, 20)
     assert found.slots == 6 and found._cache.shape[2] == 7
     with torch.inference_mode():
         found._cache.normal_(generator=torch.Generator().manual_seed(0))
     before = found._cache.clone()
     for _ in range(3):
-        both = found.sample(np.array([5, 6, 7]), np.array([3, 0, 9]), np.array([0.1, 0.5, 0.9]), SamplingSettings())
+        both = found.sample_with_graphs(
+            np.array([5, 6, 7]), np.array([3, 0, 9]), np.array([0.1, 0.5, 0.9]), SamplingSettings()
+        )
         assert both.shape == (2, 3) and (both[1] < 0).all()
     changed = (found._cache != before).any(-1)  # [layers, 2, slots, K, length]
     places = {(slot, place) for _, _, slot, _, place in torch.nonzero(changed).tolist()}

@@ -34,17 +34,17 @@ from transformers import (
 )
 
 from rl_core import timing
-from rl_core.capabilities import Decision, decoding, packed_weights
-from rl_core.cpu import build, fused_decode, int8_gemm, packed_vectors
-from rl_core.cpu.packed_products import PackedProducts
+from rl_core.capabilities import Decision, check_packed_weights, decoding
+from rl_core.cpu import build, fused_decode, packed_gemm
+from rl_core.cpu.packed_gemm import PackedProducts
 from rl_core.errors import DataError, NonFiniteTensor
 from rl_core.inference import decoder
 from rl_core.inference.cuda_graphs import StepGraphs
-from rl_core.inference.engine import Engine, make_backend
+from rl_core.inference.engine import Engine, create_rollout_backend
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
-from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.rollouts.batching import TrainRow, build_batches
 from rl_core.settings import LoraSettings, SamplingSettings
 
 EOS = list(range(1, VOCAB, 5))  # often enough for several turns
@@ -54,7 +54,7 @@ class Rerun(StepGraphs):
     """Recordings that are no recordings: what they compute is computed anew, from the inputs that they keep."""
 
     def __init__(self) -> None:
-        super().__init__(lambda compute, inputs: lambda: compute(inputs), worth_it=2)
+        super().__init__(lambda compute, inputs: lambda: compute(inputs), min_steps=2)
 
 
 def with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,8 +62,8 @@ def with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     code = tile_code()
     if code is None:
         pytest.skip("needs a C compiler")
-    monkeypatch.setattr(int8_gemm, "load", lambda: PackedProducts(code, "int8"))
-    monkeypatch.setattr(build, "load", lambda: code)
+    monkeypatch.setattr(packed_gemm, "load_int8_gemm", lambda: PackedProducts(code, "int8"))
+    monkeypatch.setattr(build, "load_library", lambda: code)
 
 
 @pytest.fixture(params=["tiles", "vectors", "compiled", "packed", "in place", "recorded"])
@@ -72,20 +72,24 @@ def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     where heads have a fitting size, or all of it compiled where the processor has tiles or wide vectors; or with the
     weights where they are, as on a GPU, and with steps of rounded sizes whose recordings are replayed, as there."""
     if request.param in ("in place", "recorded"):
-        monkeypatch.setattr(decoding, "packed_weights", lambda model: Decision("packed weights", False, "as on a GPU"))
+        monkeypatch.setattr(
+            decoding,
+            "check_packed_weights",
+            lambda model: Decision("packed weights", False, "as on a GPU"),
+        )
     if request.param == "recorded":
-        monkeypatch.setattr(decoder, "graphs_for", lambda device: Rerun())
+        monkeypatch.setattr(decoder, "create_step_graphs", lambda device: Rerun())
     if request.param == "packed":
-        monkeypatch.setattr(fused_decode, "load", lambda: None)
-    if request.param == "vectors" and packed_vectors.load() is None:
+        monkeypatch.setattr(fused_decode, "load_decode_kernels", lambda: None)
+    if request.param == "vectors" and packed_gemm.load_packed_vectors() is None:
         pytest.skip("needs a C compiler and a processor with vectors of 8 numbers")
     if request.param == "tiles":
         with_tiles(monkeypatch)
     else:
-        monkeypatch.setattr(int8_gemm, "load", lambda: None)
+        monkeypatch.setattr(packed_gemm, "load_int8_gemm", lambda: None)
     if request.param != "vectors":
-        monkeypatch.setattr(packed_vectors, "load", lambda: None)
-    if request.param == "compiled" and fused_decode.load() is None:
+        monkeypatch.setattr(packed_gemm, "load_packed_vectors", lambda: None)
+    if request.param == "compiled" and fused_decode.load_decode_kernels() is None:
         pytest.skip("needs a C compiler")
     return str(request.param)
 
@@ -97,16 +101,19 @@ def model(request: pytest.FixtureRequest, weights: str) -> PreTrainedModel:
 
 def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     small = make_model("llama")
-    assert packed_weights(small).allowed and packed_weights(make_model("llama").double()).allowed
-    assert not packed_weights(make_model("llama").bfloat16()).allowed
+    assert (
+        check_packed_weights(small).allowed
+        and check_packed_weights(make_model("llama").double()).allowed
+    )
+    assert not check_packed_weights(make_model("llama").bfloat16()).allowed
     size = 4 * sum(parameter.numel() for parameter in small.parameters())
     monkeypatch.setattr(decoding, "PACKED_BYTES", size)
-    assert packed_weights(small).allowed
+    assert check_packed_weights(small).allowed
     monkeypatch.setattr(decoding, "PACKED_BYTES", size - 1)
-    assert not packed_weights(small).allowed
+    assert not check_packed_weights(small).allowed
 
 
-@pytest.mark.skipif(fused_decode.load() is None, reason="needs a C compiler")
+@pytest.mark.skipif(fused_decode.load_decode_kernels() is None, reason="needs a C compiler")
 def test_what_is_compiled() -> None:
     assert decoder.Decoder(make_model("llama", head_dim=16))._compiled is not None
     for other in (make_model("llama", head_dim=8), make_model("llama", head_dim=16).double()):
@@ -115,21 +122,26 @@ def test_what_is_compiled() -> None:
 
 def play(backend: Engine | TransformersBackend, **options: float) -> list[ScriptedSequence]:
     sequences = make_sessions()
-    backend.run(sequences, sampling(**options))
+    backend.run_sequences(sequences, sampling(**options))
     return sequences
 
 
 def backends(model: PreTrainedModel) -> tuple[Engine, TransformersBackend]:
-    engine = make_backend(model, eos_ids=EOS, pad_id=0, max_length=128)
+    engine = create_rollout_backend(model, eos_ids=EOS, pad_id=0, max_length=128)
     assert isinstance(engine, Engine)
     return engine, TransformersBackend(model, eos_ids=EOS, pad_id=0, max_length=128)
 
 
-def trainer_gap(model: PreTrainedModel, sequences: list[ScriptedSequence], temperature: float = 1.0) -> float:
+def trainer_gap(
+    model: PreTrainedModel, sequences: list[ScriptedSequence], temperature: float = 1.0
+) -> float:
     """Largest difference between the sampler's and the trainer's log-probabilities."""
-    rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, s.logprobs, temperature) for s in sequences]
+    rows = [
+        TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, s.logprobs, temperature)
+        for s in sequences
+    ]
     gap = 0.0
-    for batch in make_batches(rows, 256, 0):
+    for batch in build_batches(rows, 256, 0):
         with torch.no_grad():
             logprobs_BS, _ = completion_logprobs(model, batch)
         assert batch.sampler_logprobs_BS is not None
@@ -141,11 +153,15 @@ def test_greedy_tokens_equal_generate(model: PreTrainedModel) -> None:
     engine, _ = backends(model)
     prompts = [[5, 9, 33, 12], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
     sequences = [ScriptedSequence(prompt, 0) for prompt in prompts]
-    engine.run(sequences, sampling(temperature=0))
+    engine.run_sequences(sequences, sampling(temperature=0))
     for prompt, sequence in zip(prompts, sequences, strict=True):
         ids = torch.tensor([prompt])
         expected = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=ROOM, do_sample=False, eos_token_id=EOS
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=ROOM,
+            do_sample=False,
+            eos_token_id=EOS,
         )
         assert sequence.completion_ids == expected[0, len(prompt) :].tolist()
 
@@ -155,9 +171,13 @@ def test_multi_turn_episodes_equal_the_transformers_backend(model: PreTrainedMod
     for temperature in (0.0, 0.5, 0.7, 2.0):
         ours, theirs = play(engine, temperature=temperature), play(plain, temperature=temperature)
         assert [s.turns for s in ours] == [s.turns for s in theirs]
-        assert sum(len(s.turns) > 1 for s in ours) >= 3, "episodes need several turns for this to show anything"
+        assert sum(len(s.turns) > 1 for s in ours) >= 3, (
+            "episodes need several turns for this to show anything"
+        )
         np.testing.assert_allclose(
-            np.concatenate([s.logprobs for s in ours]), np.concatenate([s.logprobs for s in theirs]), atol=1e-4
+            np.concatenate([s.logprobs for s in ours]),
+            np.concatenate([s.logprobs for s in theirs]),
+            atol=1e-4,
         )
 
 
@@ -168,7 +188,9 @@ def test_sampler_and_trainer_agree(model: PreTrainedModel) -> None:
         assert trainer_gap(model, play(engine, temperature=temperature), temperature) < 1e-4
         if temperature in (0.5, 2.0):
             assert trainer_gap(model, play(plain, temperature=temperature), temperature) < 1e-4
-            assert trainer_gap(model, play(engine, temperature=temperature)) > 0.1, "at 1 it is another distribution"
+            assert trainer_gap(model, play(engine, temperature=temperature)) > 0.1, (
+                "at 1 it is another distribution"
+            )
 
 
 def test_norms_that_weigh_a_quiet_channel_heavily(weights: str) -> None:
@@ -184,11 +206,14 @@ def test_norms_that_weigh_a_quiet_channel_heavily(weights: str) -> None:
         trunk.embed_tokens.weight[:, 5] *= 1e-5
         trunk.norm.weight[5] = 3000.0
     engine, _ = backends(model)
-    with timing.collected() as found:
+    with timing.collect_seconds() as found:
         assert trainer_gap(model, play(engine)) < 1e-5
     if weights == "tiles":  # of 2 layers the inputs of two of four products, and that of the head
         assert found["packed_weights_in_float"] == 2 * (4 * 16 + 2 * 2 * 16 + 2 * 64) + VOCAB
-        assert found["packed_weights"] == sum(p.numel() for p in model.parameters() if p.ndim == 2) - VOCAB * 32
+        assert (
+            found["packed_weights"]
+            == sum(p.numel() for p in model.parameters() if p.ndim == 2) - VOCAB * 32
+        )
 
 
 @pytest.mark.parametrize("slots", [1, 4, 7])
@@ -206,9 +231,9 @@ def test_many_sessions_over_few_slots() -> None:
     generator = np.random.default_rng(1)
     prompts = [generator.integers(3, VOCAB, 60).tolist() for _ in range(30)]
     alone, together = ([ScriptedSequence(p, i) for i, p in enumerate(prompts)] for _ in range(2))
-    engine.run(together, sampling(slots=5, max_completion_tokens=8))
+    engine.run_sequences(together, sampling(slots=5, max_completion_tokens=8))
     for sequence in alone:
-        engine.run([sequence], sampling(max_completion_tokens=8))
+        engine.run_sequences([sequence], sampling(max_completion_tokens=8))
     assert [s.turns for s in together] == [s.turns for s in alone]
 
 
@@ -234,23 +259,28 @@ def test_follows_replaced_parameters() -> None:
 def test_limits() -> None:
     model = make_model("llama")
     for backend in (
-        make_backend(model, eos_ids=[], pad_id=0, max_length=20),
+        create_rollout_backend(model, eos_ids=[], pad_id=0, max_length=20),
         TransformersBackend(model, eos_ids=[], pad_id=0, max_length=20),
     ):
-        by_room, by_context = ScriptedSequence([5, 6, 7], 0), ScriptedSequence(list(range(3, 18)), 0)
-        backend.run([by_room, by_context], sampling(max_completion_tokens=9))
+        by_room, by_context = (
+            ScriptedSequence([5, 6, 7], 0),
+            ScriptedSequence(list(range(3, 18)), 0),
+        )
+        backend.run_sequences([by_room, by_context], sampling(max_completion_tokens=9))
         assert [(len(ids), hit) for ids, hit in by_room.turns] == [(9, True)]
         assert [(len(ids), hit) for ids, hit in by_context.turns] == [(5, True)]  # 20 - 15
 
 
 def test_finished_rows_stay_within_learned_positions() -> None:
     """A row at its context's end waits for others of its batch, decoded on: GPT-2 has no such places."""
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=16))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=16)
+    )
     full, short = ScriptedSequence(list(range(3, 15)), 0), ScriptedSequence([4, 5], 1)
     alone = ScriptedSequence([4, 5], 1)
     backend = TransformersBackend(model, eos_ids=[], pad_id=0, max_length=16)
-    backend.run([full, short], sampling(max_completion_tokens=14))
-    backend.run([alone], sampling(max_completion_tokens=14))
+    backend.run_sequences([full, short], sampling(max_completion_tokens=14))
+    backend.run_sequences([alone], sampling(max_completion_tokens=14))
     assert [len(s.completion_ids) for s in (full, short)] == [4, 14]
     assert short.turns == alone.turns
 
@@ -259,13 +289,15 @@ def test_an_end_token_at_the_very_limit_is_no_cut() -> None:
     model = make_model("llama")
     prompts = [[5, 6, token] for token in range(3, VOCAB)]
     free = [ScriptedSequence(prompt, 0) for prompt in prompts]
-    make_backend(model, eos_ids=[], pad_id=0, max_length=64).run(free, sampling(temperature=0, max_completion_tokens=2))
+    create_rollout_backend(model, eos_ids=[], pad_id=0, max_length=64).run_sequences(
+        free, sampling(temperature=0, max_completion_tokens=2)
+    )
     ids = next(s.completion_ids for s in free if s.completion_ids[0] != s.completion_ids[1])
     prompt = next(s.prompt_ids for s in free if s.completion_ids == ids)
     for backend_class in (Engine, TransformersBackend):
         sequence = ScriptedSequence(prompt, 0)
         backend = backend_class(model, eos_ids=[ids[1]], pad_id=0, max_length=64)
-        backend.run([sequence], sampling(temperature=0, max_completion_tokens=2))
+        backend.run_sequences([sequence], sampling(temperature=0, max_completion_tokens=2))
         assert sequence.turns == [(ids, False)]
 
 
@@ -277,7 +309,9 @@ def test_bad_sessions_are_refused(backend_class: type) -> None:
         backend.run([ScriptedSequence([], 0)], sampling())
     with pytest.raises(DataError, match="prompt of 20 tokens"):
         backend.run([ScriptedSequence([3] * 20, 0)], sampling())
-    with pytest.raises(DataError, match="observation of 16 tokens"):  # 20 - 3 - 1 leaves 16: none to sample
+    with pytest.raises(
+        DataError, match="observation of 16 tokens"
+    ):  # 20 - 3 - 1 leaves 16: none to sample
         backend.run([ScriptedSequence([3] * 3, 0, [[4] * 16])], sampling())
     fits = ScriptedSequence([3] * 3, 0, [[4] * 15])
     backend.run([fits], sampling())
@@ -312,7 +346,9 @@ def test_adapters_are_sampled_from_and_taken_out_exactly() -> None:
     engine, plain = backends(lora)
     ours = play(engine)
     assert [s.turns for s in ours] == [s.turns for s in play(plain)]
-    assert [s.turns for s in ours] != [s.turns for s in play(backends(base)[0])], "the adapter has to matter"
+    assert [s.turns for s in ours] != [s.turns for s in play(backends(base)[0])], (
+        "the adapter has to matter"
+    )
     assert trainer_gap(lora, ours) < 1e-4
     assert all(torch.equal(value, state[name]) for name, value in lora.state_dict().items())
 
@@ -322,11 +358,13 @@ def test_an_error_in_a_session_leaves_the_adapter_unmerged() -> None:
     state = copy.deepcopy(lora.state_dict())
 
     class Broken(ScriptedSequence):
-        def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> list[int] | None:
+        def take_action(
+            self, action_ids: list[int], logprobs: list[float], hit_limit: bool
+        ) -> list[int] | None:
             raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        backends(lora)[0].run([Broken([3, 4], 0)], sampling())
+        backends(lora)[0].run_sequences([Broken([3, 4], 0)], sampling())
     assert all(torch.equal(value, state[name]) for name, value in lora.state_dict().items())
     assert not any(getattr(module, "merged", False) for module in lora.modules())
 
@@ -335,34 +373,41 @@ def test_sessions_may_compute_gradients_between_turns() -> None:
     """Environments and rewards run outside inference mode."""
 
     class Learning(ScriptedSequence):
-        def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> list[int] | None:
+        def take_action(
+            self, action_ids: list[int], logprobs: list[float], hit_limit: bool
+        ) -> list[int] | None:
             weight = torch.ones(2, requires_grad=True)
             with torch.enable_grad():
                 (weight * 2).sum().backward()
             assert weight.grad is not None and weight.grad.tolist() == [2.0, 2.0]
-            return super().advance(action_ids, logprobs, hit_limit)
+            return super().take_action(action_ids, logprobs, hit_limit)
 
     for backend in backends(make_model("llama")):
         sequence = Learning([3, 4], 0, [[5]], room=ROOM)
-        backend.run([sequence], sampling())
+        backend.run_sequences([sequence], sampling())
         assert sequence.turns
 
 
 def test_sampling_follows_the_models_distribution() -> None:
     """2,000 one-token samples against the model's own probabilities: chi-square over 64 tokens."""
     model = make_model("llama")
-    engine = make_backend(model, eos_ids=range(VOCAB), pad_id=0, max_length=64)
+    engine = create_rollout_backend(model, eos_ids=range(VOCAB), pad_id=0, max_length=64)
     sequences = [ScriptedSequence([5, 6, 7], seed) for seed in range(2000)]
     for temperature in (1.0, 1.6):
-        engine.run(sequences, sampling(temperature=temperature, slots=500))
+        engine.run_sequences(sequences, sampling(temperature=temperature, slots=500))
         counts = np.bincount([s.turns[-1][0][0] for s in sequences], minlength=VOCAB)
         with torch.no_grad():
-            p = torch.softmax(model(torch.tensor([[5, 6, 7]])).logits[0, -1] / temperature, -1).numpy()
+            p = torch.softmax(
+                model(torch.tensor([[5, 6, 7]])).logits[0, -1] / temperature, -1
+            ).numpy()
         keep = p * 2000 >= 5
         expected, seen = p[keep] * 2000, counts[keep]
         chi2 = ((seen - expected) ** 2 / expected).sum()
         assert keep.sum() >= 4
-        assert chi2 < keep.sum() + 4 * np.sqrt(2 * keep.sum()), (temperature, chi2)  # mean k - 1, deviation sqrt(2k)
+        assert chi2 < keep.sum() + 4 * np.sqrt(2 * keep.sum()), (
+            temperature,
+            chi2,
+        )  # mean k - 1, deviation sqrt(2k)
 
 
 def test_other_architectures_fall_back() -> None:
@@ -378,10 +423,10 @@ def test_other_architectures_fall_back() -> None:
     )
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config)
-    backend = make_backend(model, eos_ids=EOS, pad_id=0, max_length=128)
+    backend = create_rollout_backend(model, eos_ids=EOS, pad_id=0, max_length=128)
     assert isinstance(backend, TransformersBackend)
     sequences = make_sessions()
-    backend.run(sequences, sampling())
+    backend.run_sequences(sequences, sampling())
     with torch.no_grad():
         model.eval()
         assert trainer_gap(model, sequences) < 1e-4
@@ -389,19 +434,27 @@ def test_other_architectures_fall_back() -> None:
 
 def test_sliding_window_and_dynamic_rope_fall_back() -> None:
     sliding = make_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    dynamic = make_model("llama", rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0))
+    dynamic = make_model(
+        "llama", rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
+    )
     for model in (sliding, dynamic):
-        assert isinstance(make_backend(model, eos_ids=EOS, pad_id=0, max_length=64), TransformersBackend)
+        assert isinstance(
+            create_rollout_backend(model, eos_ids=EOS, pad_id=0, max_length=64), TransformersBackend
+        )
 
 
 def recurrent(family: str) -> PreTrainedModel:
-    shape = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, initializer_range=0.3, pad_token_id=0)
+    shape = dict(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, initializer_range=0.3, pad_token_id=0
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if family == "mamba":
             model: PreTrainedModel = MambaForCausalLM(MambaConfig(**shape, state_size=4))
         elif family == "mamba2":
-            model = Mamba2ForCausalLM(Mamba2Config(**shape, state_size=4, num_heads=4, head_dim=8, n_groups=2))
+            model = Mamba2ForCausalLM(
+                Mamba2Config(**shape, state_size=4, num_heads=4, head_dim=8, n_groups=2)
+            )
         else:
             layers = ["conv", "full_attention"]
             heads = dict(num_attention_heads=2, num_key_value_heads=1, intermediate_size=24)
@@ -418,9 +471,9 @@ def recurrent(family: str) -> PreTrainedModel:
 def test_recurrent_models_are_sampled_exactly(family: str) -> None:
     """Ragged prompts, several turns: without a key/value cache, and with one beside a recurrent state."""
     model = recurrent(family)
-    backend = make_backend(model, eos_ids=EOS, pad_id=0, max_length=128)
+    backend = create_rollout_backend(model, eos_ids=EOS, pad_id=0, max_length=128)
     assert isinstance(backend, TransformersBackend)
-    said = "keeps no key/value cache" in decoding.decoder(model).fallback
+    said = "keeps no key/value cache" in decoding.check_rollout_decoder(model).fallback
     assert said == (family != "lfm2")
     for temperature in (1.0, 0.7):
         sequences = play(backend, temperature=temperature)
@@ -428,15 +481,17 @@ def test_recurrent_models_are_sampled_exactly(family: str) -> None:
         model.eval()
         assert trainer_gap(model, sequences, temperature) < 1e-4
         alone = make_sessions()[5]
-        backend.run([alone], sampling(temperature=temperature))
+        backend.run_sequences([alone], sampling(temperature=temperature))
         assert alone.turns == sequences[5].turns
     prompt = [5, 9, 33, 12]
     greedy = ScriptedSequence(prompt, 0)
-    backend.run([greedy], sampling(temperature=0))
+    backend.run_sequences([greedy], sampling(temperature=0))
     ids = list(prompt)
     while len(ids) < len(prompt) + ROOM and (len(ids) == len(prompt) or ids[-1] not in EOS):
         with torch.no_grad():
-            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+            ids.append(
+                int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+            )
     assert greedy.completion_ids == ids[len(prompt) :]
 
 
@@ -456,9 +511,10 @@ def test_a_weight_that_is_not_finite_is_named_before_a_token_is_sampled(
         model.model.norm.weight[0] = value
     sequences = make_sessions()
     with pytest.raises(
-        NonFiniteTensor, match=r"^weight model\.layers\.1\.mlp\.down_proj\.weight: .* at \(3, 5\), 2 of"
+        NonFiniteTensor,
+        match=r"^weight model\.layers\.1\.mlp\.down_proj\.weight: .* at \(3, 5\), 2 of",
     ) as found:
-        backend.run(sequences, sampling())
+        backend.run_sequences(sequences, sampling())
     assert "in 1 other weights" in str(found.value) and str(value) in str(found.value)
     assert not any(sequence.turns for sequence in sequences)
 
@@ -475,13 +531,15 @@ def test_activations_that_overflow_are_an_error_of_their_token(
         for part in (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj):
             part.weight.mul_(1e15)
         model.model.layers[0].mlp.down_proj.weight.mul_(1e15)
-    with pytest.raises(NonFiniteTensor, match=r"sampled token number 1 of a sequence: .* overflow in float32"):
-        backend.run(make_sessions(), sampling(temperature=temperature))
+    with pytest.raises(
+        NonFiniteTensor, match=r"sampled token number 1 of a sequence: .* overflow in float32"
+    ):
+        backend.run_sequences(make_sessions(), sampling(temperature=temperature))
 
 
 def test_adapters_that_are_not_finite_are_named() -> None:
     model = add_adapter(make_model("llama"), LoraSettings(rank=2, target_modules=("q_proj",)))
-    backend = make_backend(model, eos_ids=EOS, pad_id=0, max_length=128)
+    backend = create_rollout_backend(model, eos_ids=EOS, pad_id=0, max_length=128)
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if "lora_B" in name)[0, 0] = torch.nan
     with pytest.raises(NonFiniteTensor, match=r"layers\.0\.self_attn\.q_proj\.lora_B"):
@@ -495,7 +553,11 @@ def processed(logits: np.ndarray, context: list[int], settings: SamplingSettings
     """Probabilities of the next token by vLLM's definitions, float64: penalties, temperature, min_p, top_k, top_p."""
     z = logits.astype(np.float64).copy()
     for token in set(context):
-        z[token] = z[token] / settings.repetition_penalty if z[token] > 0 else z[token] * settings.repetition_penalty
+        z[token] = (
+            z[token] / settings.repetition_penalty
+            if z[token] > 0
+            else z[token] * settings.repetition_penalty
+        )
     p = np.exp((z - z.max()) / settings.temperature)
     p[p < settings.min_p] = 0.0
     ranks = np.argsort(-p)
@@ -548,15 +610,24 @@ def test_restricted_sampling_in_both_backends(weights: str, options: dict[str, f
 def test_frequencies_are_the_enumerated_probabilities() -> None:
     """Two tokens of 3,000 sequences: 4.5 standard deviations at most at every pair with an expected count of 5."""
     model = make_model("llama", head_dim=16)
-    settings = sampling(top_k=5, top_p=0.9, repetition_penalty=1.5, temperature=1.3, max_completion_tokens=2, slots=500)
-    engine = make_backend(model, eos_ids=[], pad_id=0, max_length=64)
+    settings = sampling(
+        top_k=5,
+        top_p=0.9,
+        repetition_penalty=1.5,
+        temperature=1.3,
+        max_completion_tokens=2,
+        slots=500,
+    )
+    engine = create_rollout_backend(model, eos_ids=[], pad_id=0, max_length=64)
     sequences = [ScriptedSequence([7, 9], seed) for seed in range(3000)]
-    engine.run(sequences, settings)
+    engine.run_sequences(sequences, settings)
     pairs = Counter(tuple(s.completion_ids) for s in sequences)
 
     def following(ids: list[int]) -> np.ndarray:
         with torch.no_grad():
-            return processed(model(torch.tensor([ids])).logits[0, -1].double().numpy(), ids, settings)
+            return processed(
+                model(torch.tensor([ids])).logits[0, -1].double().numpy(), ids, settings
+            )
 
     first = following([7, 9])
     expected = {
@@ -585,11 +656,14 @@ class StoppingSequence(ScriptedSequence):
 def test_stop_texts_end_actions_in_both_backends(weights: str) -> None:
     engine, plain = backends(make_model("llama", head_dim=16))
 
-    def stopping(backend: Engine | TransformersBackend, **options: object) -> list[StoppingSequence]:
+    def stopping(
+        backend: Engine | TransformersBackend, **options: object
+    ) -> list[StoppingSequence]:
         found = [
-            StoppingSequence(s.prompt_ids, s.seed, [list(o) for o in s._observations], ROOM) for s in make_sessions()
+            StoppingSequence(s.prompt_ids, s.seed, [list(o) for o in s._observations], ROOM)
+            for s in make_sessions()
         ]
-        backend.run(found, sampling(**options))  # type: ignore[arg-type]
+        backend.run_sequences(found, sampling(**options))  # type: ignore[arg-type]
         return found
 
     ours, theirs = stopping(engine, stop=("x",)), stopping(plain, stop=("x",), slots=5)

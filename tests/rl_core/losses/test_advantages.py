@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError
-from rl_core.losses.advantages import batch_advantages, gae, group_advantages, overlong_penalty, returns
+from rl_core.losses.advantages import (
+    batch_advantages,
+    gae,
+    group_advantages,
+    overlong_penalty,
+    returns,
+)
 
 
 def reference_gae(rewards, values, mask, gamma, lam, bootstrap):
@@ -27,7 +33,9 @@ def test_group_advantages_by_hand():
     scaled = 0.5 / (math.sqrt(1 / 3) + 1e-4)  # unbiased std of 1 0 0 1
     assert group_advantages(rewards).tolist() == [pytest.approx([scaled, -scaled, -scaled, scaled])]
     assert group_advantages(rewards, method="dr_grpo").tolist() == [[0.5, -0.5, -0.5, 0.5]]
-    assert group_advantages(rewards, method="rloo").tolist() == [pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])]
+    assert group_advantages(rewards, method="rloo").tolist() == [
+        pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    ]
 
 
 @pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo"])
@@ -39,7 +47,9 @@ def test_std_floor_is_per_group():
     rewards = torch.tensor([[0.5, 0.5 + 1e-4, 0.5, 0.5], [0.0, 0.0, 0.0, 4.0]], dtype=torch.float64)
     advantages = group_advantages(rewards)
     assert advantages[0].tolist() == [0, 0, 0, 0]
-    assert advantages[1].tolist() == pytest.approx([-1 / 2.0001] * 3 + [3 / 2.0001])  # mean 1, std 2
+    assert advantages[1].tolist() == pytest.approx(
+        [-1 / 2.0001] * 3 + [3 / 2.0001]
+    )  # mean 1, std 2
     assert group_advantages(rewards, method="dr_grpo")[0].abs().max() > 0
 
 
@@ -55,7 +65,9 @@ def test_rloo_is_the_reward_minus_the_mean_of_the_others():
 def test_batch_advantages_by_hand():
     rewards = torch.tensor([[1.0, 3.0], [5.0, 7.0]], dtype=torch.float64)
     std = math.sqrt(20 / 3)  # of 1 3 5 7
-    assert batch_advantages(rewards).flatten().tolist() == pytest.approx([x / (std + 1e-4) for x in (-3, -1, 1, 3)])
+    assert batch_advantages(rewards).flatten().tolist() == pytest.approx(
+        [x / (std + 1e-4) for x in (-3, -1, 1, 3)]
+    )
     std = math.sqrt(4 / 3)  # of -1 1 -1 1
     centered = batch_advantages(rewards, subtract_group_mean=True)
     assert centered.flatten().tolist() == pytest.approx([x / (std + 1e-4) for x in (-1, 1, -1, 1)])
@@ -88,7 +100,14 @@ def test_gae_bootstraps_truncated_episodes_only():
     mask = torch.ones(2, 2).bool()
     rewards = torch.tensor([[0.0, -1.0], [0.0, -1.0]], dtype=torch.float64)
     values = torch.full((2, 2), 0.5, dtype=torch.float64)
-    advantages, _ = gae(rewards, values, mask, gamma=0.9, gae_lambda=0.5, bootstrap_B=torch.tensor([0.0, 2.0]).double())
+    advantages, _ = gae(
+        rewards,
+        values,
+        mask,
+        gamma=0.9,
+        gae_lambda=0.5,
+        bootstrap_B=torch.tensor([0.0, 2.0]).double(),
+    )
     # terminated: -1 - .5 = -1.5, then .45 - .5 + .45 (-1.5) = -.725; truncated: -1 + 1.8 - .5 = .3, -.05 + .135 = .085
     assert advantages.tolist() == [pytest.approx([-0.725, -1.5]), pytest.approx([0.085, 0.3])]
 
@@ -107,10 +126,17 @@ def test_gae_equals_a_plain_loop_on_ragged_masks(rows, width, seed, gamma, lam):
     values = torch.randn(rows, width, generator=generator, dtype=torch.float64)
     rewards = torch.randn(rows, width, generator=generator, dtype=torch.float64) * mask
     bootstrap = torch.randn(rows, generator=generator, dtype=torch.float64)
-    advantages, targets = gae(rewards, values, mask, gamma=gamma, gae_lambda=lam, bootstrap_B=bootstrap)
+    advantages, targets = gae(
+        rewards, values, mask, gamma=gamma, gae_lambda=lam, bootstrap_B=bootstrap
+    )
     for b in range(rows):
         expected = reference_gae(
-            rewards[b].tolist(), values[b].tolist(), mask[b].tolist(), gamma, lam, bootstrap[b].item()
+            rewards[b].tolist(),
+            values[b].tolist(),
+            mask[b].tolist(),
+            gamma,
+            lam,
+            bootstrap[b].item(),
         )
         assert advantages[b].tolist() == pytest.approx(expected, abs=1e-10)
     assert torch.allclose(targets, (advantages + values) * mask)
@@ -124,10 +150,14 @@ def test_gae_over_many_chunks_equals_the_loop_and_padding_changes_nothing():
     rewards = torch.randn(2, width, generator=generator, dtype=torch.float64) * mask
     advantages, _ = gae(rewards, values, mask, gamma=0.999, gae_lambda=0.97)
     for b in range(2):
-        expected = reference_gae(rewards[b].tolist(), values[b].tolist(), mask[b].tolist(), 0.999, 0.97, 0.0)
+        expected = reference_gae(
+            rewards[b].tolist(), values[b].tolist(), mask[b].tolist(), 0.999, 0.97, 0.0
+        )
         assert advantages[b].tolist() == pytest.approx(expected, abs=1e-9)
     padded = [torch.nn.functional.pad(x, (0, 300)) for x in (rewards, values, mask)]
-    assert torch.allclose(gae(*padded, gamma=0.999, gae_lambda=0.97)[0][:, :width], advantages, atol=1e-12)
+    assert torch.allclose(
+        gae(*padded, gamma=0.999, gae_lambda=0.97)[0][:, :width], advantages, atol=1e-12
+    )
 
 
 def test_lambda_1_is_the_discounted_return_minus_the_value():
@@ -162,6 +192,8 @@ def test_gae_refuses_what_it_cannot_use():
 
 def test_overlong_penalty_by_hand():
     lengths = torch.tensor([10, 80, 90, 100, 120])
-    assert overlong_penalty(lengths, max_tokens=100, buffer=20).tolist() == pytest.approx([0, 0, -0.5, -1, -1])
+    assert overlong_penalty(lengths, max_tokens=100, buffer=20).tolist() == pytest.approx(
+        [0, 0, -0.5, -1, -1]
+    )
     with pytest.raises(DataError):
         overlong_penalty(lengths, max_tokens=100, buffer=0)

@@ -39,18 +39,25 @@ def test_k3_is_clamped_and_never_negative():
     assert kl_k3(ZERO - 30, ZERO).item() == pytest.approx(math.exp(10) - 11)
     d = torch.linspace(-12, 12, 1001, dtype=torch.float32)
     assert (kl_k3(d, torch.zeros_like(d)) >= 0).all()
-    small = torch.tensor([-1e-4, -1e-5, 1e-5, 1e-4])  # exp(-d) - 1 + d in float32 would be rounding alone
+    small = torch.tensor(
+        [-1e-4, -1e-5, 1e-5, 1e-4]
+    )  # exp(-d) - 1 + d in float32 would be rounding alone
     assert torch.allclose(kl_k3(small, torch.zeros(4)), small**2 / 2, rtol=1e-2, atol=2e-12)
 
 
 def test_estimators_average_to_the_exact_divergence():
     # policy (.75, .25), reference (.5, .5): every outcome weighed by its probability instead of sampled
-    p, q = torch.tensor([0.75, 0.25], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    p, q = (
+        torch.tensor([0.75, 0.25], dtype=torch.float64),
+        torch.tensor([0.5, 0.5], dtype=torch.float64),
+    )
     exact = exact_forward_kl(p.log()[None], q.log()[None]).item()
     assert exact == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))  # 0.13081
     for estimator in (kl_k1, kl_k3):
         assert (p * estimator(p.log(), q.log())).sum().item() == pytest.approx(exact)
-    assert exact_forward_kl(q.log()[None], p.log()[None]).item() == pytest.approx(0.143841, rel=1e-5)
+    assert exact_forward_kl(q.log()[None], p.log()[None]).item() == pytest.approx(
+        0.143841, rel=1e-5
+    )
 
 
 def test_exact_kl_with_ruled_out_tokens():
@@ -72,7 +79,9 @@ def test_exact_kl_gradcheck():
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 999), st.sampled_from(["k1", "k2", "k3"]))
+@given(
+    st.integers(1, 4), st.integers(1, 6), st.integers(0, 999), st.sampled_from(["k1", "k2", "k3"])
+)
 def test_penalty_equals_a_plain_loop(rows, width, seed, estimator):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, width, generator=generator) < 0.6
@@ -94,7 +103,9 @@ def test_penalty_gradcheck_and_errors():
     mask = torch.tensor([[True, False, True]])
     ref = torch.randn(1, 3, generator=generator, dtype=torch.float64)
     logprobs = torch.randn(1, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: kl_penalty(x, ref, mask, num_loss_tokens=2)[0], (logprobs,))
+    assert torch.autograd.gradcheck(
+        lambda x: kl_penalty(x, ref, mask, num_loss_tokens=2)[0], (logprobs,)
+    )
     with pytest.raises(DataError, match="estimator: 'k4'"):
         kl_penalty(ref, ref, mask, num_loss_tokens=2, estimator="k4")
     with pytest.raises(DataError, match="num_loss_tokens: 0"):

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError, NonFiniteTensor
 from rl_core.losses.masking import (
+    build_full_mask,
     check_count,
     check_finite,
     check_inputs,
     fill_masked,
-    full_mask,
     masked_max,
     masked_sum,
     masked_whiten,
@@ -35,23 +35,33 @@ def test_nan_outside_the_mask_does_not_reach_the_gradient():
 
 def test_whitening_by_hand():
     # 1 2 3: mean 2, unbiased variance 1
-    assert masked_whiten(VALUES, MASK).tolist() == [[pytest.approx(-1), 0, 0], [pytest.approx(1), 0, 0]]
+    assert masked_whiten(VALUES, MASK).tolist() == [
+        [pytest.approx(-1), 0, 0],
+        [pytest.approx(1), 0, 0],
+    ]
     kept = masked_whiten(VALUES * 2, MASK, shift_mean=False)  # mean 4, std 2: 4 -1, 4, 4 + 1
     assert kept.tolist() == [[pytest.approx(3), pytest.approx(4), 0], [pytest.approx(5), 0, 0]]
 
 
 def test_whitening_of_one_value_and_of_equal_values_is_zero():
-    assert masked_whiten(torch.tensor([[5.0, 1.0]]), torch.tensor([[True, False]])).tolist() == [[0, 0]]
+    assert masked_whiten(torch.tensor([[5.0, 1.0]]), torch.tensor([[True, False]])).tolist() == [
+        [0, 0]
+    ]
     assert masked_whiten(torch.full((1, 3), 5.0), torch.ones(1, 3).bool()).tolist() == [[0, 0, 0]]
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=2, max_size=6), st.integers(0, 99))
+@given(
+    st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=2, max_size=6),
+    st.integers(0, 99),
+)
 def test_whitened_values_have_mean_0_and_variance_1(mask_rows, seed):
     mask = torch.tensor(mask_rows)
     if mask.sum() < 3:
         return
-    values = 7 + 3 * torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values = 7 + 3 * torch.randn(
+        mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     white = masked_whiten(values, mask)[mask]
     assert white.mean().item() == pytest.approx(0, abs=1e-9)
     assert white.var().item() == pytest.approx(1, rel=1e-5)
@@ -61,7 +71,11 @@ def test_bad_input_is_named():
     with pytest.raises(DataError, match=r"advantages: shape \(2, 2\), loss_mask has \(2, 3\)"):
         check_inputs(MASK, logprobs=torch.zeros(2, 3), advantages=torch.zeros(2, 2))
     with pytest.raises(NonFiniteTensor, match=r"advantages: nan at \(0, 1\); 1 of 6"):
-        check_inputs(MASK, logprobs=torch.zeros(2, 3), advantages=torch.tensor([[0, math.nan, math.nan], [0, 0, 0]]))
+        check_inputs(
+            MASK,
+            logprobs=torch.zeros(2, 3),
+            advantages=torch.tensor([[0, math.nan, math.nan], [0, 0, 0]]),
+        )
     with pytest.raises(DataError, match="loss_mask: dtype"):
         check_inputs(MASK.float(), logprobs=torch.zeros(2, 3))
     with pytest.raises(DataError, match="logprobs: dtype"):
@@ -74,12 +88,15 @@ def test_bad_input_is_named():
 def test_a_full_mask_is_the_mask_of_ones_in_every_function():
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(4, 3, generator=generator, requires_grad=True)
-    full, ones = full_mask(4, 3), torch.ones(4, 3, dtype=torch.bool)
+    full, ones = build_full_mask(4, 3), torch.ones(4, 3, dtype=torch.bool)
     assert full.is_full and torch.equal(full, ones)
     assert not getattr(full[:2], "is_full", False) and not getattr(full.clone(), "is_full", False)
     for function in (fill_masked, masked_sum, masked_max, masked_whiten):
         assert torch.equal(function(values, full), function(values, ones)), function.__name__
-        gradients = [torch.autograd.grad(function(values, mask).square().sum(), values)[0] for mask in (full, ones)]
+        gradients = [
+            torch.autograd.grad(function(values, mask).square().sum(), values)[0]
+            for mask in (full, ones)
+        ]
         assert torch.equal(*gradients), function.__name__
 
 

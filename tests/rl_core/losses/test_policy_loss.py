@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from rl_core.errors import DataError, NonFiniteTensor
 from rl_core.losses.aggregation import token_weights
-from rl_core.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss, sapo_loss
+from rl_core.losses.policy import (
+    cispo_loss,
+    clipped_policy_loss,
+    gspo_loss,
+    reinforce_loss,
+    sapo_loss,
+)
 
 E = math.e
 ONE = torch.ones(1, 1).bool()
@@ -18,9 +24,15 @@ def single(log_ratio, advantage, **options):
     logprobs = torch.tensor([[log_ratio - 2.0]], dtype=torch.float64, requires_grad=True)
     old = torch.full((1, 1), -2.0, dtype=torch.float64)
     advantages = torch.full((1, 1), advantage, dtype=torch.float64)
-    loss, metrics = clipped_policy_loss(logprobs, old, advantages, ONE, num_loss_tokens=1, **options)
+    loss, metrics = clipped_policy_loss(
+        logprobs, old, advantages, ONE, num_loss_tokens=1, **options
+    )
     loss.backward()
-    return loss.item(), logprobs.grad.item(), {name: value.item() for name, value in metrics.items()}
+    return (
+        loss.item(),
+        logprobs.grad.item(),
+        {name: value.item() for name, value in metrics.items()},
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,14 +65,20 @@ def test_one_token_by_hand(log_ratio, advantage, options, loss, gradient, low, h
     assert ("clip_fraction_dual" in metrics) == ("dual_clip" in options)
 
 
-@pytest.mark.parametrize("options", [{}, {"dual_clip": 1.5}, {"dual_clip": 1.1, "clip_eps_high": 0.6}])
+@pytest.mark.parametrize(
+    "options", [{}, {"dual_clip": 1.5}, {"dual_clip": 1.1, "clip_eps_high": 0.6}]
+)
 def test_a_token_is_clipped_if_it_has_no_gradient(options):
     """500 tokens of both signs; the ratio's clamp at e^20 is out of reach."""
     generator = torch.Generator().manual_seed(0)
-    logprobs, old, advantages = (torch.randn(1, 500, generator=generator, dtype=torch.float64) for _ in range(3))
+    logprobs, old, advantages = (
+        torch.randn(1, 500, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     logprobs.requires_grad_()
     mask = torch.rand(1, 500, generator=generator) < 0.8
-    loss, metrics = clipped_policy_loss(logprobs, old, advantages, mask, num_loss_tokens=int(mask.sum()), **options)
+    loss, metrics = clipped_policy_loss(
+        logprobs, old, advantages, mask, num_loss_tokens=int(mask.sum()), **options
+    )
     loss.backward()
     without = (logprobs.grad[mask] == 0).double().mean()
     assert metrics["clip_fraction"].item() == pytest.approx(without.item())
@@ -78,7 +96,9 @@ def test_metrics_by_hand():
     assert values["ratio_mean"] == pytest.approx(2.25 / 4)
     assert values["ratio_max"] == pytest.approx(2.0)
     assert values["update_kl_k1"] == pytest.approx((-math.log(2) + math.log(4)) / 4)  # -log r
-    assert values["update_kl"] == pytest.approx((2 - 1 - math.log(2) + 0.25 - 1 + math.log(4)) / 4)  # r - 1 - log r
+    assert values["update_kl"] == pytest.approx(
+        (2 - 1 - math.log(2) + 0.25 - 1 + math.log(4)) / 4
+    )  # r - 1 - log r
     assert values["clip_fraction"] == 0.25
     assert values["loss"] == pytest.approx(-(1.2 + 0.25) / 4)
 
@@ -103,16 +123,24 @@ def test_equals_a_plain_loop_however_it_is_cut(rows, width, seed):
     mask = torch.rand(rows, width, generator=generator) < 0.6
     options = dict(num_loss_tokens=11, clip_eps=0.2, clip_eps_high=0.28)
     whole, metrics = clipped_policy_loss(logprobs, old, advantages, mask, **options)
-    expected = reference_loss(logprobs.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), 0.2, 0.28, 11)
+    expected = reference_loss(
+        logprobs.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), 0.2, 0.28, 11
+    )
     assert whole.item() == pytest.approx(expected, abs=1e-12)
     parts = [
-        clipped_policy_loss(logprobs[i : i + 1], old[i : i + 1], advantages[i : i + 1], mask[i : i + 1], **options)
+        clipped_policy_loss(
+            logprobs[i : i + 1], old[i : i + 1], advantages[i : i + 1], mask[i : i + 1], **options
+        )
         for i in range(rows)
     ]
     for name in ("loss", "update_kl", "update_kl_k1", "ratio_mean", "clip_fraction"):
-        assert sum(part[name].item() for _, part in parts) == pytest.approx(metrics[name].item(), abs=1e-6)
+        assert sum(part[name].item() for _, part in parts) == pytest.approx(
+            metrics[name].item(), abs=1e-6
+        )
     padded = [torch.nn.functional.pad(x, (2, 3)) for x in (logprobs, old, advantages, mask)]
-    assert clipped_policy_loss(*padded, **options)[0].item() == pytest.approx(whole.item(), abs=1e-12)
+    assert clipped_policy_loss(*padded, **options)[0].item() == pytest.approx(
+        whole.item(), abs=1e-12
+    )
 
 
 def test_at_ratio_1_the_gradient_is_the_policy_gradient():
@@ -120,9 +148,13 @@ def test_at_ratio_1_the_gradient_is_the_policy_gradient():
     logprobs = torch.randn(3, 4, generator=generator, dtype=torch.float64, requires_grad=True)
     advantages = torch.randn(3, 4, generator=generator, dtype=torch.float64)
     mask = torch.rand(3, 4, generator=generator) < 0.7
-    clipped, metrics = clipped_policy_loss(logprobs, logprobs.detach(), advantages, mask, num_loss_tokens=5)
+    clipped, metrics = clipped_policy_loss(
+        logprobs, logprobs.detach(), advantages, mask, num_loss_tokens=5
+    )
     plain, _ = reinforce_loss(logprobs, advantages, mask, num_loss_tokens=5)
-    assert torch.equal(torch.autograd.grad(clipped, logprobs)[0], torch.autograd.grad(plain, logprobs)[0])
+    assert torch.equal(
+        torch.autograd.grad(clipped, logprobs)[0], torch.autograd.grad(plain, logprobs)[0]
+    )
     assert metrics["update_kl"].item() == 0 and metrics["ratio_max"].item() == 1
 
 
@@ -135,14 +167,21 @@ def test_gradchecks():
     weights = token_weights(mask, aggregation="sequence_mean", denominator=2, dtype=torch.float64)
     for options in ({}, {"dual_clip": 1.1}, {"clip_eps_high": 0.3, "loss_weights_BT": weights}):
         assert torch.autograd.gradcheck(
-            lambda x, o=options: clipped_policy_loss(x, old, advantages, mask, num_loss_tokens=6, **o)[0], (logprobs,)
+            lambda x, o=options: clipped_policy_loss(
+                x, old, advantages, mask, num_loss_tokens=6, **o
+            )[0],
+            (logprobs,),
         )
     assert torch.autograd.gradcheck(
-        lambda x: gspo_loss(x, old, advantages[:, 0], mask, num_sequences=2, clip_eps=0.05, clip_eps_high=0.1)[0],
+        lambda x: gspo_loss(
+            x, old, advantages[:, 0], mask, num_sequences=2, clip_eps=0.05, clip_eps_high=0.1
+        )[0],
         (logprobs,),
     )
-    for function in (lambda x: reinforce_loss(x, advantages, mask, num_loss_tokens=6)[0],
-                     lambda x: sapo_loss(x, old, advantages, mask, num_loss_tokens=6)[0]):  # fmt: skip
+    for function in (
+        lambda x: reinforce_loss(x, advantages, mask, num_loss_tokens=6)[0],
+        lambda x: sapo_loss(x, old, advantages, mask, num_loss_tokens=6)[0],
+    ):
         assert torch.autograd.gradcheck(function, (logprobs,))
 
 
@@ -152,7 +191,9 @@ def test_token_weights_by_hand():
     weights = {
         "token_mean": token_weights(mask, aggregation="token_mean", denominator=3),
         "sequence_mean": token_weights(mask, aggregation="sequence_mean", denominator=2),
-        "constant": token_weights(mask, aggregation="constant", denominator=12),  # 3 rollouts of at most 4 tokens
+        "constant": token_weights(
+            mask, aggregation="constant", denominator=12
+        ),  # 3 rollouts of at most 4 tokens
     }
     third = pytest.approx(1 / 3)
     assert weights["token_mean"].tolist() == [[third, 0, third], [third, 0, 0], [0, 0, 0]]
@@ -178,9 +219,16 @@ def test_loss_weights_leave_metrics_alone():
 
 def test_sapo_by_hand():
     # -(4 / tau) sigmoid(tau (r - 1)) A; its gradient in the log-prob is -r A 4 p (1 - p)
-    for log_ratio, advantage, tau in ((0.0, 2.0, 1.0), (1.0, 1.0, 1.0), (1.0, -1.0, 1.05), (-1.0, -1.0, 1.05)):
+    for log_ratio, advantage, tau in (
+        (0.0, 2.0, 1.0),
+        (1.0, 1.0, 1.0),
+        (1.0, -1.0, 1.05),
+        (-1.0, -1.0, 1.05),
+    ):
         logprobs = torch.tensor([[log_ratio]], requires_grad=True)
-        loss, metrics = sapo_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), ONE, num_loss_tokens=1)
+        loss, metrics = sapo_loss(
+            logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), ONE, num_loss_tokens=1
+        )
         ratio = math.exp(log_ratio)
         p = 1 / (1 + math.exp(-tau * (ratio - 1)))
         assert loss.item() == pytest.approx(-4 / tau * p * advantage)
@@ -188,7 +236,14 @@ def test_sapo_by_hand():
         loss.backward()
         assert logprobs.grad.item() == pytest.approx(-ratio * advantage * 4 * p * (1 - p))
     with pytest.raises(DataError, match="tau_positive"):
-        sapo_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), ONE, num_loss_tokens=1, tau_positive=0)
+        sapo_loss(
+            torch.zeros(1, 1),
+            torch.zeros(1, 1),
+            torch.zeros(1, 1),
+            ONE,
+            num_loss_tokens=1,
+            tau_positive=0,
+        )
 
 
 def test_gspo_by_hand():
@@ -201,17 +256,26 @@ def test_gspo_by_hand():
     s = math.exp(0.2)
     assert loss.item() == pytest.approx((-1.0004 + s) / 2)
     assert metrics["clip_fraction_high"].item() == 0.5 and metrics["clip_fraction_low"].item() == 0
-    assert metrics["ratio_mean"].item() == pytest.approx(s) and metrics["ratio_max"].item() == pytest.approx(s)
+    assert metrics["ratio_mean"].item() == pytest.approx(s) and metrics[
+        "ratio_max"
+    ].item() == pytest.approx(s)
     loss.backward()
     # row 1: d/dx of s / 2 = s / 2 / 2 per token
-    assert logprobs.grad.tolist() == [[0, 0, 0], [pytest.approx(s / 4), pytest.approx(s / 4), 0], [0, 0, 0]]
+    assert logprobs.grad.tolist() == [
+        [0, 0, 0],
+        [pytest.approx(s / 4), pytest.approx(s / 4), 0],
+        [0, 0, 0],
+    ]
 
 
 def test_cispo_keeps_every_gradient_and_cuts_the_weight():
     for log_ratio, weight in ((1.0, 1.2), (-1.0, 1 / E)):
         for advantage in (1.0, -1.0):
             logprobs = torch.tensor([[log_ratio - 2.0]], dtype=torch.float64, requires_grad=True)
-            old, advantages = torch.full((1, 1), -2.0).double(), torch.full((1, 1), advantage).double()
+            old, advantages = (
+                torch.full((1, 1), -2.0).double(),
+                torch.full((1, 1), advantage).double(),
+            )
             loss, metrics = cispo_loss(logprobs, old, advantages, ONE, num_loss_tokens=1)
             loss.backward()
             assert loss.item() == pytest.approx(-weight * advantage * (log_ratio - 2))
@@ -221,7 +285,9 @@ def test_cispo_keeps_every_gradient_and_cuts_the_weight():
 
 def test_reinforce_by_hand():
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    loss, _ = reinforce_loss(logprobs, torch.tensor([[2.0, -3.0]]), torch.ones(1, 2).bool(), num_loss_tokens=2)
+    loss, _ = reinforce_loss(
+        logprobs, torch.tensor([[2.0, -3.0]]), torch.ones(1, 2).bool(), num_loss_tokens=2
+    )
     assert loss.item() == pytest.approx(-(2 * -1 + -3 * -2) / 2)
     loss.backward()
     assert logprobs.grad.tolist() == [[-1.0, 1.5]]

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from rl_core.errors import DataError
-from rl_core.losses.preference import bradley_terry_loss, calibration_error, chosen_nll, dpo_loss, ipo_loss
+from rl_core.losses.preference import (
+    bradley_terry_loss,
+    calibration_error,
+    chosen_nll,
+    dpo_loss,
+    ipo_loss,
+)
 
 
 def t(*values):
@@ -25,13 +31,17 @@ def test_bradley_terry_by_hand_both_ways():
 
 
 def test_margin_centring_ties_and_the_global_denominator():
-    loss, metrics = bradley_terry_loss(t(1.0, 2.0), t(0.0, 2.0), num_pairs=4, margin_B=t(0.5, 0.0), center_coef=0.1)
+    loss, metrics = bradley_terry_loss(
+        t(1.0, 2.0), t(0.0, 2.0), num_pairs=4, margin_B=t(0.5, 0.0), center_coef=0.1
+    )
     expected = softplus(-0.5) + softplus(0) + 0.1 * (1 + 16)
     assert loss.item() == pytest.approx(expected / 4)
     assert metrics["accuracy"].item() == pytest.approx(1.5 / 4)  # one right, one tie
     assert metrics["reward_mean"].item() == pytest.approx(5 / 8)
     assert metrics["ranking_loss"].item() == pytest.approx((softplus(-0.5) + softplus(0)) / 4)
-    assert bradley_terry_loss(t(-900.0), t(900.0), num_pairs=1, center_coef=0)[0].item() == pytest.approx(1800)
+    assert bradley_terry_loss(t(-900.0), t(900.0), num_pairs=1, center_coef=0)[
+        0
+    ].item() == pytest.approx(1800)
 
 
 def test_dpo_by_hand():
@@ -46,25 +56,35 @@ def test_dpo_by_hand():
     assert swapped.item() == pytest.approx(softplus(0.2)) and metrics["accuracy"].item() == 0
     smooth, _ = dpo_loss(*args, num_pairs=1, label_smoothing=0.1)
     assert smooth.item() == pytest.approx(0.9 * softplus(-0.2) + 0.1 * softplus(0.2))
-    assert dpo_loss(t(-3.0), t(-4.0), t(-3.0), t(-4.0), num_pairs=1)[0].item() == pytest.approx(math.log(2))
+    assert dpo_loss(t(-3.0), t(-4.0), t(-3.0), t(-4.0), num_pairs=1)[0].item() == pytest.approx(
+        math.log(2)
+    )
 
 
 def test_ipo_by_hand():
     args = (t(-10.0), t(-12.0), t(-11.0), t(-11.0))
     assert ipo_loss(*args, num_pairs=1)[0].item() == pytest.approx(9.0)  # (2 - 5)^2
-    assert ipo_loss(args[1], args[0], args[2], args[3], num_pairs=1)[0].item() == pytest.approx(49.0)
+    assert ipo_loss(args[1], args[0], args[2], args[3], num_pairs=1)[0].item() == pytest.approx(
+        49.0
+    )
     loss, metrics = ipo_loss(*args, num_pairs=2, beta=0.25)
     assert loss.item() == pytest.approx(0.0)  # 1 / (2 beta) = 2 = h
     assert metrics["margin"].item() == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize("loss_fn", [dpo_loss, ipo_loss, lambda *a, **k: dpo_loss(*a, **k, label_smoothing=0.2)])
+@pytest.mark.parametrize(
+    "loss_fn", [dpo_loss, ipo_loss, lambda *a, **k: dpo_loss(*a, **k, label_smoothing=0.2)]
+)
 def test_gradcheck(loss_fn):
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(4, generator=generator, dtype=torch.float64) for _ in range(4)]
     chosen, rejected = values[0].requires_grad_(), values[1].requires_grad_()
-    assert torch.autograd.gradcheck(lambda a, b: loss_fn(a, b, *values[2:], num_pairs=4)[0], (chosen, rejected))
-    assert torch.autograd.gradcheck(lambda a, b: bradley_terry_loss(a, b, num_pairs=4)[0], (chosen, rejected))
+    assert torch.autograd.gradcheck(
+        lambda a, b: loss_fn(a, b, *values[2:], num_pairs=4)[0], (chosen, rejected)
+    )
+    assert torch.autograd.gradcheck(
+        lambda a, b: bradley_terry_loss(a, b, num_pairs=4)[0], (chosen, rejected)
+    )
 
 
 def test_chosen_nll_by_hand():

@@ -5,13 +5,14 @@ import pytest
 import torch
 
 from rl_core.errors import DataError
-from rl_core.losses.kl import exact_forward_kl
-from rl_core.losses.recorded_kl import recorded_forward_kl
+from rl_core.losses.kl import exact_forward_kl, truncated_forward_kl
 
 
 def distributions(count, size, seed):
     rng = np.random.default_rng(seed)
-    return rng.dirichlet(np.full(size, 0.3), size=count), rng.dirichlet(np.full(size, 0.3), size=count)
+    return rng.dirichlet(np.full(size, 0.3), size=count), rng.dirichlet(
+        np.full(size, 0.3), size=count
+    )
 
 
 def recorded(p, q, kept):
@@ -24,7 +25,7 @@ def recorded(p, q, kept):
 def test_by_hand():
     # p = (1/2, 1/4 | 1/4), q = (1/4, 1/4 | 1/2): 1/2 log 2 + 0 + 1/4 log 1/2
     old, new = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.25, 0.25]]).log()
-    found = recorded_forward_kl(old, torch.tensor([0.25]), new)
+    found = truncated_forward_kl(old, torch.tensor([0.25]), new)
     assert found.tolist() == pytest.approx([0.25 * np.log(2)])
 
 
@@ -32,9 +33,11 @@ def test_by_hand():
 def test_against_numpy_and_below_the_exact_value(kept):
     p, q = distributions(50, 20, 1)
     top, rest, new = recorded(p, q, kept)
-    found = recorded_forward_kl(top, rest, new).numpy()
+    found = truncated_forward_kl(top, rest, new).numpy()
     left, taken = 1 - np.exp(top.numpy()).sum(1), 1 - np.exp(new.numpy()).sum(1)
-    expected = (np.exp(top.numpy()) * (top.numpy() - new.numpy())).sum(1) + left * np.log(left / taken)
+    expected = (np.exp(top.numpy()) * (top.numpy() - new.numpy())).sum(1) + left * np.log(
+        left / taken
+    )
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
     exact = exact_forward_kl(torch.tensor(np.log(p)), torch.tensor(np.log(q))).numpy()
     assert (found <= exact + 1e-12).all() and (found >= -1e-12).all()
@@ -49,7 +52,9 @@ def test_all_tokens_are_the_exact_value_and_a_rest_below_zero_is_rounding():
     top, rest, new = recorded(p, q, 6)
     exact = exact_forward_kl(torch.tensor(np.log(p)), torch.tensor(np.log(q)))
     for given in (torch.zeros_like(rest), rest - 1e-9):
-        assert recorded_forward_kl(top, given, new).tolist() == pytest.approx(exact.tolist(), rel=1e-6)
+        assert truncated_forward_kl(top, given, new).tolist() == pytest.approx(
+            exact.tolist(), rel=1e-6
+        )
 
 
 def test_the_gradient_is_finite_where_nothing_is_left_and_right_elsewhere():
@@ -59,17 +64,17 @@ def test_the_gradient_is_finite_where_nothing_is_left_and_right_elsewhere():
     logits = torch.tensor(np.log(q), requires_grad=True)
 
     def value(logits):
-        return recorded_forward_kl(top, rest, torch.log_softmax(logits, -1).gather(1, order)).sum()
+        return truncated_forward_kl(top, rest, torch.log_softmax(logits, -1).gather(1, order)).sum()
 
     assert torch.autograd.gradcheck(value, (logits,))
     sure = torch.tensor([[0.0]], requires_grad=True)  # the new policy has all its mass on one token
-    recorded_forward_kl(torch.tensor([[np.log(0.5)]]), torch.tensor([0.5]), sure).sum().backward()
+    truncated_forward_kl(torch.tensor([[np.log(0.5)]]), torch.tensor([0.5]), sure).sum().backward()
     assert torch.isfinite(sure.grad).all()
 
 
 def test_bad_input_is_refused():
     two, one = torch.log(torch.tensor([[0.5, 0.2]])), torch.tensor([0.3])
     with pytest.raises(DataError, match="shapes"):
-        recorded_forward_kl(two, one, two[:, :1])
+        truncated_forward_kl(two, one, two[:, :1])
     with pytest.raises(DataError, match="old_rest"):
-        recorded_forward_kl(two, one * float("nan"), two)
+        truncated_forward_kl(two, one * float("nan"), two)

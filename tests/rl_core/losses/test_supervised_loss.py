@@ -19,7 +19,10 @@ def test_supervised_loss_by_hand():
     assert loss.item() == pytest.approx(2.0)  # (1 + 2 + 3) / 3: the prompt's -9 counts nowhere
     assert metrics["nll"].item() == pytest.approx(2.0) and not metrics["nll"].requires_grad
     loss.backward()
-    assert logprobs.grad.tolist() == [[0, pytest.approx(-1 / 3), pytest.approx(-1 / 3)], [0, pytest.approx(-1 / 3), 0]]
+    assert logprobs.grad.tolist() == [
+        [0, pytest.approx(-1 / 3), pytest.approx(-1 / 3)],
+        [0, pytest.approx(-1 / 3), 0],
+    ]
 
 
 def test_micro_batches_add_up_to_the_whole():
@@ -28,7 +31,10 @@ def test_micro_batches_add_up_to_the_whole():
     mask = torch.rand(8, 5, generator=generator) < 0.5
     count = int(mask.sum())
     whole, _ = supervised_loss(logprobs, mask, num_loss_tokens=count)
-    rows = [supervised_loss(logprobs[i : i + 1], mask[i : i + 1], num_loss_tokens=count)[0] for i in range(8)]
+    rows = [
+        supervised_loss(logprobs[i : i + 1], mask[i : i + 1], num_loss_tokens=count)[0]
+        for i in range(8)
+    ]
     assert sum(rows).item() == pytest.approx(whole.item(), abs=1e-6)
 
 
@@ -49,19 +55,25 @@ def test_entropy_bonus_lowers_the_loss_where_entropy_is_high():
 
 
 def test_entropy_by_hand():
-    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(3), 0.0, -1e9, -1e9], [50.0, 0.0, 0.0, 0.0]])
+    logits = torch.tensor(
+        [[0.0, 0.0, 0.0, 0.0], [math.log(3), 0.0, -1e9, -1e9], [50.0, 0.0, 0.0, 0.0]]
+    )
     quarter = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
     assert entropy_of(logits).tolist() == pytest.approx([math.log(4), quarter, 0.0], abs=1e-6)
 
 
 def test_entropy_gradient():
-    logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    logits = torch.randn(
+        5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True
+    )
     assert torch.autograd.gradcheck(entropy_of, (logits,))
 
 
 def test_impossible_tokens_have_no_part_in_the_entropy():
     """0 log 0 = 0: the entropy and its gradient are those of the possible tokens alone."""
-    possible = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    possible = torch.randn(
+        3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True
+    )
     entropy = entropy_of(possible)
     entropy.sum().backward()
     whole = torch.full((3, 6), -math.inf, dtype=torch.float64)
@@ -72,7 +84,9 @@ def test_impossible_tokens_have_no_part_in_the_entropy():
     torch.testing.assert_close(found, entropy)
     torch.testing.assert_close(whole.grad[:, [0, 2, 3, 5]], possible.grad)
     assert whole.grad[:, [1, 4]].tolist() == [[0, 0]] * 3
-    assert entropy_of(torch.tensor([[math.nan, 0.0]])).isnan().all()  # what is no logit stays visible
+    assert (
+        entropy_of(torch.tensor([[math.nan, 0.0]])).isnan().all()
+    )  # what is no logit stays visible
 
 
 def test_entropy_coefficient_decays_to_its_floor():

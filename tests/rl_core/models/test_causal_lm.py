@@ -11,9 +11,17 @@ from helpers.model_tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rl_core.errors import CheckpointError, SettingsError
-from rl_core.models.causal_lm import PRESETS, create, device_of, evaluating, load, num_parameters, save
+from rl_core.models.causal_lm import (
+    count_parameters,
+    create_model,
+    load_model,
+    resolve_device,
+    save,
+    use_eval_mode,
+)
 from rl_core.models.lora import is_lora
 from rl_core.settings import LoraSettings, ModelSettings
+from rl_core.settings.common import PRESETS
 
 
 def settings(**options: object) -> ModelSettings:
@@ -21,15 +29,17 @@ def settings(**options: object) -> ModelSettings:
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), use_eval_mode(model):
         return model(torch.tensor([[3, 4, 5, 6]])).logits
 
 
-@pytest.mark.parametrize(("preset", "low", "high"), [("nano", 3e4, 6e4), ("tiny", 8e5, 9e5), ("small", 2.9e6, 3.2e6)])
+@pytest.mark.parametrize(
+    ("preset", "low", "high"), [("nano", 3e4, 6e4), ("tiny", 8e5, 9e5), ("small", 2.9e6, 3.2e6)]
+)
 def test_presets_have_the_size_they_say(preset: str, low: float, high: float) -> None:
     assert preset in PRESETS
-    model = create(settings(preset=preset), make_tokenizer(512), seed=0)
-    assert low < num_parameters(model) < high
+    model = create_model(settings(preset=preset), make_tokenizer(512), seed=0)
+    assert low < count_parameters(model) < high
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert (model.config.vocab_size, model.config.max_position_embeddings) == (512, 32)
     assert (model.config.pad_token_id, model.config.eos_token_id) == (0, 1)
@@ -38,35 +48,44 @@ def test_presets_have_the_size_they_say(preset: str, low: float, high: float) ->
 def test_weights_come_from_the_seed_alone() -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = create(settings(), make_tokenizer(), seed=3)
+    first = create_model(settings(), make_tokenizer(), seed=3)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
-    again, other = create(settings(), make_tokenizer(), seed=3), create(settings(), make_tokenizer(), seed=4)
-    assert torch.equal(logits(first), logits(again)) and not torch.equal(logits(first), logits(other))
+    again, other = (
+        create_model(settings(), make_tokenizer(), seed=3),
+        create_model(settings(), make_tokenizer(), seed=4),
+    )
+    assert torch.equal(logits(first), logits(again)) and not torch.equal(
+        logits(first), logits(other)
+    )
 
 
 def test_dtype() -> None:
-    assert create(settings(dtype="bfloat16"), make_tokenizer(), seed=0).dtype == torch.bfloat16
+    assert (
+        create_model(settings(dtype="bfloat16"), make_tokenizer(), seed=0).dtype == torch.bfloat16
+    )
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    model, tokenizer = create(settings(), make_tokenizer(), seed=0), make_tokenizer()
+    model, tokenizer = create_model(settings(), make_tokenizer(), seed=0), make_tokenizer()
     save(model, tokenizer, tmp_path / "m")
     assert (tmp_path / "m" / "model.safetensors").is_file()
     assert not list((tmp_path / "m").glob("*.bin"))
-    again, again_tokenizer = load(tmp_path / "m", settings())
+    again, again_tokenizer = load_model(tmp_path / "m", settings())
     assert torch.equal(logits(model), logits(again)) and again.training
-    assert again_tokenizer.get_vocab() == tokenizer.get_vocab() and again_tokenizer.pad_token_id == 0
-    assert load(str(tmp_path / "m"), settings(dtype="bfloat16"))[0].dtype == torch.bfloat16
+    assert (
+        again_tokenizer.get_vocab() == tokenizer.get_vocab() and again_tokenizer.pad_token_id == 0
+    )
+    assert load_model(str(tmp_path / "m"), settings(dtype="bfloat16"))[0].dtype == torch.bfloat16
 
 
 def test_adapters_are_saved_merged_and_alone(tmp_path: Path) -> None:
     lora_settings = settings(lora=LoraSettings(rank=2, target_modules=("q_proj", "down_proj")))
-    model = create(lora_settings, make_tokenizer(), seed=0)
+    model = create_model(lora_settings, make_tokenizer(), seed=0)
     assert is_lora(model)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trainable and all("lora_" in name for name in trainable)
-    plain = logits(create(settings(), make_tokenizer(), seed=0))
+    plain = logits(create_model(settings(), make_tokenizer(), seed=0))
     assert torch.equal(logits(model), plain), "an adapter starts as no change"
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -80,40 +99,49 @@ def test_adapters_are_saved_merged_and_alone(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(merged), logits(model), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(logits(merged), plain, atol=1e-3)
     assert (tmp_path / "m" / "adapter" / "adapter_model.safetensors").is_file()
-    again, _ = load(tmp_path / "m", lora_settings)
+    again, _ = load_model(tmp_path / "m", lora_settings)
     assert is_lora(again) and torch.equal(logits(again), logits(merged))
 
 
 def test_adapters_on_unknown_or_tied_layers() -> None:
-    with pytest.raises(SettingsError, match=r"no linear layer of this model is named c_attn; there are .*q_proj"):
-        create(settings(lora=LoraSettings(target_modules=("c_attn",))), make_tokenizer(), seed=0)
+    with pytest.raises(
+        SettingsError, match=r"no linear layer of this model is named c_attn; there are .*q_proj"
+    ):
+        create_model(
+            settings(lora=LoraSettings(target_modules=("c_attn",))), make_tokenizer(), seed=0
+        )
     with pytest.raises(SettingsError, match="lm_head shares its weights with the embedding"):
-        create(settings(lora=LoraSettings(target_modules=("lm_head",))), make_tokenizer(), seed=0)
+        create_model(
+            settings(lora=LoraSettings(target_modules=("lm_head",))), make_tokenizer(), seed=0
+        )
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end_token(tmp_path: Path) -> None:
-    model = create(settings(), make_tokenizer(), seed=0)
+    model = create_model(settings(), make_tokenizer(), seed=0)
     model.config.pad_token_id = None
     core = make_tokenizer().backend_tokenizer
     save(model, PreTrainedTokenizerFast(tokenizer_object=core, eos_token="t1"), tmp_path / "m")
-    again, tokenizer = load(tmp_path / "m", settings())
+    again, tokenizer = load_model(tmp_path / "m", settings())
     assert tokenizer.pad_token_id == 1 and again.config.pad_token_id == 1
 
 
 def test_what_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    save(create(settings(), make_tokenizer(), seed=0), make_tokenizer(), tmp_path / "m")
+    save(create_model(settings(), make_tokenizer(), seed=0), make_tokenizer(), tmp_path / "m")
     weights = tmp_path / "m" / "model.safetensors"
     content = weights.read_bytes()
 
     def refused(path: str | Path, message: str) -> None:
         with pytest.raises(CheckpointError, match=message):
-            load(path, settings())
+            load_model(path, settings())
 
     refused(tmp_path / "nothing", "no model folder")
     refused("./nothing", "no model folder")
     refused(weights, "it is a file")
-    refused("nobody-at-all/no-such-model", "no model folder or cached hub model named 'nobody-at-all/no-such-model'")
+    refused(
+        "nobody-at-all/no-such-model",
+        "no model folder or cached hub model named 'nobody-at-all/no-such-model'",
+    )
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "without a config.json")
     weights.write_bytes(content[: len(content) // 2])
@@ -129,24 +157,26 @@ def test_what_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
-    save(create(settings(), make_tokenizer(), seed=0), make_tokenizer(), tmp_path / "m")
+    save(create_model(settings(), make_tokenizer(), seed=0), make_tokenizer(), tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(CheckpointError, match=r"9 are missing, first model\.layers\.2\.input_layernorm"):
-        load(tmp_path / "m", settings())
+    with pytest.raises(
+        CheckpointError, match=r"9 are missing, first model\.layers\.2\.input_layernorm"
+    ):
+        load_model(tmp_path / "m", settings())
 
 
 def test_devices() -> None:
-    assert device_of(settings(device="cpu")) == torch.device("cpu")
+    assert resolve_device(settings(device="cpu")) == torch.device("cpu")
     if not torch.cuda.is_available():
-        assert device_of(settings(device="auto")) == torch.device("cpu")
+        assert resolve_device(settings(device="auto")) == torch.device("cpu")
         with pytest.raises(SettingsError, match="device: 'cuda'"):
-            device_of(settings(device="cuda"))
+            resolve_device(settings(device="cuda"))
 
 
 def test_evaluating_restores_every_module() -> None:
     model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Sequential(torch.nn.Dropout()))
     model[1].eval()
-    with evaluating(model):
+    with use_eval_mode(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == [True, True, False, False]

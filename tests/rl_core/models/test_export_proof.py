@@ -18,15 +18,19 @@ from safetensors.torch import load_file, save_file
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import BackendError, DataError, ExportMismatch
-from rl_core.models import causal_lm, export_proof
-from rl_core.models.export_proof import compare_logprobs, fresh_logprobs, prove_export
-from rl_core.models.logprob_record import (
+from rl_core.models import causal_lm, export_verification
+from rl_core.models.export_records import (
     TokenRecord,
-    evaluated_records,
     read_records,
-    score,
-    trained_records,
+    record_evaluated_logprobs,
+    record_trained_logprobs,
+    score_records,
     write_records,
+)
+from rl_core.models.export_verification import (
+    compare_logprobs,
+    score_in_fresh_process,
+    verify_export,
 )
 from rl_core.settings import ExportSettings, LoraSettings, ModelSettings, SamplingSettings
 
@@ -41,12 +45,14 @@ def tokenizer():
 
 def trained(tokenizer, settings):
     """A model some way from its start, as training leaves it."""
-    model = causal_lm.create(settings, tokenizer, 0)
+    model = causal_lm.create_model(settings, tokenizer, 0)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                size = 0.1 if settings.lora is None else 0.003  # so small that twice the adapter has twice the effect
+                size = (
+                    0.1 if settings.lora is None else 0.003
+                )  # so small that twice the adapter has twice the effect
                 parameter += size * torch.randn(parameter.shape, generator=draw)
     return model
 
@@ -59,15 +65,17 @@ class Export:
         self.model = trained(tokenizer, settings)
         causal_lm.save(self.model, tokenizer, folder)
         ids = [3 * place % 60 for place in range(20)]
-        evaluated = score(self.model, [TokenRecord(ids, [5, 6, 7, 18, 19], [], 0.7)])
-        self.records = {**trained_records(self.model), "evaluated": evaluated}
+        evaluated = score_records(self.model, [TokenRecord(ids, [5, 6, 7, 18, 19], [], 0.7)])
+        self.records = {**record_trained_logprobs(self.model), "evaluated": evaluated}
 
     def prove(self, *, fresh=False, **settings):
         """As the stage does, in this process, as a fresh one takes seconds to start."""
         models = [(self.folder, self.records)]
-        call = fresh_logprobs if fresh else in_this_process
+        call = score_in_fresh_process if fresh else in_this_process
         (answer,) = call(models, self.settings, ExportSettings(**settings))
-        return prove_export("policy", self.folder, self.records, answer, ExportSettings(**settings))
+        return verify_export(
+            "policy", self.folder, self.records, answer, ExportSettings(**settings)
+        )
 
     def write(self, model):
         shutil.rmtree(self.folder)
@@ -82,8 +90,10 @@ class Export:
 
 @pytest.fixture(scope="module")
 def exports(tokenizer, tmp_path_factory):
-    return {kind: Export(tmp_path_factory.mktemp(kind) / "model", tokenizer, settings)
-            for kind, settings in (("full", KIND), ("lora", ADAPTED))}  # fmt: skip
+    return {
+        kind: Export(tmp_path_factory.mktemp(kind) / "model", tokenizer, settings)
+        for kind, settings in (("full", KIND), ("lora", ADAPTED))
+    }
 
 
 @pytest.fixture
@@ -117,16 +127,22 @@ def test_a_healthy_export_is_proven(exports, kind):
 
 def test_no_sync_wrote_the_weights_of_the_start(export, tokenizer):
     found = export("full")
-    found.write(causal_lm.create(KIND, tokenizer, 0))
+    found.write(causal_lm.create_model(KIND, tokenizer, 0))
     refusal(
-        found, r"differ from the trained model's by up to \d\S* nats, \d\S* on average over 120 tokens \(limits 0\.0"
+        found,
+        r"differ from the trained model's by up to \d\S* nats, \d\S* on average over 120 tokens \(limits 0\.0",
     )
 
 
 def test_an_evaluation_at_another_temperature(export):
     found = export("full")
-    found.records["evaluated"] = [dataclasses.replace(row, temperature=1.0) for row in found.records["evaluated"]]
-    refusal(found, r"differ from the evaluated model's by up to \d\S* nats, \d\S* on average over 5 tokens")
+    found.records["evaluated"] = [
+        dataclasses.replace(row, temperature=1.0) for row in found.records["evaluated"]
+    ]
+    refusal(
+        found,
+        r"differ from the evaluated model's by up to \d\S* nats, \d\S* on average over 5 tokens",
+    )
 
 
 def adapter_times(export, factor):
@@ -141,7 +157,10 @@ def adapter_times(export, factor):
 
 @pytest.mark.parametrize(
     ("factor", "shows"),
-    [(0.0, r"it shows -?0\.00 of the adapter's effect.*base model it is \S*e-0[67] "), (2.0, r"it shows (1\.9|2\.)")],
+    [
+        (0.0, r"it shows -?0\.00 of the adapter's effect.*base model it is \S*e-0[67] "),
+        (2.0, r"it shows (1\.9|2\.)"),
+    ],
 )
 def test_a_merge_that_is_the_base_and_one_that_is_twice_the_adapter(export, factor, shows):
     found = export("lora")
@@ -159,14 +178,19 @@ def test_a_head_that_was_dropped(export):
     found = export("full")
     config = json.loads((found.folder / "config.json").read_text())
     (found.folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    refusal(found, "1 weights of LlamaForCausalLM are missing, and transformers makes them up, first lm_head.weight")
+    refusal(
+        found,
+        "1 weights of LlamaForCausalLM are missing, and transformers makes them up, first lm_head.weight",
+    )
 
 
 def test_a_head_that_is_tied_wrongly(export):
     found = export("full")
     config = json.loads((found.folder / "config.json").read_text())
     (found.folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    found.change_weights(lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"] * 0}))
+    found.change_weights(
+        lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"] * 0})
+    )
     refusal(found, r"trained model's by up to \d\S* nats")
 
 
@@ -179,7 +203,9 @@ def test_weights_without_a_place_and_of_another_shape(export):
     refusal(found, "have another shape, .* first model.norm.weight")
 
 
-def test_what_transformers_cannot_load_and_a_process_without_an_answer(export, monkeypatch, tmp_path):
+def test_what_transformers_cannot_load_and_a_process_without_an_answer(
+    export, monkeypatch, tmp_path
+):
     found = export("full")
     (found.folder / "config.json").write_text("{}")
     with pytest.raises(ExportMismatch, match="transformers alone cannot load it"):
@@ -188,7 +214,7 @@ def test_what_transformers_cannot_load_and_a_process_without_an_answer(export, m
         found.prove(fresh=True, timeout_seconds=0.01)
     dead = tmp_path / "dead.py"
     dead.write_text("import os; os._exit(9)")
-    monkeypatch.setattr("rl_core.models.export_proof._PROGRAM", dead)
+    monkeypatch.setattr("rl_core.models.export_verification._PROGRAM", dead)
     with pytest.raises(BackendError, match="ended with 9 and no answer"):
         found.prove(fresh=True)
 
@@ -204,9 +230,13 @@ def test_differences_by_hand():
 
 def rollout(prompt, completion, mask, logprobs, temperature=0.7, starts=()):
     return SimpleNamespace(
-        prompt_ids=prompt, completion_ids=completion, loss_mask=mask, sampler_logprobs=logprobs,
-        temperature=temperature, context_starts=list(starts),
-    )  # fmt: skip
+        prompt_ids=prompt,
+        completion_ids=completion,
+        loss_mask=mask,
+        sampler_logprobs=logprobs,
+        temperature=temperature,
+        context_starts=list(starts),
+    )
 
 
 def test_records_of_an_evaluation(tokenizer, tmp_path):
@@ -216,18 +246,24 @@ def test_records_of_an_evaluation(tokenizer, tmp_path):
         rollout([1], [2], [True], [-1.0], starts=[1]),  # several contexts
         rollout([9], [8], [True], [-4.0], temperature=0.0),  # greedy: at temperature 1
     ]
-    plain = evaluated_records(None, rollouts, SamplingSettings(temperature=0.7))
+    plain = record_evaluated_logprobs(None, rollouts, SamplingSettings(temperature=0.7))
     assert plain == [
-        TokenRecord([1, 2, 3, 4, 5], [2, 4], [-1.0, -2.0], 0.7), TokenRecord([9, 8], [1], [-4.0], 1.0),
-    ]  # fmt: skip
+        TokenRecord([1, 2, 3, 4, 5], [2, 4], [-1.0, -2.0], 0.7),
+        TokenRecord([9, 8], [1], [-4.0], 1.0),
+    ]
     write_records(tmp_path / "r.json", {"policy": plain})
-    assert read_records(tmp_path / "r.json") == {"policy": plain} and read_records(tmp_path / "none.json") == {}
+    assert (
+        read_records(tmp_path / "r.json") == {"policy": plain}
+        and read_records(tmp_path / "none.json") == {}
+    )
     (tmp_path / "r.json").write_text('{"policy": [{"ids": 1}]}')
     with pytest.raises(DataError, match=r"r\.json: is no record of log-probs"):
         read_records(tmp_path / "r.json")
-    model = causal_lm.create(KIND, tokenizer, 0)  # a restricted sampler's are not the model's
-    restricted = evaluated_records(model, rollouts, SamplingSettings(temperature=0.7, top_p=0.5))
-    assert restricted == score(model, plain) and restricted[0].logprobs[0] < -3
+    model = causal_lm.create_model(KIND, tokenizer, 0)  # a restricted sampler's are not the model's
+    restricted = record_evaluated_logprobs(
+        model, rollouts, SamplingSettings(temperature=0.7, top_p=0.5)
+    )
+    assert restricted == score_records(model, plain) and restricted[0].logprobs[0] < -3
 
 
 PARENT = """
@@ -241,11 +277,13 @@ time.sleep(600)
 def test_the_fresh_process_ends_with_the_run_that_is_killed(tmp_path):
     """It would load all models, and hold their memory beside the run that goes on."""
     (tmp_path / "torch.py").write_text("import time\ntime.sleep(600)\n")  # loads for long
-    program = str(export_proof._PROGRAM)
+    program = str(export_verification._PROGRAM)
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, program],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    ) as parent:  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    ) as parent:
         child = int(parent.stdout.readline())
         parent.kill()
 

@@ -18,19 +18,24 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rl_core.capabilities import training_forward
-from rl_core.cpu import packed_attention
-from rl_core.cpu.shared_prefixes import shared_prefixes
+from rl_core.capabilities import check_training_forward
+from rl_core.cpu import packed_forward
+from rl_core.cpu.packed_forward import find_shared_prefixes
 from rl_core.errors import DataError
-from rl_core.models.hidden_states import hidden_states
-from rl_core.models.lora import add_adapter, unwrap
+from rl_core.models.hidden_states import compute_hidden_states
+from rl_core.models.lora import add_adapter, unwrap_model
 from rl_core.settings import LoraSettings
 from rl_core.types import TrainBatch
 
 SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "vocab_size": 61, "max_position_embeddings": 64,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+}
 FAMILIES = {
     "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SIZES, **more)),
     "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**SIZES, **more)),
@@ -42,7 +47,7 @@ LENGTHS = [3, 17, 9, 30, 30, 1, 12, 28, 5, 22, 16, 2]
 @pytest.fixture(autouse=True)
 def every_way(way, monkeypatch):
     """A dozen rows make several of the rectangles that torch attends in."""
-    monkeypatch.setattr(packed_attention, "_LEAST_ROWS", 2)
+    monkeypatch.setattr(packed_forward, "_MIN_RECTANGLE_ROWS", 2)
 
 
 def model_of(family: str = "llama", **more) -> nn.Module:
@@ -69,7 +74,9 @@ def states_and_gradients(model, read_BS, states_BSH):
     weights = torch.randn(states_BSH.shape, generator=torch.Generator().manual_seed(2))
     model.zero_grad()
     (states_BSH * weights)[read_BS].sum().backward()
-    return states_BSH[read_BS].detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return states_BSH[read_BS].detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def plain_states(model, batch):
@@ -83,7 +90,7 @@ def plain_states(model, batch):
 
 
 def compare(model, batch, needed_BS, read_BS):
-    ours = states_and_gradients(model, read_BS, hidden_states(model, batch, needed_BS))
+    ours = states_and_gradients(model, read_BS, compute_hidden_states(model, batch, needed_BS))
     theirs = states_and_gradients(model, read_BS, plain_states(model, batch))
     assert distance(ours[0], theirs[0]) < 1e-5
     assert ours[1].keys() == theirs[1].keys()
@@ -100,7 +107,7 @@ def distance(one, two) -> float:
 @pytest.mark.parametrize("is_partial", [False, True])
 def test_states_and_gradients_are_those_of_transformers(family, is_partial):
     model, batch = model_of(family), batch_of()
-    assert training_forward(model).allowed
+    assert check_training_forward(model).allowed
     needed_BS = batch.loss_mask_BS if is_partial else None
     compare(model, batch, needed_BS, batch.loss_mask_BS if is_partial else batch.attention_mask_BS)
 
@@ -112,14 +119,17 @@ def test_odd_shapes(lengths):
 
 
 def test_biases_rope_scaling_and_equal_heads():
-    more = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "num_key_value_heads": 4}
+    more = {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        "num_key_value_heads": 4,
+    }
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **more}, attention_bias=True, mlp_bias=True))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "bias" in name:
                 weight.normal_(std=0.1)
-    assert training_forward(model).allowed
+    assert check_training_forward(model).allowed
     batch = batch_of()
     compare(model, batch, None, batch.attention_mask_BS)
 
@@ -137,8 +147,8 @@ def test_adapters_get_the_same_gradient():
         for name, weight in model.named_parameters():
             if "lora_B" in name:  # zero at first, which would hide an adapter that is passed over
                 weight.normal_(std=0.05, generator=torch.Generator().manual_seed(3))
-    base, batch = unwrap(model), batch_of()
-    assert training_forward(base).allowed
+    base, batch = unwrap_model(model), batch_of()
+    assert check_training_forward(base).allowed
     compare(base, batch, batch.loss_mask_BS, batch.loss_mask_BS)
 
 
@@ -149,8 +159,10 @@ def test_padding_costs_nothing_but_attention(monkeypatch):
     for name, module in model.named_modules():
         key = name.rsplit(".", 1)[-1]
         if key in seen:
-            module.register_forward_pre_hook(lambda module, args, key=key: seen[key].append(len(args[0])))
-    hidden_states(model, batch, batch.loss_mask_BS)
+            module.register_forward_pre_hook(
+                lambda module, args, key=key: seen[key].append(len(args[0]))
+            )
+    compute_hidden_states(model, batch, batch.loss_mask_BS)
     real, needed = sum(LENGTHS), int(batch.loss_mask_BS.sum())
     assert seen == {"q_proj": [real] * 3, "down_proj": [real, real, needed]}
 
@@ -178,15 +190,32 @@ def beginnings(batch) -> list[tuple[int, ...]]:
 def test_what_rows_have_in_common_is_found():
     batch = alike()
     known = beginnings(batch)
-    shared = shared_prefixes(batch.input_ids_BS, batch.attention_mask_BS.sum(1).tolist())
+    shared = find_shared_prefixes(batch.input_ids_BS, batch.attention_mask_BS.sum(1).tolist())
     assert len(shared.first_N) == len(set(known)) < len(known) - 50
     assert [known[shared.first_N[number]] for number in shared.unique_T] == known
-    assert sorted([*shared.first_N.tolist(), *shared.repeated_R.tolist()]) == list(range(len(known)))
-    assert shared_prefixes(batch.input_ids_BS, batch.attention_mask_BS.sum(1).tolist(), least=0.5) is None
-    assert shared_prefixes(batch_of([5, 5]).input_ids_BS, [5, 5]) is None
-    padded = torch.tensor([[1, 2, 3, 0], [1, 2, 0, 0], [1, 2, 3, 4]])  # padding is nobody's beginning
-    one, two, three, four = shared_prefixes(padded, [3, 2, 4]).unique_T[5:].tolist()  # of the last row
-    assert shared_prefixes(padded, [3, 2, 4]).unique_T.tolist()[:5] == [one, two, three, one, two]
+    assert sorted([*shared.first_N.tolist(), *shared.repeated_R.tolist()]) == list(
+        range(len(known))
+    )
+    assert (
+        find_shared_prefixes(
+            batch.input_ids_BS, batch.attention_mask_BS.sum(1).tolist(), min_share=0.5
+        )
+        is None
+    )
+    assert find_shared_prefixes(batch_of([5, 5]).input_ids_BS, [5, 5]) is None
+    padded = torch.tensor(
+        [[1, 2, 3, 0], [1, 2, 0, 0], [1, 2, 3, 4]]
+    )  # padding is nobody's beginning
+    one, two, three, four = (
+        find_shared_prefixes(padded, [3, 2, 4]).unique_T[5:].tolist()
+    )  # of the last row
+    assert find_shared_prefixes(padded, [3, 2, 4]).unique_T.tolist()[:5] == [
+        one,
+        two,
+        three,
+        one,
+        two,
+    ]
     assert sorted([one, two, three, four]) == [0, 1, 2, 3]
 
 
@@ -195,7 +224,7 @@ def test_what_rows_have_in_common_is_found():
 def test_every_common_beginning_is_found(rows):
     ids_BS = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     known = [tuple(row[: end + 1]) for row in rows for end in range(len(row))]
-    shared = shared_prefixes(ids_BS, [len(row) for row in rows])
+    shared = find_shared_prefixes(ids_BS, [len(row) for row in rows])
     if len(set(known)) == len(known):
         assert shared is None
     else:
@@ -216,7 +245,7 @@ def test_common_beginnings_are_computed_once(family, is_partial):
             hooks.append(module.register_forward_pre_hook(add))
     needed_BS = batch.loss_mask_BS if is_partial else None
     read_BS = batch.loss_mask_BS if is_partial else batch.attention_mask_BS
-    hidden_states(model, batch, needed_BS)
+    compute_hidden_states(model, batch, needed_BS)
     known = beginnings(batch)
     is_read = read_BS[batch.attention_mask_BS].tolist()
     unique = len(set(known))
@@ -230,23 +259,23 @@ def test_common_beginnings_are_computed_once(family, is_partial):
 
 def test_rows_get_noise_of_their_own_from_adapters_that_drop_out():
     torch.manual_seed(0)
-    model = unwrap(add_adapter(model_of(), LoraSettings(rank=4, dropout=0.5)))
+    model = unwrap_model(add_adapter(model_of(), LoraSettings(rank=4, dropout=0.5)))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 weight.normal_(std=0.5)
     batch = alike()
-    assert not torch.allclose(*hidden_states(model.train(), batch)[3:5, :9])
-    assert torch.equal(*hidden_states(model.eval(), batch)[3:5, :9])
+    assert not torch.allclose(*compute_hidden_states(model.train(), batch)[3:5, :9])
+    assert torch.equal(*compute_hidden_states(model.eval(), batch)[3:5, :9])
 
 
 def test_rectangles_hold_rows_of_similar_length():
-    rows = packed_attention._rows_of(LENGTHS)
+    rows = packed_forward._build_rectangles(LENGTHS)
     assert sum(count for count, _ in rows.shapes) == len(LENGTHS)
     assert len(rows.shapes) > 2
     tokens = sum(count * width for count, width in rows.shapes)
     assert tokens < 0.75 * len(LENGTHS) * max(LENGTHS)
-    assert rows.tokens_P[rows.places_N].tolist() == list(range(sum(LENGTHS)))
+    assert rows.tokens_P[rows.indices_N].tolist() == list(range(sum(LENGTHS)))
 
 
 def without_sdpa():
@@ -265,7 +294,9 @@ OTHERS = {
     "float64": lambda: model_of().double(),
     "bfloat16": lambda: model_of().bfloat16(),
     "another activation": lambda: model_of(hidden_act="gelu"),
-    "a window": lambda: model_of("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0),
+    "a window": lambda: model_of(
+        "qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0
+    ),
     "dropout": lambda: model_of(attention_dropout=0.1),
     "frequencies that follow the length": lambda: model_of(
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -279,9 +310,9 @@ OTHERS = {
 @pytest.mark.parametrize("kind", OTHERS)
 def test_whatever_differs_is_left_to_transformers(kind):
     model, batch = OTHERS[kind](), batch_of()
-    assert not training_forward(model).allowed
+    assert not check_training_forward(model).allowed
     torch.manual_seed(5)
-    ours = hidden_states(model, batch)
+    ours = compute_hidden_states(model, batch)
     torch.manual_seed(5)
     theirs = model.base_model(input_ids=batch.input_ids_BS, use_cache=False).last_hidden_state
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
@@ -290,12 +321,12 @@ def test_whatever_differs_is_left_to_transformers(kind):
 def test_autocast_is_left_to_transformers():
     model = model_of()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not training_forward(model).allowed
+        assert not check_training_forward(model).allowed
 
 
 def test_dropout_does_not_matter_in_eval():
     model = model_of(attention_dropout=0.1).eval()
-    assert training_forward(model).allowed
+    assert check_training_forward(model).allowed
     batch = batch_of()
     compare(model, batch, None, batch.attention_mask_BS)
 
@@ -304,12 +335,16 @@ def test_masks_of_different_rows_are_noticed():
     batch = batch_of([9, 4, 6])
     batch.attention_mask_BS = batch.attention_mask_BS.flip(0)
     with pytest.raises(DataError, match="attention_mask is False where a hidden state is needed"):
-        hidden_states(model_of(), batch, batch.loss_mask_BS)
+        compute_hidden_states(model_of(), batch, batch.loss_mask_BS)
 
 
 def test_the_same_bits_again():
     model, batch = model_of(), batch_of()
-    first = states_and_gradients(model, batch.attention_mask_BS, hidden_states(model, batch))
-    again = states_and_gradients(model, batch.attention_mask_BS, hidden_states(model, batch))
+    first = states_and_gradients(
+        model, batch.attention_mask_BS, compute_hidden_states(model, batch)
+    )
+    again = states_and_gradients(
+        model, batch.attention_mask_BS, compute_hidden_states(model, batch)
+    )
     assert torch.equal(first[0], again[0])
     assert all(torch.equal(first[1][name], again[1][name]) for name in first[1])

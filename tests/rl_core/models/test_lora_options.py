@@ -7,12 +7,24 @@ import peft
 import pytest
 import torch
 from helpers.letters import FewLetters, make_trainer, weights
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError
 from rl_core.models import causal_lm
-from rl_core.models.lora import add_adapter, is_lora, merged, quantized_loading, without_adapter
+from rl_core.models.lora import (
+    add_adapter,
+    build_quantization_options,
+    disable_adapter,
+    is_lora,
+    use_merged_weights,
+)
 from rl_core.settings import LoraSettings, ModelSettings
 
 OPTIONS = {
@@ -31,7 +43,9 @@ def tokenizer():
 
 
 def llama(tokenizer, name=""):
-    model = causal_lm.create(ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, 0)
+    model = causal_lm.create_model(
+        ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, 0
+    )
     if name != "whole head":
         return model
     torch.manual_seed(0)  # head and embedding of their own
@@ -41,9 +55,17 @@ def llama(tokenizer, name=""):
 def gpt2(tokenizer):
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        n_positions=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -67,15 +89,17 @@ def logits(model):
 def test_merged_exported_and_switched_off(tokenizer, tmp_path, name):
     """Merged inside, as before afterwards; the folder without peft, and its adapter with peft, say the same."""
     is_gpt2 = name.startswith("gpt2")
-    settings = LoraSettings(rank=2, **(OPTIONS.get(name) or {"target_modules": "all-linear", "dora": "dora" in name}))
+    settings = LoraSettings(
+        rank=2, **(OPTIONS.get(name) or {"target_modules": "all-linear", "dora": "dora" in name})
+    )
     start = gpt2(tokenizer) if is_gpt2 else llama(tokenizer, name)
     before = logits(start)
     model = stirred(copy.deepcopy(start), settings)
     changed, state = logits(model), copy.deepcopy(model.state_dict())
     assert (changed - before).abs().max() > 1e-2
-    with without_adapter(model):
+    with disable_adapter(model):
         assert torch.equal(logits(model), before)
-    with merged(model):
+    with use_merged_weights(model):
         assert torch.allclose(logits(model), changed, atol=1e-4)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert torch.equal(logits(model), changed)
@@ -101,14 +125,18 @@ def test_rollouts_agree_and_a_resume_is_exact(tokenizer, name):
     own, other = trainer(True), trainer(False)
     rows = [[each.step() for _ in range(3)] for each in (own, other)]
     found, expected = ([row["policy/ref_kl"] for row in part] for part in rows)
-    if name == "whole head":  # of the wrapped head the model gives logits itself, which rounds otherwise
+    if (
+        name == "whole head"
+    ):  # of the wrapped head the model gives logits itself, which rounds otherwise
         assert found[0] == pytest.approx(expected[0], rel=1e-2)
     else:
         assert found == expected and torch.equal(weights(own), weights(other))
     assert found[-1] > 1e-6
     assert max(row["policy/sampler_difference_max"] for row in rows[0]) < 1e-4
-    assert all(parameter.requires_grad == ("lora_" in key or "modules_to_save" in key)
-               for key, parameter in own.policy.named_parameters())  # fmt: skip
+    assert all(
+        parameter.requires_grad == ("lora_" in key or "modules_to_save" in key)
+        for key, parameter in own.policy.named_parameters()
+    )
     resumed = trainer(True)
     resumed.policy.load_state_dict(copy.deepcopy(own.policy.state_dict()))
     resumed.optimizer_step.load_state_dict(copy.deepcopy(own.optimizer_step.state_dict()))
@@ -128,9 +156,15 @@ def test_a_policy_without_adapters_is_no_reference_of_its_own(tokenizer):
     ("options", "message"),
     [
         ({"modules_to_save": ("lm_head",)}, "modules_to_save: lm_head shares its weights"),
-        ({"modules_to_save": ("embed_tokens",)}, "modules_to_save: embed_tokens shares its weights"),
+        (
+            {"modules_to_save": ("embed_tokens",)},
+            "modules_to_save: embed_tokens shares its weights",
+        ),
         ({"modules_to_save": ("nose",)}, "has no module named nose"),
-        ({"target_modules": ("c_attn",)}, r"no linear layer of this model is named c_attn; .*all-linear"),
+        (
+            {"target_modules": ("c_attn",)},
+            r"no linear layer of this model is named c_attn; .*all-linear",
+        ),
     ],
 )
 def test_what_cannot_be_adapted_is_named(tokenizer, options, message):
@@ -145,22 +179,24 @@ def test_a_module_is_adapted_or_trained_as_a_whole():
 
 def test_few_bits_need_a_cuda_device_and_the_library(monkeypatch):
     settings = LoraSettings(quantize="nf4")
-    with pytest.raises(SettingsError, match=r"quantize: nf4 needs a CUDA device, and the model is to be on cpu"):
-        quantized_loading(settings, torch.device("cpu"), torch.float32)
-    assert quantized_loading(LoraSettings(), torch.device("cpu"), torch.float32) == {}
+    with pytest.raises(
+        SettingsError, match=r"quantize: nf4 needs a CUDA device, and the model is to be on cpu"
+    ):
+        build_quantization_options(settings, torch.device("cpu"), torch.float32)
+    assert build_quantization_options(LoraSettings(), torch.device("cpu"), torch.float32) == {}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"needs the package bitsandbytes"):
-        quantized_loading(settings, torch.device("cuda"), torch.bfloat16)
+        build_quantization_options(settings, torch.device("cuda"), torch.bfloat16)
 
 
 def test_all_linear_is_a_word_in_a_configuration():
-    from tasks.config import from_dict, resolve
+    from tasks.config import build_settings, dump_settings
 
     values = {
         "name": "x",
         "model": {"path": "org/name", "lora": {"target_modules": "all-linear"}},
         "stages": {"prepare_data": {}, "sft": {}},
     }
-    settings = from_dict(values, check_files=False)
+    settings = build_settings(values, check_files=False)
     assert settings.model.lora.target_modules == "all-linear"
-    assert from_dict(resolve(settings), check_files=False) == settings
+    assert build_settings(dump_settings(settings), check_files=False) == settings

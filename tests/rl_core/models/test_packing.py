@@ -17,32 +17,50 @@ from transformers import (
     LlamaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-)  # fmt: skip
+)
 
-from rl_core.capabilities import sequence_packing
+from rl_core.capabilities import check_sequence_packing
 from rl_core.errors import DataError
 from rl_core.losses.supervised import supervised_loss
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
-from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.rollouts.batching import TrainRow, build_batches
 from rl_core.settings import LoraSettings
 
 VOCAB = 50
 SHAPE = dict(
-    vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
-    intermediate_size=24, max_position_embeddings=64, initializer_range=0.3, pad_token_id=0,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    intermediate_size=24,
+    max_position_embeddings=64,
+    initializer_range=0.3,
+    pad_token_id=0,
+)
 FAMILIES = {
     "llama": lambda **more: LlamaForCausalLM(LlamaConfig(**SHAPE, **more)),
     "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**SHAPE, **more)),
     "gemma3": lambda **more: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, sliding_window=4, **more)),
     "gpt2": lambda **more: GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=1)
+        GPT2Config(
+            vocab_size=VOCAB,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            n_positions=32,
+            bos_token_id=1,
+            eos_token_id=1,
+        )
     ),
 }
 
 
-def model_of(family: str = "llama", dtype: torch.dtype = torch.float64, **more: object) -> torch.nn.Module:
+def model_of(
+    family: str = "llama", dtype: torch.dtype = torch.float64, **more: object
+) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return FAMILIES[family](**more).to(dtype).eval()
@@ -63,15 +81,19 @@ def rows_of(lengths: tuple[int, ...] = (9, 4, 2, 7, 3, 6), seed: int = 0) -> lis
 def loss_and_gradients(
     model: torch.nn.Module, rows: list[TrainRow], packing: bool, max_tokens: int = 10_000
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    batches = make_batches(rows, max_tokens, 0, packing=packing)
+    batches = build_batches(rows, max_tokens, 0, packing=packing)
     count = sum(batch.num_loss_tokens for batch in batches)
     model.zero_grad()
     total = 0.0
     for batch in batches:
-        loss, _ = supervised_loss(completion_logprobs(model, batch)[0], batch.loss_mask_BS, num_loss_tokens=count)
+        loss, _ = supervised_loss(
+            completion_logprobs(model, batch)[0], batch.loss_mask_BS, num_loss_tokens=count
+        )
         loss.backward()
         total += float(loss.detach())
-    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return total, {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize(
@@ -88,7 +110,7 @@ def loss_and_gradients(
 )
 def test_loss_and_gradients_are_those_of_padded_rows(family, dtype, attention, tolerance):
     model = model_of(family, dtype, attn_implementation=attention)
-    assert sequence_packing(model).allowed
+    assert check_sequence_packing(model).allowed
     rows = rows_of()
     want, want_gradients = loss_and_gradients(model, rows, packing=False)
     for max_tokens in (10_000, 9):  # all rows at once, and one packed row at a time
@@ -96,11 +118,13 @@ def test_loss_and_gradients_are_those_of_padded_rows(family, dtype, attention, t
         assert got == pytest.approx(want, rel=tolerance)
         scale = max(float(value.abs().max()) for value in want_gradients.values())
         for name, value in want_gradients.items():
-            torch.testing.assert_close(got_gradients[name], value, rtol=0, atol=tolerance * max(1, scale), msg=name)
+            torch.testing.assert_close(
+                got_gradients[name], value, rtol=0, atol=tolerance * max(1, scale), msg=name
+            )
 
 
 def test_rows_are_packed_to_the_length_of_the_longest():
-    (batch,) = make_batches(rows_of((9, 4, 2, 7, 3, 6)), 10_000, 0, packing=True)
+    (batch,) = build_batches(rows_of((9, 4, 2, 7, 3, 6)), 10_000, 0, packing=True)
     assert batch.position_ids_BS.tolist() == [  # 9 | 7+2 | 6+3 | 4
         [0, 1, 2, 3, 4, 5, 6, 7, 8],
         [0, 1, 2, 3, 4, 5, 6, 0, 1],
@@ -110,7 +134,7 @@ def test_rows_are_packed_to_the_length_of_the_longest():
     assert batch.attention_mask_BS.sum().item() == 31
     assert batch.num_loss_tokens == sum(sum(row.loss_mask) for row in rows_of((9, 4, 2, 7, 3, 6)))
     assert not (batch.loss_mask_BS & (batch.position_ids_BS == 0)).any()
-    assert make_batches(rows_of(), 10_000, 0)[0].position_ids_BS is None
+    assert build_batches(rows_of(), 10_000, 0)[0].position_ids_BS is None
 
 
 def test_every_field_of_a_row_is_packed_where_its_tokens_are():
@@ -119,7 +143,7 @@ def test_every_field_of_a_row_is_packed_where_its_tokens_are():
         TrainRow([4, 5], [6], [True], sampler_logprobs=[-3.0]),
         TrainRow([1], [2, 3, 4, 5, 6], [True] * 5, sampler_logprobs=[1.0, 2.0, 3.0, 4.0, 5.0]),
     ]
-    (batch,) = make_batches(rows, 10_000, 9, packing=True)
+    (batch,) = build_batches(rows, 10_000, 9, packing=True)
     assert batch.input_ids_BS.tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]]
     assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
     assert batch.sampler_logprobs_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, -1, 0, 0, 0, -3]]
@@ -130,7 +154,7 @@ def test_what_else_is_in_the_row_changes_nothing(attention):
     """Bit for bit: other tokens around a sequence, and other tokens behind it."""
     model = model_of(dtype=torch.float32, attn_implementation=attention)
     rows = rows_of((3, 3, 3, 9))
-    (batch,) = make_batches(rows, 10_000, 0, packing=True)
+    (batch,) = build_batches(rows, 10_000, 0, packing=True)
     assert batch.position_ids_BS[1].tolist() == [0, 1, 2] * 3
     with torch.no_grad():
         before = completion_logprobs(model, batch)[0]
@@ -139,29 +163,34 @@ def test_what_else_is_in_the_row_changes_nothing(attention):
         after = completion_logprobs(model, batch)[0]
     assert torch.equal(before[1, 3:6], after[1, 3:6])
     assert (before[1, [1, 2, 7, 8]] != after[1, [1, 2, 7, 8]]).any()
-    leaking = dataclasses.replace(batch, position_ids_BS=None)  # the test can fail: without positions it does
+    leaking = dataclasses.replace(
+        batch, position_ids_BS=None
+    )  # the test can fail: without positions it does
     with torch.no_grad():
-        assert not torch.allclose(completion_logprobs(model, leaking)[0][1, 3:6], before[1, 3:6], atol=1e-3)
+        assert not torch.allclose(
+            completion_logprobs(model, leaking)[0][1, 3:6], before[1, 3:6], atol=1e-3
+        )
 
 
 def test_flash_kernels_get_the_rows_end_to_end(monkeypatch):
     """They read positions in a batch of one row only; the same numbers come out at the same places."""
     model = model_of()
-    (batch,) = make_batches(rows_of(), 10_000, 0, packing=True)
+    (batch,) = build_batches(rows_of(), 10_000, 0, packing=True)
     want = completion_logprobs(model, batch)[0]
     shapes = []
     model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
     )
-    for module in ("rl_core.models.hidden_states", "rl_core.capabilities.trials"):
+    for module in ("rl_core.models.hidden_states", "rl_core.capabilities.training"):
         monkeypatch.setattr(f"{module}.packs_into_one_row", lambda model: True)
     torch.testing.assert_close(completion_logprobs(model, batch)[0], want, rtol=0, atol=1e-10)
-    assert sequence_packing(model).allowed
+    assert check_sequence_packing(model).allowed
     assert shapes[0] == (1, batch.input_ids_BS.numel())
 
 
 def test_the_first_token_of_a_packed_sequence_carries_no_loss():
-    (batch,) = make_batches(rows_of(), 10_000, 0, packing=True)
+    (batch,) = build_batches(rows_of(), 10_000, 0, packing=True)
     batch.loss_mask_BS[1, 7] = True
     with pytest.raises(DataError, match="first token of a packed sequence"):
         completion_logprobs(model_of(), batch)
@@ -170,12 +199,18 @@ def test_the_first_token_of_a_packed_sequence_carries_no_loss():
 def test_models_that_would_mix_sequences_are_noticed(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
-        config = BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2)  # takes no position ids
-        assert not sequence_packing(BloomForCausalLM(config).to(dtype)).allowed
-        assert sequence_packing(model_of(dtype=dtype)).allowed
-    adapted = add_adapter(model_of(dtype=torch.float32), LoraSettings(rank=2, target_modules=("q_proj",)))
-    assert sequence_packing(adapted).allowed
+        config = BloomConfig(
+            vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2
+        )  # takes no position ids
+        assert not check_sequence_packing(BloomForCausalLM(config).to(dtype)).allowed
+        assert check_sequence_packing(model_of(dtype=dtype)).allowed
+    adapted = add_adapter(
+        model_of(dtype=torch.float32), LoraSettings(rank=2, target_modules=("q_proj",))
+    )
+    assert check_sequence_packing(adapted).allowed
     # positions that arrive, but no block mask: RoPE is right within each sequence, yet all of the row is seen
-    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
-    assert not sequence_packing(model_of(dtype=torch.float32)).allowed
-    assert not sequence_packing(model_of("gpt2", dtype=torch.float32)).allowed
+    monkeypatch.setattr(
+        "transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None
+    )
+    assert not check_sequence_packing(model_of(dtype=torch.float32)).allowed
+    assert not check_sequence_packing(model_of("gpt2", dtype=torch.float32)).allowed

@@ -18,14 +18,20 @@ def folder(tmp_path_factory):
 
 
 def made(folder, layers=3, width=8, seed=0):
-    return heads.reward_model_from(folder, ModelSettings(), seed=seed, shape=heads.HeadShape(layers, width))
+    return heads.create_reward_model(
+        folder, ModelSettings(), seed=seed, shape=heads.HeadShape(layers, width)
+    )
 
 
 def test_shape_and_start(folder):
     model, _ = made(folder)
     hidden = model.config.hidden_size
     linear = [part for part in model.score.modules() if isinstance(part, torch.nn.Linear)]
-    assert [(part.in_features, part.out_features) for part in linear] == [(hidden, 8), (8, 8), (8, 1)]
+    assert [(part.in_features, part.out_features) for part in linear] == [
+        (hidden, 8),
+        (8, 8),
+        (8, 1),
+    ]
     assert linear[0].bias.abs().sum() == 0 and linear[-1].bias is None
     assert linear[0].weight.std().item() == pytest.approx((2 / hidden) ** 0.5, rel=0.25)
     same, _ = made(folder)
@@ -35,15 +41,17 @@ def test_shape_and_start(folder):
 
 def test_saved_and_loaded_with_its_shape(folder, tmp_path):
     model, tokenizer = made(folder)
-    causal_lm.publish(model, tokenizer, tmp_path / "reward")
+    causal_lm.publish_model(model, tokenizer, tmp_path / "reward")
     again, _ = heads.load_reward_model(tmp_path / "reward", ModelSettings())
-    assert heads.score(again, ROWS) == heads.score(model, ROWS)
-    assert len(set(heads.score(again, ROWS))) == 3
-    plain, _ = made(tmp_path / "reward", layers=1)  # a new linear head on the trunk of a reward model
+    assert heads.score_rows(again, ROWS) == heads.score_rows(model, ROWS)
+    assert len(set(heads.score_rows(again, ROWS))) == 3
+    plain, _ = made(
+        tmp_path / "reward", layers=1
+    )  # a new linear head on the trunk of a reward model
     assert isinstance(plain.score, torch.nn.Linear)
-    causal_lm.publish(plain, tokenizer, tmp_path / "plain")
+    causal_lm.publish_model(plain, tokenizer, tmp_path / "plain")
     linear, _ = heads.load_reward_model(tmp_path / "plain", ModelSettings())
-    assert heads.score(linear, ROWS) == heads.score(plain, ROWS)
+    assert heads.score_rows(linear, ROWS) == heads.score_rows(plain, ROWS)
 
 
 def test_a_policy_is_no_reward_model(folder):
@@ -54,12 +62,16 @@ def test_a_policy_is_no_reward_model(folder):
 def test_gradients_reach_every_layer(folder):
     model, _ = made(folder)
     ids = torch.tensor([[1, 2, 3]])
-    heads.sequence_scores(model, ids, torch.tensor([3])).sum().backward()
-    assert all(part.grad is not None and part.grad.abs().sum() > 0 for part in model.score.parameters())
+    heads.compute_sequence_scores(model, ids, torch.tensor([3])).sum().backward()
+    assert all(
+        part.grad is not None and part.grad.abs().sum() > 0 for part in model.score.parameters()
+    )
 
 
 def test_one_layer_draws_as_before(folder):
-    model, _ = heads.reward_model_from(folder, ModelSettings(), seed=5)
+    model, _ = heads.create_reward_model(folder, ModelSettings(), seed=5)
     hidden = model.config.hidden_size
-    expected = torch.randn((1, hidden), generator=torch.Generator().manual_seed(5)) * (hidden + 1) ** -0.5
+    expected = (
+        torch.randn((1, hidden), generator=torch.Generator().manual_seed(5)) * (hidden + 1) ** -0.5
+    )
     assert torch.equal(model.score.weight, expected)

@@ -21,30 +21,43 @@ from transformers import (
     PhimoeForCausalLM,
 )
 
-from rl_core.capabilities import decoder, positions, training_forward
-from rl_core.capabilities.positions import FollowedLength, fixing_obstacles, followed_length
+from rl_core.capabilities import (
+    check_rollout_decoder,
+    check_rotary_positions,
+    check_training_forward,
+)
+from rl_core.capabilities.rotary_positions import (
+    RopeLengthBound,
+    find_fixing_obstacles,
+    read_rope_length_bound,
+)
 from rl_core.errors import DataError, SettingsError
-from rl_core.inference.engine import Engine, make_backend
+from rl_core.inference.engine import Engine, create_rollout_backend
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models import causal_lm
-from rl_core.models.critic import SeparateCritic
-from rl_core.models.hidden_states import hidden_states
+from rl_core.models.heads import SeparateCritic
+from rl_core.models.hidden_states import compute_hidden_states
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
-from rl_core.models.rotary import fix_frequencies, longest_sequence
-from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.models.rotary import fix_frequencies, read_model_max_length
+from rl_core.rollouts.batching import TrainRow, build_batches
 from rl_core.settings import LoraSettings, ModelSettings, SamplingSettings
 from rl_core.types import TrainBatch
 
 BOUND, MOST = 16, 64
-SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [2.0, 3.0, 5.0, 9.0]  # one for each of the head's four frequencies
+SHORT, LONG = (
+    [1.0, 1.1, 1.2, 1.3],
+    [2.0, 3.0, 5.0, 9.0],
+)  # one for each of the head's four frequencies
 LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=SHORT, long_factor=LONG)
 DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)
 
 
 def phi3():
     shape = {**SHAPE, "max_position_embeddings": MOST}
-    config = Phi3Config(**shape, original_max_position_embeddings=BOUND, rope_parameters=dict(LONGROPE))
+    config = Phi3Config(
+        **shape, original_max_position_embeddings=BOUND, rope_parameters=dict(LONGROPE)
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Phi3ForCausalLM(config).eval()
@@ -92,13 +105,17 @@ def test_a_row_is_the_same_alone_and_beside_a_longer_one(make):
     """10 tokens beside 40: 0.4 nats between them where the longest row decides about the frequencies."""
     short, long = tokens(10), tokens(40, 1)
     model = make()
-    with pytest.raises(DataError, match=f"a row has 40 tokens, .* up to {BOUND}.*set model.rope_context"):
+    with pytest.raises(
+        DataError, match=f"a row has 40 tokens, .* up to {BOUND}.*set model.rope_context"
+    ):
         logprobs(model, short, long)
     alone = logprobs(make(), short)
     fix_frequencies(model, MOST)
     beside = logprobs(model, short, long)
     assert torch.allclose(beside, logprobs(model, short), atol=1e-5)
-    assert (beside - alone).abs().max() > 0.05  # one set for every row is another model for short ones
+    assert (
+        beside - alone
+    ).abs().max() > 0.05  # one set for every row is another model for short ones
     found = next(part for part in model.modules() if hasattr(part, "inv_freq")).inv_freq
     assert found.tolist() == pytest.approx(expected_frequencies(make, MOST), rel=1e-5)
 
@@ -110,17 +127,26 @@ def test_sampler_and_trainer_agree(make, rope_context):
     model = make()
     fix_frequencies(model, rope_context)
     longest = MOST if rope_context == MOST else BOUND
-    assert longest_sequence(model) == longest
-    kinds = [TransformersBackend] if not decoder(model).allowed else [TransformersBackend, Engine]
+    assert read_model_max_length(model) == longest
+    kinds = (
+        [TransformersBackend]
+        if not check_rollout_decoder(model).allowed
+        else [TransformersBackend, Engine]
+    )
     for kind in kinds:
         backend = kind(model, eos_ids=[], pad_id=0, max_length=MOST)
-        sequences = [ScriptedSequence(tokens(3 + 2 * i, i), i, [tokens(4, 9)], room=20) for i in range(5)]
+        sequences = [
+            ScriptedSequence(tokens(3 + 2 * i, i), i, [tokens(4, 9)], room=20) for i in range(5)
+        ]
         backend.run(sequences, SamplingSettings(max_completion_tokens=20, slots=3, temperature=0.7))
         lengths = [len(s.prompt_ids) + len(s.completion_ids) for s in sequences]
         assert lengths == [min(longest, 23 + 2 * i) for i in range(5)]
         assert all(s.turns[-1][1] for s in sequences)  # hit_limit
-        rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, s.logprobs, 0.7) for s in sequences]
-        for batch in [*make_batches(rows, 30, 0), *make_batches(rows, 1000, 0)]:
+        rows = [
+            TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, s.logprobs, 0.7)
+            for s in sequences
+        ]
+        for batch in [*build_batches(rows, 30, 0), *build_batches(rows, 1000, 0)]:
             with torch.no_grad():
                 logprobs_BS, _ = completion_logprobs(model, batch)
             assert (logprobs_BS - batch.sampler_logprobs_BS).abs().max() < 1e-4
@@ -128,11 +154,11 @@ def test_sampler_and_trainer_agree(make, rope_context):
 
 def test_the_fast_paths_take_fixed_frequencies():
     model = llama()
-    assert not decoder(model).allowed and not training_forward(model).allowed
+    assert not check_rollout_decoder(model).allowed and not check_training_forward(model).allowed
     fix_frequencies(model, MOST)
-    assert decoder(model).allowed and training_forward(model).allowed
-    assert isinstance(make_backend(model, eos_ids=[], pad_id=0, max_length=99), Engine)
-    assert make_backend(model, eos_ids=[], pad_id=0, max_length=99).max_length == MOST
+    assert check_rollout_decoder(model).allowed and check_training_forward(model).allowed
+    assert isinstance(create_rollout_backend(model, eos_ids=[], pad_id=0, max_length=99), Engine)
+    assert create_rollout_backend(model, eos_ids=[], pad_id=0, max_length=99).max_length == MOST
 
 
 @pytest.mark.parametrize("make", FAMILIES)
@@ -143,12 +169,17 @@ def test_copies_and_adapters_keep_the_frequencies(make):
     expected = logprobs(model, row)
     assert torch.equal(logprobs(copy.deepcopy(model), row), expected)
     trunk = SeparateCritic(model).trunk
-    assert torch.equal(hidden_states(trunk, batch_of(row)), hidden_states(model, batch_of(row)))
+    assert torch.equal(
+        compute_hidden_states(trunk, batch_of(row)), compute_hidden_states(model, batch_of(row))
+    )
     with pytest.raises(DataError, match="a row has 65 tokens"):
-        hidden_states(trunk, batch_of(tokens(65)))
+        compute_hidden_states(trunk, batch_of(tokens(65)))
     targets = ("qkv_proj",) if make is phi3 else ("q_proj",)
     wrapped = add_adapter(model, LoraSettings(target_modules=targets))
-    assert longest_sequence(wrapped) == MOST and "(rope_context)" in positions(wrapped).reason
+    assert (
+        read_model_max_length(wrapped) == MOST
+        and "(rope_context)" in check_rotary_positions(wrapped).reason
+    )
     assert torch.allclose(logprobs(wrapped, row), expected, atol=1e-6)
 
 
@@ -157,11 +188,13 @@ def test_packed_rows_count_by_their_positions():
     batch = batch_of(tokens(24))
     batch.position_ids_BS = torch.cat([torch.arange(12), torch.arange(12)])[None]
     batch.loss_mask_BS[0, 12] = False
-    found = hidden_states(phi3(), batch)
-    assert torch.allclose(found[0, 12:], hidden_states(phi3(), batch_of(tokens(24)[12:]))[0], atol=1e-5)
+    found = compute_hidden_states(phi3(), batch)
+    assert torch.allclose(
+        found[0, 12:], compute_hidden_states(phi3(), batch_of(tokens(24)[12:]))[0], atol=1e-5
+    )
     batch.position_ids_BS = torch.arange(24)[None]
     with pytest.raises(DataError, match="a row has 24 tokens"):
-        hidden_states(phi3(), batch)
+        compute_hidden_states(phi3(), batch)
 
 
 def test_padding_to_a_wide_rectangle_is_no_long_row():
@@ -170,11 +203,15 @@ def test_padding_to_a_wide_rectangle_is_no_long_row():
     wide.attention_mask_BS[:, 10:] = False
     wide.loss_mask_BS[:, 10:] = False
     model = phi3()
-    with pytest.raises(DataError, match="a row has 30 tokens"):  # transformers would take the padded width's factors
+    with pytest.raises(
+        DataError, match="a row has 30 tokens"
+    ):  # transformers would take the padded width's factors
         completion_logprobs(model, wide)
     with torch.no_grad():
         fix_frequencies(model, BOUND)
-        assert torch.allclose(completion_logprobs(model, wide)[0][0, :10], logprobs(phi3(), row), atol=1e-5)
+        assert torch.allclose(
+            completion_logprobs(model, wide)[0][0, :10], logprobs(phi3(), row), atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("make", FAMILIES)
@@ -182,20 +219,24 @@ def test_loading_fixes_them(make, tmp_path):
     make().save_pretrained(tmp_path)
     make_tokenizer(VOCAB).save_pretrained(tmp_path)
     settings = ModelSettings(path=str(tmp_path), device="cpu")
-    assert causal_lm.context_length(tmp_path, settings) == BOUND
+    assert causal_lm.read_context_length(tmp_path, settings) == BOUND
     fixed = dataclasses.replace(settings, rope_context=40)
-    assert causal_lm.context_length(tmp_path, fixed) == 40
-    model = causal_lm.load(tmp_path, fixed)[0].eval()
-    assert longest_sequence(model) == 40
+    assert causal_lm.read_context_length(tmp_path, fixed) == 40
+    model = causal_lm.load_model(tmp_path, fixed)[0].eval()
+    assert read_model_max_length(model) == 40
     same = make()
     fix_frequencies(same, 40)
     assert torch.equal(logprobs(model, tokens(30)), logprobs(same, tokens(30)))
-    assert longest_sequence(causal_lm.load_without_weights(tmp_path, fixed)) == 40
-    with pytest.raises(SettingsError, match=r"rope_context: 65, but .* sequences of up to 64 tokens"):
-        causal_lm.load(tmp_path, dataclasses.replace(settings, rope_context=65))
+    assert read_model_max_length(causal_lm.load_without_weights(tmp_path, fixed)) == 40
+    with pytest.raises(
+        SettingsError, match=r"rope_context: 65, but .* sequences of up to 64 tokens"
+    ):
+        causal_lm.load_model(tmp_path, dataclasses.replace(settings, rope_context=65))
     causal_lm.save(model, make_tokenizer(VOCAB), tmp_path / "again")
     kept = json.loads((tmp_path / "again" / "config.json").read_text())["rope_parameters"]
-    assert kept["rope_type"] == ("longrope" if make is phi3 else "dynamic")  # the config says what the model is
+    assert kept["rope_type"] == (
+        "longrope" if make is phi3 else "dynamic"
+    )  # the config says what the model is
 
 
 def test_low_precision_keeps_float32_frequencies():
@@ -208,9 +249,9 @@ def test_low_precision_keeps_float32_frequencies():
 
 
 def test_bounds_of_configurations():
-    assert followed_length(phi3().config) == FollowedLength("longrope", BOUND, MOST)
-    assert followed_length(llama().config) == FollowedLength("dynamic", BOUND, MOST)
-    assert followed_length(make_model("llama").config) is None
+    assert read_rope_length_bound(phi3().config) == RopeLengthBound("longrope", BOUND, MOST)
+    assert read_rope_length_bound(llama().config) == RopeLengthBound("dynamic", BOUND, MOST)
+    assert read_rope_length_bound(make_model("llama").config) is None
     by_layer = Gemma3TextConfig(
         max_position_embeddings=100,
         rope_parameters={
@@ -218,34 +259,50 @@ def test_bounds_of_configurations():
             "sliding_attention": dict(rope_type="default", rope_theta=1e4),
         },
     )
-    assert followed_length(by_layer) == FollowedLength("dynamic", 100, 200)
+    assert read_rope_length_bound(by_layer) == RopeLengthBound("dynamic", 100, 200)
 
 
 def test_what_cannot_be_fixed():
     shape = {**SHAPE, "max_position_embeddings": MOST, "num_local_experts": 2}
-    rope = {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3, "original_max_position_embeddings": BOUND}
+    rope = {
+        **LONGROPE,
+        "short_mscale": 1.1,
+        "long_mscale": 1.3,
+        "original_max_position_embeddings": BOUND,
+    }
     moe = PhimoeForCausalLM(PhimoeConfig(**shape, rope_parameters=rope))
-    assert "PhimoeRotaryEmbedding does not read the frequencies that it keeps" in next(fixing_obstacles(moe))
+    assert "PhimoeRotaryEmbedding does not read the frequencies that it keeps" in next(
+        find_fixing_obstacles(moe)
+    )
     with pytest.raises(SettingsError, match="rope_context: PhimoeForCausalLM takes none"):
         fix_frequencies(moe, MOST)
-    assert longest_sequence(moe) == BOUND  # short rows are exact all the same
+    assert read_model_max_length(moe) == BOUND  # short rows are exact all the same
     with pytest.raises(SettingsError, match="do not depend on the length; leave it out"):
         fix_frequencies(make_model("llama"), MOST)
     nothing = phi3()
     del nothing.model.rotary_emb
-    assert "no rotary embedding of a kind that is known" in next(fixing_obstacles(nothing))
+    assert "no rotary embedding of a kind that is known" in next(find_fixing_obstacles(nothing))
     by_layer = phi3()
     by_layer.model.rotary_emb.rope_type = {"full_attention": "longrope"}
-    assert "differ from layer to layer" in next(fixing_obstacles(by_layer))
+    assert "differ from layer to layer" in next(find_fixing_obstacles(by_layer))
 
 
 def test_what_people_are_told():
-    assert "change beyond 16 tokens (longrope), so its context ends there" in positions(phi3()).reason
-    assert "do not depend on the length" in positions(make_model("llama")).reason
+    assert (
+        "change beyond 16 tokens (longrope), so its context ends there"
+        in check_rotary_positions(phi3()).reason
+    )
+    assert "do not depend on the length" in check_rotary_positions(make_model("llama")).reason
     model = llama()
     fix_frequencies(model, MOST)
-    assert "(dynamic) are those of 64 tokens in every row (rope_context)" in positions(model).reason
+    assert (
+        "(dynamic) are those of 64 tokens in every row (rope_context)"
+        in check_rotary_positions(model).reason
+    )
 
 
 def test_an_unfixed_model_that_nobody_asked_about_is_as_it_was():
-    assert type(make_model("llama")) is LlamaForCausalLM and longest_sequence(make_model("llama")) == 128
+    assert (
+        type(make_model("llama")) is LlamaForCausalLM
+        and read_model_max_length(make_model("llama")) == 128
+    )

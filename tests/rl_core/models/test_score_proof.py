@@ -12,9 +12,15 @@ from safetensors.torch import load_file, save_file
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import DataError, ExportMismatch
 from rl_core.models import causal_lm
-from rl_core.models.export_proof import fresh_logprobs, prove_scores
-from rl_core.models.heads import HeadShape, load_reward_model, reward_model_from
-from rl_core.models.score_record import SCORES, ScoreRecord, fixed_scores, read_scores, write_scores
+from rl_core.models.export_records import (
+    TRAINED_SCORES_FILE,
+    ScoreRecord,
+    read_scores,
+    record_fixed_scores,
+    write_scores,
+)
+from rl_core.models.export_verification import score_in_fresh_process, verify_scores
+from rl_core.models.heads import HeadShape, create_reward_model, load_reward_model
 from rl_core.settings import ExportSettings, ModelSettings
 
 KIND = ModelSettings(preset="nano", context=64, device="cpu")
@@ -25,29 +31,31 @@ PLAIN, DEEP = HeadShape(), HeadShape(layers=3, width=8)
 def written(tmp_path):
     """Function: (folder, scores of the live model) of a reward model with this head, away from its start."""
     tokenizer = train_tokenizer(["abc xyz"], 300)
-    causal_lm.save(causal_lm.create(KIND, tokenizer, 0), tokenizer, tmp_path / "start")
+    causal_lm.save(causal_lm.create_model(KIND, tokenizer, 0), tokenizer, tmp_path / "start")
 
     def of(shape):
-        model, _ = reward_model_from(tmp_path / "start", KIND, seed=5, shape=shape)
+        model, _ = create_reward_model(tmp_path / "start", KIND, seed=5, shape=shape)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+                parameter += 0.05 * torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(1)
+                )
         causal_lm.save(model, tokenizer, tmp_path / "model")
-        return tmp_path / "model", fixed_scores(model)
+        return tmp_path / "model", record_fixed_scores(model)
 
     return of
 
 
 def prove(folder, records, call=in_this_process, **settings):
     (answer,) = call([], KIND, ExportSettings(**settings), [(folder, records)])
-    return prove_scores("reward_model", folder, records, answer, ExportSettings(**settings))
+    return verify_scores("reward_model", folder, records, answer, ExportSettings(**settings))
 
 
 @pytest.mark.parametrize("shape", [PLAIN, DEEP], ids=["matrix", "layers"])
 def test_a_written_reward_model_has_the_scores(written, shape):
     folder, records = written(shape)
     assert len({len(record.ids) for record in records}) == len(records) == 8, "several lengths"
-    facts = prove(folder, records, fresh_logprobs if shape is DEEP else in_this_process)
+    facts = prove(folder, records, score_in_fresh_process if shape is DEEP else in_this_process)
     assert facts["trained"]["max"] < 1e-4 and facts["trained"]["sequences"] == 8
     assert facts["class"] == "LlamaForSequenceClassification"
 
@@ -61,7 +69,9 @@ def test_another_head_and_another_trunk_are_refused_by_their_figure(written, sha
     whole = load_file(path)
     for name in (last, "model.norm.weight"):
         save_file({**whole, name: 2 * whole[name]}, path, metadata={"format": "pt"})
-        with pytest.raises(ExportMismatch, match=r"its scores differ from the trained model's by up to \d") as refused:
+        with pytest.raises(
+            ExportMismatch, match=r"its scores differ from the trained model's by up to \d"
+        ) as refused:
             prove(folder, records)
         assert str(folder) in str(refused.value)
 
@@ -69,8 +79,15 @@ def test_another_head_and_another_trunk_are_refused_by_their_figure(written, sha
 def test_a_head_that_was_dropped_is_named(written):
     folder, records = written(PLAIN)
     path = folder / "model.safetensors"
-    save_file({k: v for k, v in load_file(path).items() if k != "score.weight"}, path, metadata={"format": "pt"})
-    with pytest.raises(ExportMismatch, match=r"1 weights of LlamaForSequenceClassification are missing.*score\.weight"):
+    save_file(
+        {k: v for k, v in load_file(path).items() if k != "score.weight"},
+        path,
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(
+        ExportMismatch,
+        match=r"1 weights of LlamaForSequenceClassification are missing.*score\.weight",
+    ):
         prove(folder, records)
 
 
@@ -97,15 +114,20 @@ def test_sequences_do_not_end_in_padding(written, monkeypatch):
     model, _ = load_reward_model(folder, KIND)
     model.config.pad_token_id = records[2].ids[-1]
     del model.config.vocab_size
-    monkeypatch.delattr(type(model.config), "vocab_size")  # as Gemma3Config, which has it in its text model's part
-    padded = fixed_scores(model)
+    monkeypatch.delattr(
+        type(model.config), "vocab_size"
+    )  # as Gemma3Config, which has it in its text model's part
+    padded = record_fixed_scores(model)
     assert padded[2].ids[-1] == records[2].ids[-1] + 1 and padded[2].ids[:-1] == records[2].ids[:-1]
 
 
 def test_records_are_read_as_they_were_written(tmp_path):
     records = [ScoreRecord([1, 2], 0.25), ScoreRecord([3], -1.5)]
-    write_scores(tmp_path / SCORES, records)
-    assert read_scores(tmp_path / SCORES) == records and read_scores(tmp_path / "none.json") == []
-    (tmp_path / SCORES).write_text(json.dumps([{"ids": [1]}]))
+    write_scores(tmp_path / TRAINED_SCORES_FILE, records)
+    assert (
+        read_scores(tmp_path / TRAINED_SCORES_FILE) == records
+        and read_scores(tmp_path / "none.json") == []
+    )
+    (tmp_path / TRAINED_SCORES_FILE).write_text(json.dumps([{"ids": [1]}]))
     with pytest.raises(DataError, match=r"trained_scores\.json: is no record of scores"):
-        read_scores(tmp_path / SCORES)
+        read_scores(tmp_path / TRAINED_SCORES_FILE)

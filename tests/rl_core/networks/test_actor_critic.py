@@ -12,11 +12,11 @@ from rl_core.networks.actor_critic import (
     ActionSpace,
     ActorCritic,
     NetworkShape,
-    gaussian_entropy,
-    gaussian_logprobs,
+    ObservationStatistics,
+    compute_gaussian_entropy,
+    compute_gaussian_logprobs,
 )
-from rl_core.networks.network_files import CONFIG, WEIGHTS, load_network, publish_network
-from rl_core.networks.observation_statistics import ObservationStatistics
+from rl_core.networks.network_files import CONFIG_FILE, WEIGHTS_FILE, load_network, publish_network
 
 THREE = ActionSpace("discrete", 3)
 PLANE = ActionSpace("continuous", 2, low=(-1.0, -math.inf), high=(1.0, math.inf), shape=(2,))
@@ -33,9 +33,13 @@ def rows(count=7, size=4):
 def test_gaussian_by_hand():
     # at the mean with s = 1: -log(2 pi) / 2 each; one deviation away with s = 2: -1/2 - log 2 - log(2 pi) / 2
     log_std = torch.tensor([0.0, math.log(2.0)])
-    found = gaussian_logprobs(torch.tensor([[3.0, 7.0]]), torch.tensor([[3.0, 5.0]]), log_std)
+    found = compute_gaussian_logprobs(
+        torch.tensor([[3.0, 7.0]]), torch.tensor([[3.0, 5.0]]), log_std
+    )
     assert found.tolist() == [pytest.approx(-0.5 - math.log(2) - math.log(2 * math.pi), rel=1e-6)]
-    assert float(gaussian_entropy(log_std)) == pytest.approx(math.log(2) + 1 + math.log(2 * math.pi), rel=1e-6)
+    assert float(compute_gaussian_entropy(log_std)) == pytest.approx(
+        math.log(2) + 1 + math.log(2 * math.pi), rel=1e-6
+    )
 
 
 def test_logprobs_and_entropy_equal_numpy_in_float64():
@@ -43,12 +47,17 @@ def test_logprobs_and_entropy_equal_numpy_in_float64():
     weights = {name: value.double().numpy() for name, value in model.policy.state_dict().items()}
     hidden = rows().double().numpy()
     for place in (0, 2):
-        hidden = np.tanh(hidden @ weights[f"layers.{place}.weight"].T + weights[f"layers.{place}.bias"])
+        hidden = np.tanh(
+            hidden @ weights[f"layers.{place}.weight"].T + weights[f"layers.{place}.bias"]
+        )
     logits = hidden @ weights["layers.4.weight"].T + weights["layers.4.bias"]
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     outputs, values = model(rows())
-    logprobs, entropy = model.policy.logprobs_of(outputs, actions), model.policy.entropy_of(outputs)
-    alone = model.policy.logprobs_and_entropy(rows(), actions)
+    logprobs, entropy = (
+        model.policy.compute_logprobs(outputs, actions),
+        model.policy.compute_entropy(outputs),
+    )
+    alone = model.policy.compute_logprobs_and_entropy(rows(), actions)
     torch.testing.assert_close((logprobs, entropy), alone)
     np.testing.assert_allclose(logprobs.detach(), np.log(p[np.arange(7), actions]), rtol=1e-5)
     np.testing.assert_allclose(entropy.detach(), -(p * np.log(p)).sum(1), rtol=1e-5)
@@ -57,9 +66,9 @@ def test_logprobs_and_entropy_equal_numpy_in_float64():
 
 def test_actions_of_another_shape_are_refused():
     with pytest.raises(DataError, match=r"actions: shape \(7, 1\), expected \(7,\)"):
-        made().policy.logprobs_and_entropy(rows(), torch.zeros(7, 1, dtype=torch.int64))
+        made().policy.compute_logprobs_and_entropy(rows(), torch.zeros(7, 1, dtype=torch.int64))
     with pytest.raises(DataError, match=r"actions: shape \(7,\), expected \(7, 2\)"):
-        made(PLANE).policy.logprobs_and_entropy(rows(), torch.zeros(7))
+        made(PLANE).policy.compute_logprobs_and_entropy(rows(), torch.zeros(7))
     with pytest.raises(SettingsError, match="hidden: sizes"):
         made(hidden=(0,))
 
@@ -88,7 +97,9 @@ def test_the_first_weights_follow_the_seed_alone():
     one, same, other = made(seed=3), made(seed=3), made(seed=4)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not torch.equal(one.value.layers[0].weight, other.value.layers[0].weight)
-    last = one.policy.layers[-1].weight  # orthogonal rows of length 0.01, so all actions are about as likely
+    last = one.policy.layers[
+        -1
+    ].weight  # orthogonal rows of length 0.01, so all actions are about as likely
     torch.testing.assert_close(last @ last.T, 1e-4 * torch.eye(3))
 
 
@@ -96,7 +107,10 @@ def test_the_first_weights_follow_the_seed_alone():
 
 
 def test_statistics_of_parts_are_those_of_all_rows():
-    statistics, drawn = ObservationStatistics(3), np.random.default_rng(0).normal(5.0, 2.0, (60, 3)).astype(np.float32)
+    statistics, drawn = (
+        ObservationStatistics(3),
+        np.random.default_rng(0).normal(5.0, 2.0, (60, 3)).astype(np.float32),
+    )
     for part in np.split(drawn, [1, 8, 40]):
         statistics.update(torch.from_numpy(part))
     wide = drawn.astype(np.float64)
@@ -104,7 +118,9 @@ def test_statistics_of_parts_are_those_of_all_rows():
     np.testing.assert_allclose(statistics.squares_D / statistics.count, wide.var(0), rtol=1e-12)
     seen = statistics(torch.from_numpy(drawn))
     assert seen.dtype == torch.float32
-    np.testing.assert_allclose(seen, (wide - wide.mean(0)) / np.sqrt(wide.var(0) + 1e-8), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        seen, (wide - wide.mean(0)) / np.sqrt(wide.var(0) + 1e-8), rtol=1e-5, atol=1e-6
+    )
     assert statistics(torch.full((1, 3), 1e6)).tolist() == [[10.0, 10.0, 10.0]]
 
 
@@ -131,16 +147,22 @@ def test_a_saved_network_acts_as_before(tmp_path, actions):
     assert again.shape.actions == actions
     noise = torch.randn(7, actions.size, generator=torch.Generator().manual_seed(2))
     assert torch.equal(again.act(rows(), noise), model.act(rows(), noise))
-    assert torch.equal(again.values(rows()), model.values(rows()))
+    assert torch.equal(again.compute_values(rows()), model.compute_values(rows()))
     publish_network(model, tmp_path / "net", "Walk-v0")  # replaced as a whole
-    assert {path.name for path in (tmp_path / "net").iterdir()} == {CONFIG, WEIGHTS, "manifest.json"}
+    assert {path.name for path in (tmp_path / "net").iterdir()} == {
+        CONFIG_FILE,
+        WEIGHTS_FILE,
+        "manifest.json",
+    }
 
 
 def test_what_is_no_network_is_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"network.json' cannot be read .*; name the folder of a trained network"):
+    with pytest.raises(
+        ModelError, match=r"network.json' cannot be read .*; name the folder of a trained network"
+    ):
         load_network(tmp_path)
     publish_network(made(), tmp_path / "net", "Walk-v0")
-    config = json.loads((tmp_path / "net" / CONFIG).read_text())
+    config = json.loads((tmp_path / "net" / CONFIG_FILE).read_text())
     for change, words in (
         ({"format": 2}, "no config of a network in format 1"),
         ({"hidden": [8]}, "does not fit network.json"),
@@ -148,10 +170,10 @@ def test_what_is_no_network_is_refused(tmp_path):
         ({"activation": "sin"}, "no network's config .KeyError"),
         ({"actions": 3}, "no network's config .TypeError"),
     ):
-        (tmp_path / "net" / CONFIG).write_text(json.dumps({**config, **change}))
+        (tmp_path / "net" / CONFIG_FILE).write_text(json.dumps({**config, **change}))
         with pytest.raises(ModelError, match=words):
             load_network(tmp_path / "net")
-    (tmp_path / "net" / CONFIG).write_text(json.dumps(config))
-    (tmp_path / "net" / WEIGHTS).write_bytes(b"\0" * 20)
+    (tmp_path / "net" / CONFIG_FILE).write_text(json.dumps(config))
+    (tmp_path / "net" / WEIGHTS_FILE).write_bytes(b"\0" * 20)
     with pytest.raises(ModelError, match="holds no weights"):
         load_network(tmp_path / "net")

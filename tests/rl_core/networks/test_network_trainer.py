@@ -8,8 +8,9 @@ import torch
 from helpers.vector_worlds import Walker, WalkerVector, walkers
 
 from rl_core.errors import CallbackError, EnvironmentFault, SettingsError
-from rl_core.networks import making, network_evaluation
+from rl_core.networks import trainer as network_evaluation
 from rl_core.networks import trainer as trainer_module
+from rl_core.networks import vector_environment
 from rl_core.networks.trainer import NetworkTrainer
 from rl_core.settings import NetworkSettings
 from rl_core.storage.checkpoint import CheckpointStore
@@ -17,9 +18,14 @@ from rl_core.tracking import MemoryTracker
 from rl_core.training.loop import run_loop
 
 SMALL = {
-    "num_environments": 4, "rollout_steps": 16, "environment_steps": 10_000, "epochs": 4, "hidden": (8,),
-    "eval_episodes": 5, "gamma": 0.9,
-}  # fmt: skip
+    "num_environments": 4,
+    "rollout_steps": 16,
+    "environment_steps": 10_000,
+    "epochs": 4,
+    "hidden": (8,),
+    "eval_episodes": 5,
+    "gamma": 0.9,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +35,8 @@ def without_gymnasium(monkeypatch):
     def vector(maker, count, vectorization="sync"):
         return WalkerVector([maker() for _ in range(count)])
 
-    monkeypatch.setattr(trainer_module, "make_vector", vector)
-    monkeypatch.setattr(network_evaluation, "make_vector", vector)
+    monkeypatch.setattr(trainer_module, "make_vector_environment", vector)
+    monkeypatch.setattr(network_evaluation, "make_vector_environment", vector)
 
 
 def made(seed=0, maker=Walker, **options):
@@ -38,7 +44,13 @@ def made(seed=0, maker=Walker, **options):
 
 
 def trained(trainer, iterations, tracker=None, **options):
-    return run_loop(trainer, trainer.settings, iterations=iterations, tracker=tracker or MemoryTracker(), **options)
+    return run_loop(
+        trainer,
+        trainer.settings,
+        iterations=iterations,
+        tracker=tracker or MemoryTracker(),
+        **options,
+    )
 
 
 def weights(trainer):
@@ -47,7 +59,9 @@ def weights(trainer):
 
 def test_it_learns_to_walk_to_the_goal():
     trainer = made(epochs=10, learning_rate=5e-3)
-    before = trainer.play(making.VALIDATION_SEEDS).metrics()["eval/episode_return"]
+    before = trainer.evaluate_on_seeds(vector_environment.VALIDATION_SEEDS).compute_metrics()[
+        "eval/episode_return"
+    ]
     outcome = trained(trainer, 40)
     # staying short of the goal for six steps pays most
     assert outcome.metrics["eval/episode_return"] > before + 4
@@ -56,10 +70,15 @@ def test_it_learns_to_walk_to_the_goal():
 
 def test_it_learns_with_continuous_actions_and_normalised_observations():
     trainer = made(
-        maker=lambda: Walker(continuous=True), normalise_observations=True, epochs=10, learning_rate=5e-3,
+        maker=lambda: Walker(continuous=True),
+        normalise_observations=True,
+        epochs=10,
+        learning_rate=5e-3,
         initial_log_std=-0.5,
-    )  # fmt: skip
-    before = trainer.play(making.VALIDATION_SEEDS).metrics()["eval/episode_return"]
+    )
+    before = trainer.evaluate_on_seeds(vector_environment.VALIDATION_SEEDS).compute_metrics()[
+        "eval/episode_return"
+    ]
     tracker = MemoryTracker()
     outcome = trained(trainer, 40, tracker)
     assert outcome.metrics["eval/episode_return"] > before + 4
@@ -116,7 +135,9 @@ def comparable(tracker):
     }
 
 
-@pytest.mark.parametrize("lost", ["environment", "rng", "recent", "environment_steps", "episodes", "buffers"])
+@pytest.mark.parametrize(
+    "lost", ["environment", "rng", "recent", "environment_steps", "episodes", "buffers"]
+)
 def test_each_saved_item_is_missed(lost):
     options = {"advantages": "vtrace", "replay": 1, "normalise_observations": True}
     one = made(**options)
@@ -135,7 +156,9 @@ def test_each_saved_item_is_missed(lost):
         other.model.load_state_dict(model)
         other.optimizer_step.load_state_dict(copy.deepcopy(step))
         other.load_state_dict(copy.deepcopy(changed))
-        metrics = [{k: v for k, v in other.step().items() if not k.startswith("perf/")} for _ in range(2)]
+        metrics = [
+            {k: v for k, v in other.step().items() if not k.startswith("perf/")} for _ in range(2)
+        ]
         return metrics, other.state_dict()["rng"]
 
     expected = outcome(kept)
@@ -150,8 +173,10 @@ def test_statistics_of_observations_are_in_the_checkpoint(tmp_path):
         trained(trainer, 3, checkpoints=store)
         state = store.load_latest()
     assert float(state["model"]["statistics.count"]) == 3 * 64
-    rows = trainer._buffers[0].flat("observations").double()
-    assert not torch.equal(state["model"]["statistics.mean_D"], rows.mean(0))  # of all three iterations, not the last
+    rows = trainer._buffers[0].read_real_steps("observations").double()
+    assert not torch.equal(
+        state["model"]["statistics.mean_D"], rows.mean(0)
+    )  # of all three iterations, not the last
 
 
 def test_the_best_weights_come_back_with_their_statistics():
@@ -181,9 +206,11 @@ def test_seeds_of_training_validation_and_test_never_meet():
     training, used[:] = set(used), []
     trainer.evaluate()
     validation, used[:] = set(used), []
-    test = trainer.test()
-    assert max(training) < 2**30 <= min(validation) and max(validation) < 2**30 + 2**29 <= min(test.seeds)
-    assert trainer.test().returns == test.returns and len(test.returns) == 5
+    test = trainer.evaluate_on_test_seeds()
+    assert max(training) < 2**30 <= min(validation) and max(validation) < 2**30 + 2**29 <= min(
+        test.seeds
+    )
+    assert trainer.evaluate_on_test_seeds().returns == test.returns and len(test.returns) == 5
     assert set(test.seeds) <= set(used)
 
 
@@ -202,14 +229,18 @@ def test_sampled_and_greedy_evaluation_differ():
     greedy = trainer.evaluate()
     sampled = made(eval_episodes=30, eval_greedy=False).evaluate()
     assert greedy["eval/episodes"] == sampled["eval/episodes"] == 30 and greedy != sampled
-    assert greedy["eval/episode_return_low"] <= greedy["eval/episode_return"] <= greedy["eval/episode_return_high"]
+    assert (
+        greedy["eval/episode_return_low"]
+        <= greedy["eval/episode_return"]
+        <= greedy["eval/episode_return_high"]
+    )
 
 
 def test_episodes_of_an_evaluation_do_not_depend_on_how_many_are_played_side_by_side(monkeypatch):
     trainer = made(eval_episodes=13)
-    wide = trainer.test()
-    monkeypatch.setattr(network_evaluation, "SIDE_BY_SIDE", 3)
-    assert trainer.test() == wide
+    wide = trainer.evaluate_on_test_seeds()
+    monkeypatch.setattr(network_evaluation, "MAX_PARALLEL_ENVIRONMENTS", 3)
+    assert trainer.evaluate_on_test_seeds() == wide
 
 
 @pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
@@ -219,9 +250,11 @@ def test_vectors_that_reset_by_themselves_are_learned_from(mode):
     returns = [trainer.step()["train/episode_return"] for _ in range(40)]
     assert returns[-1] > returns[0] + 2
     assert trainer.evaluate() == {}
-    assert (trainer.environment_steps < 40 * 64) == (mode == "NextStep")  # steps that only reset are not counted
+    assert (trainer.environment_steps < 40 * 64) == (
+        mode == "NextStep"
+    )  # steps that only reset are not counted
     with pytest.raises(SettingsError, match="a VectorEnv alone has no held-out episodes"):
-        trainer.test()
+        trainer.evaluate_on_test_seeds()
 
 
 def test_an_environment_that_raises_in_the_middle_leaves_the_weights_alone():
@@ -236,7 +269,10 @@ def test_an_environment_that_raises_in_the_middle_leaves_the_weights_alone():
 def test_a_vector_of_another_size_is_refused():
     with pytest.raises(SettingsError, match="num_environments: 4, but the VectorEnv has 3"):
         NetworkTrainer(None, NetworkSettings(**SMALL), 0, name="Walk", vector=walkers(3))
-    with pytest.raises(SettingsError, match="rollout_steps: a VectorEnv that resets at the next step needs at least 2"):
+    with pytest.raises(
+        SettingsError,
+        match="rollout_steps: a VectorEnv that resets at the next step needs at least 2",
+    ):
         settings = NetworkSettings(**{**SMALL, "rollout_steps": 1})
         NetworkTrainer(None, settings, 0, name="Walk", vector=walkers(4, "NextStep"))
     with pytest.raises(SettingsError, match="needs a function that makes one, or a VectorEnv"):
@@ -256,27 +292,48 @@ def test_replay_keeps_so_many_iterations():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"environment": "package.module:World"}, "names code; put an import path into environment_class"),
-        ({"rollout_steps": 2**20, "num_environments": 64}, "67,108,864 steps in one iteration, and 16,777,216"),
-        ({"environment_steps": 63}, "environment_steps: 63 is less than one iteration, 4 environments x 16 steps"),
+        (
+            {"environment": "package.module:World"},
+            "names code; put an import path into environment_class",
+        ),
+        (
+            {"rollout_steps": 2**20, "num_environments": 64},
+            "67,108,864 steps in one iteration, and 16,777,216",
+        ),
+        (
+            {"environment_steps": 63},
+            "environment_steps: 63 is less than one iteration, 4 environments x 16 steps",
+        ),
         ({"minibatches": 1000}, "minibatches: 1000 is more than the steps of one iteration"),
         ({"minibatches": 60}, "normalise_advantages: a minibatch of one step has no variance"),
         ({"autocast": "bfloat16"}, "autocast: is for language models; leave it none"),
         ({"dropout": True}, "dropout: is for language models; leave it false"),
-        ({"replay": 1}, "replay: steps of older policies need their correction; set advantages to vtrace"),
+        (
+            {"replay": 1},
+            "replay: steps of older policies need their correction; set advantages to vtrace",
+        ),
         ({"vtrace_rho": 0.5}, "vtrace_c: 1.0 is above vtrace_rho 0.5"),
         ({"kl_target": 0.01, "schedule": "linear"}, "kl_target: moves the learning rate itself"),
         ({"kl_target": 0.01, "epochs": 1}, "kl_target: is measured before each optimizer step"),
-        ({"kl_target": 0.01, "learning_rate": 0.5}, "learning_rate: 0.5 lies outside learning_rate_low"),
+        (
+            {"kl_target": 0.01, "learning_rate": 0.5},
+            "learning_rate: 0.5 lies outside learning_rate_low",
+        ),
         ({"hidden": (0,)}, "hidden: 0 must be at least 1"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_cannot_work_are_refused(options, words):
     with pytest.raises(SettingsError, match=words):
         NetworkSettings(**{**SMALL, **options})
 
 
 def test_lengths():
-    settings = NetworkSettings(environment_steps=1000, num_environments=8, rollout_steps=32, epochs=3, minibatches=2)
-    assert (settings.steps_per_iteration, settings.iterations, settings.updates_per_iteration) == (256, 3, 6)
+    settings = NetworkSettings(
+        environment_steps=1000, num_environments=8, rollout_steps=32, epochs=3, minibatches=2
+    )
+    assert (settings.steps_per_iteration, settings.iterations, settings.updates_per_iteration) == (
+        256,
+        3,
+        6,
+    )
     assert np.isfinite(made().step()["train/loss"])

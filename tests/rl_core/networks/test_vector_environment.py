@@ -6,8 +6,14 @@ from helpers.vector_worlds import Box, Discrete, Tuple, Walker, WalkerVector, wa
 
 from rl_core.errors import CheckpointError, EnvironmentFault, SettingsError
 from rl_core.networks.actor_critic import ActionSpace
-from rl_core.networks.spaces import action_space, clipped_share, observation_size, observations_of, to_environment
-from rl_core.networks.vector_environment import VectorEnvironment
+from rl_core.networks.vector_environment import (
+    VectorEnvironment,
+    compute_clipped_share,
+    convert_action_space,
+    convert_actions,
+    count_observation_values,
+    flatten_observations,
+)
 
 
 def made(vector, seeds=None):
@@ -37,13 +43,17 @@ def test_every_mode_hands_over_the_observation_before_the_reset(mode):
     for before, step in zip([None, *steps[:-1]], steps, strict=True):
         over = step.terminated_N | step.truncated_N
         assert step.terminated_N[over].all(), "walking right reaches the goal within the limit"
-        assert (step.after_ND[over, 0] >= 4).all(), "where the episode ended, not where the next one begins"
+        assert (step.after_ND[over, 0] >= 4).all(), (
+            "where the episode ended, not where the next one begins"
+        )
         assert (step.observations_ND[~over] == step.after_ND[~over]).all()
         if mode == "NextStep":
             assert (step.observations_ND[over] == step.after_ND[over]).all()
             if before is not None:  # the step behind an end only resets: no action, no reward
                 was_over = before.terminated_N | before.truncated_N
-                assert (step.is_action_N == ~was_over).all() and (step.rewards_N[was_over] == 0).all()
+                assert (step.is_action_N == ~was_over).all() and (
+                    step.rewards_N[was_over] == 0
+                ).all()
                 assert (step.observations_ND[was_over, 1] == 0).all()
         else:
             assert step.is_action_N.all() and (step.observations_ND[over, 1] == 0).all()
@@ -55,7 +65,9 @@ def test_the_modes_give_the_same_episodes():
         # one walker that always starts at the same place, so that seeds do not matter
         vector = WalkerVector([Walker()], mode)
         vector.walkers[0].reset(seed=0)
-        vector.walkers[0].draw = type("Fixed", (), {"integers": lambda *a: 0, "random": lambda *a: 0.0})()
+        vector.walkers[0].draw = type(
+            "Fixed", (), {"integers": lambda *a: 0, "random": lambda *a: 0.0}
+        )()
         vector.walkers[0].reset = lambda walker=vector.walkers[0], **_: Walker.reset(walker)
         found[mode] = play(made(vector), [[1]] * 13)[1]
     # from 0: rewards 1 + 2 + 3 + 4 in four steps; NextStep spends every fifth step on a reset
@@ -73,7 +85,9 @@ def test_each_episode_has_a_seed_of_its_own():
     environment = made(walkers(2), seeds=[7, 8, 9, 10, 11, 12, 13, 14])
     play(environment, [[1, 1]] * 4)
     state = environment.state_dict()
-    assert set(state["seeds"]) & {7, 8} == set() and all(seed in range(9, 15) for seed in state["seeds"])
+    assert set(state["seeds"]) & {7, 8} == set() and all(
+        seed in range(9, 15) for seed in state["seeds"]
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ spaces
@@ -86,15 +100,17 @@ def test_a_continuous_action_outside_its_bounds_is_clipped_for_the_environment_a
     environment.step(actions)
     assert vector.walkers[0].taken == [np.array([1.0], np.float32)] and actions.tolist() == [[2.5]]
     space = environment.actions
-    assert clipped_share(np.array([[2.5], [0.3], [-1.0], [-1.01]]), space) == 0.5
+    assert compute_clipped_share(np.array([[2.5], [0.3], [-1.0], [-1.01]]), space) == 0.5
     with pytest.raises(EnvironmentFault, match="an observation is not finite"):
         environment.step(np.array([[np.nan]]))
 
 
 def test_unbounded_numbers_are_left_as_they_are():
-    space = action_space(Box(-np.inf, np.inf, (2, 2)))
-    assert space == ActionSpace("continuous", 4, low=(-np.inf,) * 4, high=(np.inf,) * 4, shape=(2, 2))
-    taken = to_environment(np.array([[1e6, -1e6, 0, 1]], np.float32), space)
+    space = convert_action_space(Box(-np.inf, np.inf, (2, 2)))
+    assert space == ActionSpace(
+        "continuous", 4, low=(-np.inf,) * 4, high=(np.inf,) * 4, shape=(2, 2)
+    )
+    taken = convert_actions(np.array([[1e6, -1e6, 0, 1]], np.float32), space)
     assert taken.tolist() == [[[1e6, -1e6], [0, 1]]]
 
 
@@ -102,16 +118,24 @@ def test_discrete_actions_and_observations_count_from_their_start():
     vector = walkers(2, action_start=5)
     made(vector).step(np.array([0, 1]))
     assert [walker.taken[0].item() for walker in vector.walkers] == [5, 6]
-    assert observation_size(Discrete(3)) == 3
-    assert observations_of(np.array([6, 5]), Discrete(3, start=5)).tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert count_observation_values(Discrete(3)) == 3
+    assert flatten_observations(np.array([6, 5]), Discrete(3, start=5)).tolist() == [
+        [0, 1, 0],
+        [1, 0, 0],
+    ]
 
 
 def test_other_spaces_are_refused_by_name():
     for space in (Tuple(), Box(0, 1, (2,), np.int64), Box(0, 1, (0,))):
-        with pytest.raises(SettingsError, match=r"environment: actions are .*; a network acts in Discrete, or in Box"):
-            action_space(space)
-    with pytest.raises(SettingsError, match=r"environment: observations are .*; a network reads Box or Discrete"):
-        observation_size(Tuple())
+        with pytest.raises(
+            SettingsError,
+            match=r"environment: actions are .*; a network acts in Discrete, or in Box",
+        ):
+            convert_action_space(space)
+    with pytest.raises(
+        SettingsError, match=r"environment: observations are .*; a network reads Box or Discrete"
+    ):
+        count_observation_values(Tuple())
 
 
 # ------------------------------------------------------------------------------------------------------ faults
@@ -169,7 +193,9 @@ def test_an_environment_that_seeds_do_not_decide_is_not_resumed():
     play(environment, [[0, 1]] * 3)
     other = VectorEnvironment(walkers(2, drifts=True), "Walk", lambda: 0)
     other.inner.walkers[0].calls = 50
-    with pytest.raises(CheckpointError, match="environment 'Walk' is not deterministic: the same seeds and actions"):
+    with pytest.raises(
+        CheckpointError, match="environment 'Walk' is not deterministic: the same seeds and actions"
+    ):
         other.load_state_dict(environment.state_dict())
     with pytest.raises(CheckpointError, match="environments: 2 in the checkpoint, 3 now"):
         VectorEnvironment(walkers(3), "Walk", lambda: 0).load_state_dict(environment.state_dict())
@@ -178,7 +204,7 @@ def test_an_environment_that_seeds_do_not_decide_is_not_resumed():
 def test_modes_that_reset_by_themselves_begin_new_episodes(caplog):
     environment = made(walkers(2, "NextStep"))
     play(environment, [[0, 1]] * 3)
-    assert not environment.restores
+    assert not environment.can_restore
     other = VectorEnvironment(walkers(2, "NextStep"), "Walk", lambda: 5)
     other.load_state_dict(environment.state_dict())
     assert "cannot be played again: resumed with new ones" in caplog.text

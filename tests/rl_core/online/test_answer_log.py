@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 from helpers.online_worker import make_worker, run_to_end, settings
 
-from rl_core.environments import make
+from rl_core.environments import make_environment
 from rl_core.errors import DataError
-from rl_core.inference.served_answers import FeedbackLabel, ServedAnswer
-from rl_core.inference.served_requests import TopTokens
-from rl_core.online.answer_log import AnswerLog
-from rl_core.online.canary_episodes import canary_requests, is_canary
-from rl_core.online.experience import check_experience
-from rl_core.online.experience_log import LogReader
-from rl_core.online.served_experience import served_experience
+from rl_core.inference.serving_requests import FeedbackLabel, ServedAnswer, TopTokens
+from rl_core.online.canary_gate import build_canary_requests, is_canary
+from rl_core.online.experience import build_served_experience, check_experience
+from rl_core.online.experience_log import ExperienceLogReader
+from rl_core.online.experience_writer import ExperienceWriter
 from rl_core.settings import OnlineServiceSettings, VotingSettings
 from rl_core.types import Rollout, Trajectory, Turn
 
@@ -30,120 +28,174 @@ def answer(text="red", *, choice=0, request="chatcmpl-1", tokens=(4, 5), **more)
     )
     return ServedAnswer(
         **{
-            "answer_id": request, "choice": choice, "policy_version": 0, "prompt_ids": [1, 2],
-            "completion_ids": list(tokens), "sampler_logprobs": [float(np.log(0.5))] * count, "temperature": 1.0,
-            "text": text, "finish_reason": "stop", "top": top, **more,
+            "answer_id": request,
+            "choice": choice,
+            "policy_version": 0,
+            "prompt_ids": [1, 2],
+            "completion_ids": list(tokens),
+            "sampler_logprobs": [float(np.log(0.5))] * count,
+            "temperature": 1.0,
+            "text": text,
+            "finish_reason": "stop",
+            "top": top,
+            **more,
         }
-    )  # fmt: skip
+    )
 
 
 def session(level="easy", seed=1, *, text="red", request="chatcmpl-1", choice=0):
-    trajectory = Trajectory("pixel_grid", level, "k", seed, "p", "", [Turn("zoom", num_tokens=1), Turn("answer red")],
-                            answer=text, success=True, reward=1.0, rewards={"task": 1.0})  # fmt: skip
+    trajectory = Trajectory(
+        "pixel_grid",
+        level,
+        "k",
+        seed,
+        "p",
+        "",
+        [Turn("zoom", num_tokens=1), Turn("answer red")],
+        answer=text,
+        success=True,
+        reward=1.0,
+        rewards={"task": 1.0},
+    )
     rollout = Rollout([1, 2], [4, 7, 5], [True, False, True], [-0.5, 0.0, -0.5], trajectory)
     return answer(text, choice=choice, request=request, rollout=rollout, tokens=(4, 5))
 
 
 def test_an_experience_has_every_sample_its_ballot_and_distribution():
-    answers = [answer("Red ", choice=0), answer("red", choice=1), answer("blue", choice=2, finish_reason="length")]
+    answers = [
+        answer("Red ", choice=0),
+        answer("red", choice=1),
+        answer("blue", choice=2, finish_reason="length"),
+    ]
     answers = [dataclasses.replace(one, max_votes=5, caller="anna") for one in answers]
-    found = served_experience(answers, VotingSettings(), 7.0)
+    found = build_served_experience(answers, VotingSettings(), 7.0)
     check_experience(found, vocab_size=11, max_tokens=100)
     assert (found.vote.answer, found.vote.num_ballots, found.vote.is_early) == ("Red ", 3, True)
     assert found.vote.confidence == pytest.approx(2 / 3)  # one that was cut off votes for nothing
-    assert found.given == ("Red ",) and (found.caller, found.time) == ("anna", 7.0)
+    assert found.returned_answers == ("Red ",) and (found.caller, found.time) == ("anna", 7.0)
     assert found.vote.ballots[0].logprob == pytest.approx(2 * np.log(0.5))
-    plain = served_experience([dataclasses.replace(one, max_votes=0) for one in answers], VotingSettings(), 7.0)
-    assert plain.given == ("Red ", "red", None) and not plain.is_voted
+    plain = build_served_experience(
+        [dataclasses.replace(one, max_votes=0) for one in answers], VotingSettings(), 7.0
+    )
+    assert plain.returned_answers == ("Red ", "red", None) and not plain.is_voted
     assert type(found).from_json(found.to_json()).to_json() == found.to_json()
     with pytest.raises(DataError, match="one request"):
-        served_experience([answer(), answer(request="chatcmpl-2")], VotingSettings(), 7.0)
+        build_served_experience([answer(), answer(request="chatcmpl-2")], VotingSettings(), 7.0)
 
 
 def test_callers_with_long_names_are_told_apart():
     names = ["x" * 256, "x" * 999, "x" * 998, ""]
-    found = [served_experience([dataclasses.replace(answer(), caller=name)], VotingSettings(), 7.0) for name in names]
+    found = [
+        build_served_experience([dataclasses.replace(answer(), caller=name)], VotingSettings(), 7.0)
+        for name in names
+    ]
     for one in found:
         check_experience(one, vocab_size=11, max_tokens=100)
-    assert found[0].caller == names[0] and found[3].caller == "anonymous" and len({one.caller for one in found}) == 4
+    assert (
+        found[0].caller == names[0]
+        and found[3].caller == "anonymous"
+        and len({one.caller for one in found}) == 4
+    )
 
 
 def test_a_session_keeps_its_rollout_and_what_the_environment_wrote_has_no_distribution():
-    found = served_experience([session()], VotingSettings(), 7.0)
+    found = build_served_experience([session()], VotingSettings(), 7.0)
     check_experience(found, vocab_size=11, max_tokens=100)
     assert found.recorded[0].ids_TK.tolist() == [[4, 3], [0, 0], [5, 3]]
     assert found.vote.answer == "red" and found.rollouts[0].reward == 1.0
-    assert (found.vote.ballots[0].logprob, found.vote.ballots[0].num_tokens) == (-1.0, 2)  # of what the policy wrote
+    assert (found.vote.ballots[0].logprob, found.vote.ballots[0].num_tokens) == (
+        -1.0,
+        2,
+    )  # of what the policy wrote
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [({"temperature": 0.0}, "greedy"), ({"is_restricted": True}, "restricted"), ({"completion_ids": []}, "empty")],
+    [
+        ({"temperature": 0.0}, "greedy"),
+        ({"is_restricted": True}, "restricted"),
+        ({"completion_ids": []}, "empty"),
+    ],
 )
 def test_nothing_is_learned_from_answers_without_a_signal(tmp_path, change, why):
-    with AnswerLog(tmp_path, CHAT) as log:
-        log.record([dataclasses.replace(answer(), **change)])
+    with ExperienceWriter(tmp_path, CHAT) as log:
+        log.record_answers([dataclasses.replace(answer(), **change)])
         assert log.counts == {why: 1} and not log.knows("chatcmpl-1")
-    assert list(LogReader(tmp_path).read()) == []
+    assert list(ExperienceLogReader(tmp_path).read_records()) == []
 
 
 def test_canary_episodes_are_held_out_by_content_whatever_their_seed(tmp_path):
-    environment = make("pixel_grid", None)
-    asked = canary_requests(environment, (), 6, 3, 0)
-    assert asked == canary_requests(environment, (), 6, 3, 0) != canary_requests(environment, (), 6, 3, 1)
+    environment = make_environment("pixel_grid", None)
+    asked = build_canary_requests(environment, (), 6, 3, 0)
+    assert (
+        asked
+        == build_canary_requests(environment, (), 6, 3, 0)
+        != build_canary_requests(environment, (), 6, 3, 1)
+    )
     assert sorted({request.level for request in asked}) == sorted(environment.levels)
     assert all(is_canary(environment, request.level, request.seed) for request in asked)
-    held = next(seed for seed in range(100) if is_canary(environment, "easy", seed))  # a seed of training
+    held = next(
+        seed for seed in range(100) if is_canary(environment, "easy", seed)
+    )  # a seed of training
     other = next(seed for seed in range(100) if not is_canary(environment, "easy", seed))
-    with AnswerLog(tmp_path, CHAT, environment) as log:
-        log.record([session(seed=held)])
-        log.record([session(seed=other, request="chatcmpl-2")])
-        log.record([answer(request="chatcmpl-3")])
+    with ExperienceWriter(tmp_path, CHAT, environment) as log:
+        log.record_answers([session(seed=held)])
+        log.record_answers([session(seed=other, request="chatcmpl-2")])
+        log.record_answers([answer(request="chatcmpl-3")])
         assert log.counts == {"canary": 1, "kept": 1, "other_environment": 1}
-    assert [r.experience().request_id for r in LogReader(tmp_path).read()] == ["chatcmpl-2"]
+    assert [
+        r.parse_experience().request_id for r in ExperienceLogReader(tmp_path).read_records()
+    ] == ["chatcmpl-2"]
 
 
 def test_labels_name_a_choice_and_are_taken_after_a_restart(tmp_path):
-    with AnswerLog(tmp_path, CHAT) as log:
-        log.record([answer("red"), answer("blue", choice=1)])
-        log.accept("chatcmpl-1", 1, FeedbackLabel(thumb="up"))
+    with ExperienceWriter(tmp_path, CHAT) as log:
+        log.record_answers([answer("red"), answer("blue", choice=1)])
+        log.accept_label("chatcmpl-1", 1, FeedbackLabel(thumb="up"))
         with pytest.raises(DataError, match="2 choices"):
-            log.accept("chatcmpl-1", 2, FeedbackLabel(thumb="up"))
+            log.accept_label("chatcmpl-1", 2, FeedbackLabel(thumb="up"))
         with pytest.raises(DataError, match="nothing is learned"):
-            log.accept("chatcmpl-9", 0, FeedbackLabel(thumb="up"))
+            log.accept_label("chatcmpl-9", 0, FeedbackLabel(thumb="up"))
         with pytest.raises(DataError, match="from -1 to 1"):
-            log.accept("chatcmpl-1", 0, FeedbackLabel(score=7.0))
-    with AnswerLog(tmp_path, CHAT) as again:
-        again.accept("chatcmpl-1", 0, FeedbackLabel(answer="green", score=0.3))
-        again.order([{"order": "resume"}])
-    records = list(LogReader(tmp_path).read())
+            log.accept_label("chatcmpl-1", 0, FeedbackLabel(score=7.0))
+    with ExperienceWriter(tmp_path, CHAT) as again:
+        again.accept_label("chatcmpl-1", 0, FeedbackLabel(answer="green", score=0.3))
+        again.append_orders([{"order": "resume"}])
+    records = list(ExperienceLogReader(tmp_path).read_records())
     assert [record.kind for record in records] == ["experience", "label", "label", "control"]
-    assert [record.label()[1].text for record in records[1:3]] == ["blue", "green"]
-    with make_worker(tmp_path / "worker", tmp_path, CHAT) as worker:  # and the worker takes all of it
+    assert [record.parse_label()[1].text for record in records[1:3]] == ["blue", "green"]
+    with make_worker(
+        tmp_path / "worker", tmp_path, CHAT
+    ) as worker:  # and the worker takes all of it
         run_to_end(worker)
-        assert worker.counts["refused"] == 0 and worker.buffer.find("chatcmpl-1").label.text == "green"
+        assert (
+            worker.counts["refused"] == 0
+            and worker.buffer.find_experience("chatcmpl-1").label.text == "green"
+        )
 
 
 def test_one_answer_takes_so_many_labels(tmp_path):
-    with AnswerLog(tmp_path, CHAT) as log:
-        log.record([answer()]), log.record([answer(request="chatcmpl-2")])
+    with ExperienceWriter(tmp_path, CHAT) as log:
+        log.record_answers([answer()]), log.record_answers([answer(request="chatcmpl-2")])
         for number in range(10):
-            log.accept("chatcmpl-1", 0, FeedbackLabel(answer=f"a{number}"))
-    with AnswerLog(tmp_path, CHAT) as log:  # those of before are counted
+            log.accept_label("chatcmpl-1", 0, FeedbackLabel(answer=f"a{number}"))
+    with ExperienceWriter(tmp_path, CHAT) as log:  # those of before are counted
         for number in range(6):
-            log.accept("chatcmpl-1", 0, FeedbackLabel(answer=f"b{number}"))
+            log.accept_label("chatcmpl-1", 0, FeedbackLabel(answer=f"b{number}"))
         with pytest.raises(DataError, match="16 labels already"):
-            log.accept("chatcmpl-1", 0, FeedbackLabel(thumb="up"))
-        log.accept("chatcmpl-2", 0, FeedbackLabel(thumb="up"))
-    assert sum(record.kind == "label" for record in LogReader(tmp_path).read()) == 17
+            log.accept_label("chatcmpl-1", 0, FeedbackLabel(thumb="up"))
+        log.accept_label("chatcmpl-2", 0, FeedbackLabel(thumb="up"))
+    assert (
+        sum(record.kind == "label" for record in ExperienceLogReader(tmp_path).read_records()) == 17
+    )
 
 
 def test_a_full_log_refuses_and_counts(tmp_path):
     small = dataclasses.replace(CHAT, buffer=dataclasses.replace(CHAT.buffer, max_bytes=4096))
-    with AnswerLog(tmp_path, small) as log:
+    with ExperienceWriter(tmp_path, small) as log:
         for number in range(9):
-            log.record([answer(request=f"chatcmpl-{number}")])
+            log.record_answers([answer(request=f"chatcmpl-{number}")])
         assert log.counts["full"] > 0 and log.counts["kept"] + log.counts["full"] == 9
-        log.accept("chatcmpl-0", 0, FeedbackLabel(answer="x" * 9000))
+        log.accept_label("chatcmpl-0", 0, FeedbackLabel(answer="x" * 9000))
         assert log.counts["labels_full"] == 1
-        assert log.metrics()["online/answers/kept"] == log.counts["kept"]
+        assert log.collect_metrics()["online/answers/kept"] == log.counts["kept"]

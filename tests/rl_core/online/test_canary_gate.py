@@ -8,10 +8,10 @@ from helpers.online_worker import settings
 from helpers.tiny import nano
 
 from rl_core.errors import CorruptError
-from rl_core.models.trainable_weights import trainable_weights
+from rl_core.models.trainable_weights import collect_trainable_weights
 from rl_core.online import canary_gate
 from rl_core.online.canary_gate import CanaryGate
-from rl_core.online.service_files import GATE, METRICS, read_gate
+from rl_core.online.service_files import GATE_FILE, METRICS_FILE, read_gate_state
 from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.settings import OnlineGateSettings
 
@@ -50,12 +50,15 @@ def played(monkeypatch):
         return [type("R", (), {"level": "easy", "seed": 1000 * number + i}) for i in range(count)]
 
     monkeypatch.setattr(canary_gate, "evaluate", evaluate)
-    monkeypatch.setattr(canary_gate, "canary_requests", requests)
+    monkeypatch.setattr(canary_gate, "build_canary_requests", requests)
     return found
 
 
 def publish(snapshots, version):
-    weights = {name: tensor + version for name, tensor in trainable_weights(nano(), copy=True).items()}
+    weights = {
+        name: tensor + version
+        for name, tensor in collect_trainable_weights(nano(), copy=True).items()
+    }
     snapshots.publish(version, weights)
 
 
@@ -63,12 +66,16 @@ def holds(gate, version):
     """The worker keeps the candidate that the gate has asked for, and the gate opens it."""
     assert not gate.step() and gate.orders[-1]["order"] == {"order": "hold", "version": version}
     assert not gate.step() and gate.gate.version is None  # it waits for the worker
-    (gate.folder / METRICS).write_text(json.dumps({"online/held_version": float(version)}))
+    (gate.folder / METRICS_FILE).write_text(json.dumps({"online/held_version": float(version)}))
     return gate.step()
 
 
 def make_gate(folder, **options):
-    chosen = settings(gate=OnlineGateSettings(**{"episodes_per_look": 100, "margin": 0.1, "alpha": 0.05, **options}))
+    chosen = settings(
+        gate=OnlineGateSettings(
+            **{"episodes_per_look": 100, "margin": 0.1, "alpha": 0.05, **options}
+        )
+    )
     return CanaryGate(folder, chosen, Model(), Place(), WeightSnapshots(folder / "snapshots"))
 
 
@@ -77,7 +84,7 @@ def snapshots(tmp_path):
     found = WeightSnapshots(tmp_path / "snapshots")
     for version in (0, 10):
         publish(found, version)
-    found.point_to(0)
+    found.set_live_version(0)
     return found
 
 
@@ -91,7 +98,7 @@ def test_an_equal_candidate_is_promoted_and_ordered(tmp_path, snapshots, played)
     assert gate.orders[-1] == {"number": 2, "order": {"order": "live", "version": 10}}
     again = make_gate(tmp_path)
     assert again.orders == gate.orders and not again.step()  # nothing newer to test
-    assert json.loads((tmp_path / GATE).read_text())["metrics"]["online/gate_promoted"] == 1.0
+    assert json.loads((tmp_path / GATE_FILE).read_text())["metrics"]["online/gate_promoted"] == 1.0
 
 
 def test_a_worse_candidate_is_rejected_and_the_error_stays_spent(tmp_path, snapshots, played):
@@ -100,20 +107,26 @@ def test_a_worse_candidate_is_rejected_and_the_error_stays_spent(tmp_path, snaps
     holds(gate, 10)
     while gate.gate.version is not None:
         gate.step()
-    assert gate.decisions[-1]["verdict"] == "rejected" and gate.orders[-1]["order"]["order"] == "hold"
+    assert (
+        gate.decisions[-1]["verdict"] == "rejected" and gate.orders[-1]["order"]["order"] == "hold"
+    )
     publish(snapshots, 20)
     again = make_gate(tmp_path)  # a killed gate knows what it has spent
-    assert holds(again, 20) and again.gate.candidates == 2 and again.gate.level < gate.gate.settings.alpha / 5
+    assert (
+        holds(again, 20)
+        and again.gate.candidates == 2
+        and again.gate.level < gate.gate.settings.alpha / 5
+    )
 
 
 def test_a_rival_that_changes_ends_the_test_and_a_champion_plays_apart(tmp_path, snapshots, played):
     gate = make_gate(tmp_path, episodes_per_look=5)
     holds(gate, 10), gate.step()
     publish(snapshots, 20)
-    snapshots.point_to(10)
+    snapshots.set_live_version(10)
     assert not gate.step() and gate.decisions[-1]["verdict"] == "abandoned"
-    (tmp_path / METRICS).write_text('{"online/held_version": 20.0}')
-    assert gate.step() and gate.rival == 10
+    (tmp_path / METRICS_FILE).write_text('{"online/held_version": 20.0}')
+    assert gate.step() and gate.live_opponent == 10
     assert gate.gate.version == 20 and gate.gate.candidates == 2
     played["versions"].clear()
     gate.step()
@@ -121,7 +134,7 @@ def test_a_rival_that_changes_ends_the_test_and_a_champion_plays_apart(tmp_path,
 
 
 def test_a_candidate_that_is_worse_than_the_champion_alone_is_rejected(tmp_path, snapshots, played):
-    snapshots.point_to(10)
+    snapshots.set_live_version(10)
     publish(snapshots, 20)
     played["failing"] |= {10, 20}  # as bad as the live one, which is worse than the champion
     gate = make_gate(tmp_path)
@@ -129,22 +142,28 @@ def test_a_candidate_that_is_worse_than_the_champion_alone_is_rejected(tmp_path,
     while gate.gate.version is not None:
         gate.step()
     last = gate.decisions[-1]
-    assert (last["verdict"], last["difference_live"], last["difference_champion"]) == ("rejected", 0.0, -1.0)
+    assert (last["verdict"], last["difference_live"], last["difference_champion"]) == (
+        "rejected",
+        0.0,
+        -1.0,
+    )
 
 
-def test_a_damaged_candidate_costs_nothing_and_one_that_breaks_later_is_given_up(tmp_path, snapshots, played):
+def test_a_damaged_candidate_costs_nothing_and_one_that_breaks_later_is_given_up(
+    tmp_path, snapshots, played
+):
     (tmp_path / "snapshots" / "snapshot-00000010" / "weights.safetensors").write_bytes(b"torn")
     gate = make_gate(tmp_path)
-    assert not holds(gate, 10) and gate.gate.candidates == 0 and gate.tested == 10
+    assert not holds(gate, 10) and gate.gate.candidates == 0 and gate.newest_tested == 10
     publish(snapshots, 15)
     gate.step(), shutil.rmtree(snapshots.path(15))
-    assert not gate.step() and (gate.tested, gate.gate.candidates) == (15, 0)
+    assert not gate.step() and (gate.newest_tested, gate.gate.candidates) == (15, 0)
     publish(snapshots, 20)
     holds(gate, 20)
     snapshots.path(20).joinpath("weights.safetensors").write_bytes(b"torn")
     gate.snapshots = WeightSnapshots(tmp_path / "snapshots", cached=0)
     with pytest.raises(CorruptError):
-        gate.snapshots.weights(20)
+        gate.snapshots.load_weights(20)
     gate.step()
     assert gate.decisions[-1]["verdict"] == "abandoned" and gate.gate.version is None
 
@@ -153,11 +172,13 @@ def test_nothing_from_before_an_alarm_goes_live_after_it(tmp_path, snapshots, pl
     gate = make_gate(tmp_path, episodes_per_look=5)
     holds(gate, 10), gate.step()
     publish(snapshots, 20)
-    (tmp_path / METRICS).write_text('{"paused": "drift: length rises", "online/held_version": 10.0}')
+    (tmp_path / METRICS_FILE).write_text(
+        '{"paused": "drift: length rises", "online/held_version": 10.0}'
+    )
     played["versions"].clear()
     assert not gate.step() and not gate.step() and played["versions"] == []
-    assert [one["verdict"] for one in gate.decisions] == ["abandoned"] and gate.tested == 20
-    (tmp_path / METRICS).write_text('{"paused": "", "online/held_version": 10.0}')
+    assert [one["verdict"] for one in gate.decisions] == ["abandoned"] and gate.newest_tested == 20
+    (tmp_path / METRICS_FILE).write_text('{"paused": "", "online/held_version": 10.0}')
     again = make_gate(tmp_path, episodes_per_look=5)
     assert not again.step() and again.orders == gate.orders  # nothing newer than the alarm
     publish(snapshots, 30)
@@ -165,14 +186,16 @@ def test_nothing_from_before_an_alarm_goes_live_after_it(tmp_path, snapshots, pl
 
 
 def test_a_torn_or_foreign_file_is_no_state(tmp_path):
-    (tmp_path / GATE).write_text("[1, 2")
-    assert read_gate(tmp_path) == {}
-    (tmp_path / GATE).write_text("[1, 2]")
-    assert read_gate(tmp_path) == {}
+    (tmp_path / GATE_FILE).write_text("[1, 2")
+    assert read_gate_state(tmp_path) == {}
+    (tmp_path / GATE_FILE).write_text("[1, 2]")
+    assert read_gate_state(tmp_path) == {}
 
 
-@pytest.mark.parametrize("text", ["", '{"gate": {', '{"orders": []}', '{"gate": {"candidates": 3}}'])
+@pytest.mark.parametrize(
+    "text", ["", '{"gate": {', '{"orders": []}', '{"gate": {"candidates": 3}}']
+)
 def test_a_damaged_file_does_not_give_the_spent_error_back(tmp_path, snapshots, played, text):
-    (tmp_path / GATE).write_text(text)
+    (tmp_path / GATE_FILE).write_text(text)
     with pytest.raises(CorruptError, match=r"gate\.json: is damaged.*remove the file"):
         make_gate(tmp_path)

@@ -6,12 +6,19 @@ import numpy as np
 import pytest
 
 from rl_core.errors import DataError
-from rl_core.online.drift_detection import DIRECTIONS, DriftDetector, DriftMonitor, lower_mean
+from rl_core.online.drift_detection import (
+    ALARM_DIRECTIONS,
+    DriftDetector,
+    DriftMonitor,
+    compute_lower_mean_bound,
+)
 from rl_core.settings import OnlineDriftSettings
 
 
 def detector(direction="falls", **options):
-    return DriftDetector(direction, **{"threshold": 1000.0, "reference": 4, "slack": 0.1, "error": 0.5, **options})
+    return DriftDetector(
+        direction, **{"threshold": 1000.0, "reference": 4, "slack": 0.1, "error": 0.5, **options}
+    )
 
 
 @pytest.mark.parametrize("direction", ["falls", "rises"])
@@ -22,7 +29,9 @@ def test_the_detector_by_hand(direction):
         assert not found.observe(flip(value))
     bound = found.bound
     q = bound + 0.1  # 4 kl(0.875, q) = log 2
-    assert 4 * (0.875 * math.log(0.875 / q) + 0.125 * math.log(0.125 / (1 - q))) == pytest.approx(math.log(2))
+    assert 4 * (0.875 * math.log(0.875 / q) + 0.125 * math.log(0.125 / (1 - q))) == pytest.approx(
+        math.log(2)
+    )
     assert q < 0.875
     stakes = 0.99 * (np.arange(1, 17) / 16) ** 2 / (1 - bound)
     expected = np.zeros(16)
@@ -34,10 +43,15 @@ def test_the_detector_by_hand(direction):
 
 
 def test_bounds_of_a_mean():
-    assert lower_mean(1.0, 10, 0.05) == pytest.approx(0.05**0.1)  # q^10 = 0.05, as Clopper and Pearson have it
-    assert lower_mean(0.0, 10, 0.05) == 0.0
+    assert compute_lower_mean_bound(1.0, 10, 0.05) == pytest.approx(
+        0.05**0.1
+    )  # q^10 = 0.05, as Clopper and Pearson have it
+    assert compute_lower_mean_bound(0.0, 10, 0.05) == 0.0
     rng = np.random.default_rng(0)
-    missed = sum(lower_mean(float((rng.random(30) < 0.6).mean()), 30, 0.1) > 0.6 for _ in range(500))
+    missed = sum(
+        compute_lower_mean_bound(float((rng.random(30) < 0.6).mean()), 30, 0.1) > 0.6
+        for _ in range(500)
+    )
     assert missed <= 50
 
 
@@ -65,21 +79,26 @@ def test_a_change_is_found_and_stays_found_until_reset():
     assert found.alarm == raised[0] and found.alarms == 1
     other = monitor()
     other.load_state_dict(found.state_dict())
-    assert other.state_dict() == found.state_dict() and other.metrics() == found.metrics()
+    assert (
+        other.state_dict() == found.state_dict()
+        and other.compute_metrics() == found.compute_metrics()
+    )
     other.reset()
     assert other.alarm is None and other.alarms == 1 and other.observe("success", 0.0) is None
     assert found.observe("nothing", 0.0) is None
 
 
-@pytest.mark.parametrize("signal", sorted(DIRECTIONS))
+@pytest.mark.parametrize("signal", sorted(ALARM_DIRECTIONS))
 def test_each_signal_has_its_direction(signal):
-    usual, changed = (0.8, 0.2) if DIRECTIONS[signal] == "falls" else (0.2, 0.8)
+    usual, changed = (0.8, 0.2) if ALARM_DIRECTIONS[signal] == "falls" else (0.2, 0.8)
     found = monitor()
     for value in [usual] * 500:
         assert found.observe(signal, value) is None
     assert any(found.observe(signal, changed) for _ in range(60))
     other = monitor()
-    for value in [usual] * 100 + [2 * usual - changed if 0 <= 2 * usual - changed <= 1 else float(usual > 0.5)] * 500:
+    for value in [usual] * 100 + [
+        2 * usual - changed if 0 <= 2 * usual - changed <= 1 else float(usual > 0.5)
+    ] * 500:
         assert other.observe(signal, value) is None  # the other way is no alarm
 
 
@@ -100,7 +119,9 @@ def test_false_alarms_are_as_rare_as_stated():
     for _ in range(60):
         found = DriftDetector("falls", threshold=50.0, reference=1, slack=0.0, error=1.0 - 1e-12)
         found.count, found.total = 1, 0.7  # the reference, as if the mean were known
-        times.append(next((n for n in range(1, 400) if found.observe(float(rng.random() < 0.7))), 400))
+        times.append(
+            next((n for n in range(1, 400) if found.observe(float(rng.random() < 0.7))), 400)
+        )
     assert np.mean(times) >= 50  # on average at the earliest, cut off at 400
 
 

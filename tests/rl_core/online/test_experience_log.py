@@ -9,7 +9,12 @@ import pytest
 from helpers.online import experience
 
 from rl_core.errors import CheckpointError, DataError, FolderBusy
-from rl_core.online.experience_log import ExperienceLog, LogReader, oldest_number, segments
+from rl_core.online.experience_log import (
+    ExperienceLog,
+    ExperienceLogReader,
+    find_oldest_number,
+    list_segments,
+)
 from rl_core.online.labels import Label
 from rl_core.storage import faults
 
@@ -17,7 +22,7 @@ LABEL = Label("answer", "feedback", text="a")
 
 
 def numbers(folder, after=0):
-    return [record.number for record in LogReader(folder, after).read()]
+    return [record.number for record in ExperienceLogReader(folder, after).read_records()]
 
 
 def write(folder, names, **options):
@@ -30,19 +35,21 @@ def test_records_come_back_in_order_over_segments(tmp_path):
     assert write(folder, ["r1", "r2", "r3"], segment_bytes=2000) == [1, 2, 3]
     with ExperienceLog(folder, segment_bytes=2000) as log:
         assert log.append_label("r1", LABEL) == 4
-        assert log.append([("control", {"order": "resume"}), ("label", {"request_id": "r2", "label": {}})]) == [5, 6]
-    records = list(LogReader(folder).read())
+        assert log.append(
+            [("control", {"order": "resume"}), ("label", {"request_id": "r2", "label": {}})]
+        ) == [5, 6]
+    records = list(ExperienceLogReader(folder).read_records())
     assert [record.number for record in records] == [1, 2, 3, 4, 5, 6]
-    assert records[1].experience().rollouts == experience("r2").rollouts
-    assert records[3].label() == ("r1", LABEL) and records[4].value == {"order": "resume"}
-    assert len(segments(folder)) > 1 and numbers(folder, after=4) == [5, 6]
+    assert records[1].parse_experience().rollouts == experience("r2").rollouts
+    assert records[3].parse_label() == ("r1", LABEL) and records[4].value == {"order": "resume"}
+    assert len(list_segments(folder)) > 1 and numbers(folder, after=4) == [5, 6]
     with pytest.raises(DataError):
-        records[5].label()
+        records[5].parse_label()
 
 
 def test_a_torn_end_is_cut_at_every_byte(tmp_path):
     write(tmp_path, ["r1", "r2"])
-    path = segments(tmp_path)[0][1]
+    path = list_segments(tmp_path)[0][1]
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
     for size in [*range(first, len(whole), 97), len(whole) - 1]:
@@ -50,40 +57,43 @@ def test_a_torn_end_is_cut_at_every_byte(tmp_path):
         assert numbers(tmp_path) == [1]
         with ExperienceLog(tmp_path) as log:
             assert log.append_experience(experience("again")) == 2
-        assert [r.value["request_id"] for r in LogReader(tmp_path).read()] == ["r1", "again"]
+        assert [r.value["request_id"] for r in ExperienceLogReader(tmp_path).read_records()] == [
+            "r1",
+            "again",
+        ]
 
 
 def test_a_damaged_record_costs_itself_alone(tmp_path, caplog):
     write(tmp_path, ["r1", "r2", "r3"])
-    path = segments(tmp_path)[0][1]
+    path = list_segments(tmp_path)[0][1]
     data = bytearray(path.read_bytes())
     data[data.index(b"\n") + 40] ^= 1
     path.write_bytes(bytes(data))
-    reader = LogReader(tmp_path)
-    assert [record.number for record in reader.read()] == [1, 3] and reader.damaged == 1
+    reader = ExperienceLogReader(tmp_path)
+    assert [record.number for record in reader.read_records()] == [1, 3] and reader.num_damaged == 1
     assert "left out" in caplog.text
     with ExperienceLog(tmp_path) as log:
         assert log.append_experience(experience("r4")) == 4  # no number is given twice
 
 
 def test_a_reader_follows_the_writer(tmp_path):
-    reader = LogReader(tmp_path)
-    assert list(reader.read()) == []
+    reader = ExperienceLogReader(tmp_path)
+    assert list(reader.read_records()) == []
     with ExperienceLog(tmp_path, segment_bytes=1500) as log:
         for name in ("r1", "r2", "r3"):
             log.append_experience(experience(name))
-            assert [record.value["request_id"] for record in reader.read()] == [name]
-    assert list(reader.read()) == [] and reader.last == 3
+            assert [record.value["request_id"] for record in reader.read_records()] == [name]
+    assert list(reader.read_records()) == [] and reader.last_number == 3
 
 
 def test_a_reader_beside_a_writer_sees_every_record_once(tmp_path):
     seen, done = [], threading.Event()
 
     def follow():
-        reader = LogReader(tmp_path)
+        reader = ExperienceLogReader(tmp_path)
         while True:
             last = done.is_set()
-            seen.extend(record.number for record in reader.read())
+            seen.extend(record.number for record in reader.read_records())
             if last:
                 return
 
@@ -101,12 +111,12 @@ def test_a_full_log_refuses_and_a_removed_segment_makes_room(tmp_path):
     with ExperienceLog(tmp_path, segment_bytes=1000, max_bytes=6000) as log:
         while log.append([("control", {"text": "x" * 900})]) is not None:
             pass
-        assert log.refused == 1 and len(segments(tmp_path)) == 3
-        size = sum(path.stat().st_size for _, path in segments(tmp_path))
+        assert log.num_refused_records == 1 and len(list_segments(tmp_path)) == 3
+        size = sum(path.stat().st_size for _, path in list_segments(tmp_path))
         assert size <= 6000
-        segments(tmp_path)[0][1].unlink()
+        list_segments(tmp_path)[0][1].unlink()
         assert log.append([("control", {"text": "x" * 900})]) is not None
-    assert oldest_number(tmp_path) == 3
+    assert find_oldest_number(tmp_path) == 3
 
 
 def test_one_writer_and_values_that_json_knows(tmp_path):
@@ -123,7 +133,7 @@ def test_one_writer_and_values_that_json_knows(tmp_path):
 def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path):
     with ExperienceLog(tmp_path) as log:
         log.append_experience(experience("r1"))
-        path = segments(tmp_path)[0][1]
+        path = list_segments(tmp_path)[0][1]
         before = path.read_bytes()
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -145,7 +155,7 @@ def killed_writer(folder, fault="", lines=0):
     pid = os.fork()
     if not pid:
         try:
-            faults.configure(fault)
+            faults.configure_faults(fault)
             with ExperienceLog(folder, segment_bytes=4000) as log:
                 while True:
                     number = log.append_experience(experience(f"r{log.next_number}"))
@@ -175,9 +185,9 @@ def test_a_killed_writer_loses_nothing_that_it_acknowledged(tmp_path):
 
 def test_a_torn_record_is_cut_once(tmp_path):
     write(tmp_path, ["r1", "r2"])
-    path = segments(tmp_path)[0][1]
+    path = list_segments(tmp_path)[0][1]
     path.write_bytes(path.read_bytes()[:-20])
-    faults.configure("online.cut:1:raise")
+    faults.configure_faults("online.cut:1:raise")
     with pytest.raises(OSError, match="injected"):
         ExperienceLog(tmp_path).__enter__()
     assert write(tmp_path, ["r3"]) == [2]  # the lock was given back

@@ -12,16 +12,21 @@ from helpers.online_worker import answered, make_worker, outcome, run_to_end, se
 from helpers.tiny import PAD, nano
 
 from rl_core.errors import SettingsError
-from rl_core.inference.engine import make_backend
+from rl_core.inference.engine import create_rollout_backend
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
-from rl_core.models.trainable_weights import trainable_weights
-from rl_core.online.experience_buffer import KeptExperience
+from rl_core.models.trainable_weights import collect_trainable_weights
+from rl_core.online.experience_buffer import BufferedExperience
 from rl_core.online.experience_log import ExperienceLog
-from rl_core.online.fresh_rollouts import FreshRollouts, has_right_answer
-from rl_core.online.labels import Label, feedback_label
-from rl_core.rollouts.batching import make_batches, train_row
-from rl_core.settings import LoraSettings, OnlineLabelSettings, OnlineRolloutSettings, SamplingSettings
+from rl_core.online.fresh_rollouts import FreshRolloutSampler, has_right_answer
+from rl_core.online.labels import Label, create_feedback_label
+from rl_core.rollouts.batching import build_batches, build_train_row
+from rl_core.settings import (
+    LoraSettings,
+    OnlineLabelSettings,
+    OnlineRolloutSettings,
+    SamplingSettings,
+)
 
 END = 2  # token that ends an answer
 RIGHT = Label("answer", "feedback", text="a")
@@ -40,14 +45,17 @@ class Renderer:
 def fresh_of(model, *, environment=None, seed=0, samples=4, **sampling):
     sampling = SamplingSettings(**{"max_completion_tokens": 3, **sampling})
     policy = SimpleNamespace(
-        model=model, renderer=Renderer(),
-        backend=lambda: make_backend(model, eos_ids=[END], pad_id=PAD, max_length=32),
-    )  # fmt: skip
-    return FreshRollouts(policy, environment, OnlineRolloutSettings(samples=samples, sampling=sampling), seed=seed)
+        model=model,
+        renderer=Renderer(),
+        backend=lambda: create_rollout_backend(model, eos_ids=[END], pad_id=PAD, max_length=32),
+    )
+    return FreshRolloutSampler(
+        policy, environment, OnlineRolloutSettings(samples=samples, sampling=sampling), seed=seed
+    )
 
 
 def kept(number=1, label=RIGHT, **options):
-    return KeptExperience(number, experience(f"r{number}", **options), label=label)
+    return BufferedExperience(number, experience(f"r{number}", **options), label=label)
 
 
 def tokens_of(found):
@@ -59,29 +67,62 @@ def test_only_requests_whose_right_answer_feedback_named_are_sampled():
         RIGHT,
         None,
         Label("answer", "consensus", text="a"),
-        feedback_label("a", score=0.5),
+        create_feedback_label("a", score=0.5),
         Label("played", "environment"),
     ]
-    found = fresh_of(nano()).sample([kept(number, label) for number, label in enumerate(labels)], 1, live=7, longest=16)
-    assert list(found) == [0] and [has_right_answer(kept(0, label)) for label in labels] == [True] + 4 * [False]
+    found = fresh_of(nano()).sample_rollouts(
+        [kept(number, label) for number, label in enumerate(labels)],
+        1,
+        live_version=7,
+        longest_answer_tokens=16,
+    )
+    assert list(found) == [0] and [has_right_answer(kept(0, label)) for label in labels] == [
+        True
+    ] + 4 * [False]
     (one,) = found.values()
     assert len(one.rollouts) == len(one.recorded) == 4 and set(one.recorded) == {None}
     assert one.request_id == "r0" and one.policy_version == 7
-    assert fresh_of(nano()).sample([kept(1, None)], 1, live=0, longest=16) == {}
+    assert (
+        fresh_of(nano()).sample_rollouts(
+            [kept(1, None)], 1, live_version=0, longest_answer_tokens=16
+        )
+        == {}
+    )
 
 
 def test_samples_follow_from_seed_update_and_request_alone():
     model, both = nano(), [kept(1), kept(2)]
-    first = tokens_of(fresh_of(model).sample(both, 5, live=0, longest=16))
-    assert tokens_of(fresh_of(model).sample(both[::-1], 5, live=3, longest=16)) == first
-    assert tokens_of(fresh_of(model).sample(both[1:], 5, live=0, longest=16)) == {2: first[2]}
+    first = tokens_of(
+        fresh_of(model).sample_rollouts(both, 5, live_version=0, longest_answer_tokens=16)
+    )
+    assert (
+        tokens_of(
+            fresh_of(model).sample_rollouts(both[::-1], 5, live_version=3, longest_answer_tokens=16)
+        )
+        == first
+    )
+    assert tokens_of(
+        fresh_of(model).sample_rollouts(both[1:], 5, live_version=0, longest_answer_tokens=16)
+    ) == {2: first[2]}
     assert first[1] != first[2] and len({tuple(ids) for ids in first[1]}) > 1
-    assert tokens_of(fresh_of(model).sample(both, 6, live=0, longest=16)) != first
-    assert tokens_of(fresh_of(model, seed=1).sample(both, 5, live=0, longest=16)) != first
+    assert (
+        tokens_of(
+            fresh_of(model).sample_rollouts(both, 6, live_version=0, longest_answer_tokens=16)
+        )
+        != first
+    )
+    assert (
+        tokens_of(
+            fresh_of(model, seed=1).sample_rollouts(
+                both, 5, live_version=0, longest_answer_tokens=16
+            )
+        )
+        != first
+    )
 
 
 def logprobs_now(model, rollouts):
-    (batch,) = make_batches([train_row(rollout) for rollout in rollouts], 4096, PAD)
+    (batch,) = build_batches([build_train_row(rollout) for rollout in rollouts], 4096, PAD)
     order = sorted(range(len(rollouts)), key=lambda place: batch.rows[place])
     with torch.no_grad():
         found_BS, _ = completion_logprobs(model, batch)
@@ -89,33 +130,52 @@ def logprobs_now(model, rollouts):
 
 
 def sampled_logprobs(rollout):
-    return [x for x, counts in zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True) if counts]
+    return [
+        x for x, counts in zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True) if counts
+    ]
 
 
 @pytest.mark.parametrize("has_adapter", [False, True])
 @pytest.mark.parametrize("environment", [None, Letters()], ids=["chat", "episodes"])
-def test_samples_are_of_the_weights_as_they_are_and_at_the_recorded_temperatures(environment, has_adapter):
-    model = add_adapter(nano(), LoraSettings(rank=2, target_modules=("q_proj", "v_proj"))) if has_adapter else nano()
+def test_samples_are_of_the_weights_as_they_are_and_at_the_recorded_temperatures(
+    environment, has_adapter
+):
+    model = (
+        add_adapter(nano(), LoraSettings(rank=2, target_modules=("q_proj", "v_proj")))
+        if has_adapter
+        else nano()
+    )
     fresh = fresh_of(model, environment=environment)
-    chosen = [kept(1, temperature=0.7, level="low"), kept(2, temperature=1.3, level="low"), kept(3, level="low")]
-    before = fresh.sample(chosen, 1, live=0, longest=16)
+    chosen = [
+        kept(1, temperature=0.7, level="low"),
+        kept(2, temperature=1.3, level="low"),
+        kept(3, level="low"),
+    ]
+    before = fresh.sample_rollouts(chosen, 1, live_version=0, longest_answer_tokens=16)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name if has_adapter else "lm_head" in name:
                 weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    after = fresh.sample(chosen, 1, live=0, longest=16)
+    after = fresh.sample_rollouts(chosen, 1, live_version=0, longest_answer_tokens=16)
     for number, temperature in ((1, 0.7), (2, 1.3), (3, 1.0)):
         rollouts = after[number].rollouts
         for rollout, found in zip(rollouts, logprobs_now(model, rollouts), strict=True):
             assert rollout.temperature == temperature
             assert found == pytest.approx(sampled_logprobs(rollout), abs=1e-5)
-        assert [*map(sampled_logprobs, rollouts)] != [*map(sampled_logprobs, before[number].rollouts)]
-    assert fresh.metrics() == {"online/fresh/rollouts": 24.0, "online/fresh/failed": 0.0}
+        assert [*map(sampled_logprobs, rollouts)] != [
+            *map(sampled_logprobs, before[number].rollouts)
+        ]
+    assert fresh.collect_metrics() == {"online/fresh/rollouts": 24.0, "online/fresh/failed": 0.0}
 
 
 def test_an_episode_that_cannot_be_played_costs_itself_alone(caplog):
     fresh = fresh_of(nano(), environment=Letters())
-    found = fresh.sample([kept(1, level="low"), kept(2, level="nowhere"), kept(3, level="high")], 1, live=0, longest=16)
+    found = fresh.sample_rollouts(
+        [kept(1, level="low"), kept(2, level="nowhere"), kept(3, level="high")],
+        1,
+        live_version=0,
+        longest_answer_tokens=16,
+    )
     assert sorted(found) == [1, 3] and fresh.counts == Counter(rollouts=8, failed=1)
     assert "request r2 is not sampled anew" in caplog.text and "nowhere" in caplog.text
 
@@ -125,21 +185,32 @@ def test_a_conversation_without_room_is_learned_from_as_recorded(caplog):
     for rollout in long.experience.rollouts:
         rollout.prompt_ids[:] = [3] * 40
     fresh = fresh_of(nano())
-    assert sorted(fresh.sample([long, kept(2)], 1, live=0, longest=16)) == [2] and fresh.counts["failed"] == 1
+    assert (
+        sorted(fresh.sample_rollouts([long, kept(2)], 1, live_version=0, longest_answer_tokens=16))
+        == [2]
+        and fresh.counts["failed"] == 1
+    )
     assert "request r1 is not sampled anew" in caplog.text
 
 
 def test_answers_end_at_a_stop_text_which_is_not_part_of_them():
-    found = fresh_of(nano(), samples=32, stop=(".",)).sample([kept(1)], 1, live=0, longest=16)[1]
+    found = fresh_of(nano(), samples=32, stop=(".",)).sample_rollouts(
+        [kept(1)], 1, live_version=0, longest_answer_tokens=16
+    )[1]
     lengths = {len(rollout.completion_ids) for rollout in found.rollouts}
-    assert lengths == {1, 2} and {rollout.trajectory.answer for rollout in found.rollouts} == {"a", "b"}
+    assert lengths == {1, 2} and {rollout.trajectory.answer for rollout in found.rollouts} == {
+        "a",
+        "b",
+    }
 
 
 @pytest.mark.parametrize("longest, expected", [(1, {1, 2}), (16, {1, 2, 3})])
 def test_fresh_answers_take_at_most_twice_the_tokens_of_the_longest_recorded_one(longest, expected):
-    found = fresh_of(nano(), samples=64).sample([kept(1)], 1, 0, longest)[1]
+    found = fresh_of(nano(), samples=64).sample_rollouts([kept(1)], 1, 0, longest)[1]
     assert {len(rollout.completion_ids) for rollout in found.rollouts} == expected
-    assert all(rollout.is_truncated == (rollout.completion_ids[-1] != END) for rollout in found.rollouts)
+    assert all(
+        rollout.is_truncated == (rollout.completion_ids[-1] != END) for rollout in found.rollouts
+    )
 
 
 def test_settings_that_cannot_be_learned_from_are_refused():
@@ -169,9 +240,12 @@ def traffic(folder, count=24):
 def chosen(samples=8):
     return settings(
         {"kl_limit": 50.0, "kl_target": 5.0, "snapshot_every": 100, "learning_rate": 3e-2},
-        labels=OnlineLabelSettings(use_consensus=False), rewards={"task": 1.0},
-        rollouts=OnlineRolloutSettings(samples=samples, sampling=SamplingSettings(max_completion_tokens=2)),
-    )  # fmt: skip
+        labels=OnlineLabelSettings(use_consensus=False),
+        rewards={"task": 1.0},
+        rollouts=OnlineRolloutSettings(
+            samples=samples, sampling=SamplingSettings(max_completion_tokens=2)
+        ),
+    )
 
 
 def worker_of(folder, log, samples):
@@ -181,7 +255,9 @@ def worker_of(folder, log, samples):
 
 
 def share_right(model):
-    found = fresh_of(model, samples=200).sample([kept(1)], 1, live=0, longest=16)[1]
+    found = fresh_of(model, samples=200).sample_rollouts(
+        [kept(1)], 1, live_version=0, longest_answer_tokens=16
+    )[1]
     return sum(r.trajectory.turns[0].action[0] == "a" for r in found.rollouts) / 200
 
 
@@ -192,8 +268,8 @@ def test_where_all_recorded_answers_are_wrong_only_fresh_ones_teach(tmp_path):
             before = share_right(worker.learner.model)
             run_to_end(worker)
             shares[samples] = share_right(worker.learner.model) - before
-            assert worker.learner.taken == worker.updates > 15
-            assert (worker.metrics().get("online/fresh/rollouts", 0.0) > 0) == (samples > 0)
+            assert worker.learner.num_taken == worker.updates > 15
+            assert (worker.collect_metrics().get("online/fresh/rollouts", 0.0) > 0) == (samples > 0)
     assert abs(shares[0]) < 0.02 and shares[8] > 0.2
 
 
@@ -226,10 +302,12 @@ def test_the_kl_of_fresh_answers_is_against_the_live_snapshot(tmp_path):
     with worker_of(tmp_path / "kl", log, 4) as worker:
         other = {
             name: tensor + 0.3 * torch.randn_like(tensor)
-            for name, tensor in trainable_weights(worker.learner.model).items()
+            for name, tensor in collect_trainable_weights(worker.learner.model).items()
         }
-        worker.learner.snapshots.publish(1, other, {"updates": 1})
+        worker.learner.snapshots.publish_snapshot(1, other, {"updates": 1})
         worker.updates, worker.live = 1, 1
         while worker.last_report is None or not worker.last_report.kl_control:
             worker.step()
-        assert worker.last_report.kl_control["before"] > 0.05 and not worker.last_report.is_lower_bound
+        assert (
+            worker.last_report.kl_control["before"] > 0.05 and not worker.last_report.is_lower_bound
+        )

@@ -10,29 +10,38 @@ from helpers.tiny import PAD, nano
 
 from rl_core.environments.arithmetic import Arithmetic
 from rl_core.errors import DataError
-from rl_core.models.turn_states import turn_states
+from rl_core.models.hidden_states import compute_turn_embeddings
 from rl_core.online.experience import Experience
-from rl_core.online.labelled_rewards import ExperienceScorer, labelled_rollouts
-from rl_core.online.labels import Label, feedback_label
-from rl_core.online.voting import Ballot, tally
-from rl_core.rewards.orchestrator import WEIGHTED, RewardOrchestrator
+from rl_core.online.labelled_rewards import ExperienceScorer, apply_label
+from rl_core.online.labels import Label, create_feedback_label
+from rl_core.online.voting import Ballot, tally_votes
+from rl_core.rewards.orchestrator import WEIGHTED_PREFIX, RewardOrchestrator
 from rl_core.settings import RewardSettings
-from rl_core.storage.checked_lines import parse, sealed
+from rl_core.storage.line_logs import encode_checked_line, parse_checked_line
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 
 WEIGHTS = {
-    "task": 1.0, "curiosity": 0.3, "coherence": 0.2, "tool_use": 0.25, "learned": 0.4, "format": 0.1, "length": 0.05,
-    "exact": 0.5, "numeric": 0.15,
-}  # fmt: skip
+    "task": 1.0,
+    "curiosity": 0.3,
+    "coherence": 0.2,
+    "tool_use": 0.25,
+    "learned": 0.4,
+    "format": 0.1,
+    "length": 0.05,
+    "exact": 0.5,
+    "numeric": 0.15,
+}
 ENVIRONMENT = Arithmetic(look_cost=0.01, misuse_cost=0.03)
 
 
 def orchestrator():
     """Every component with a state of its own, and running scales."""
     return RewardOrchestrator(
-        WEIGHTS, scorer=lambda rows: [len(row) / 7 - sum(row) / 100 for row in rows],
-        options=RewardSettings(normalise=("task", "length"), clip=2.0), seed=3,
-    )  # fmt: skip
+        WEIGHTS,
+        scorer=lambda rows: [len(row) / 7 - sum(row) / 100 for row in rows],
+        options=RewardSettings(normalise=("task", "length"), clip=2.0),
+        seed=3,
+    )
 
 
 def played(seed, actions, sample):
@@ -48,10 +57,21 @@ def played(seed, actions, sample):
         tokens += [3 + sample, seed] + ([6] if seen is not None else [])
         mask += [True, True] + ([False] if seen is not None else [])
     trajectory = Trajectory(
-        environment="arithmetic", level="easy", kind=episode.kind, seed=seed, prompt=episode.prompt,
-        target=episode.target, turns=turns, answer=last.answer, success=bool(last.success), reward=reward,
-        rewards={"task": reward}, num_action_tokens=sum(mask), sample=sample, is_grounded=last.is_grounded,
-    )  # fmt: skip
+        environment="arithmetic",
+        level="easy",
+        kind=episode.kind,
+        seed=seed,
+        prompt=episode.prompt,
+        target=episode.target,
+        turns=turns,
+        answer=last.answer,
+        success=bool(last.success),
+        reward=reward,
+        rewards={"task": reward},
+        num_action_tokens=sum(mask),
+        sample=sample,
+        is_grounded=last.is_grounded,
+    )
     logprobs = [-0.7 if sampled else 0.0 for sampled in mask]
     return Rollout([1, 2, 7], tokens, mask, logprobs, trajectory)
 
@@ -60,7 +80,10 @@ def requests():
     """Two requests of three samples: calls, misuse, wrong and right answers."""
     found = []
     for seed in (5, 6):
-        chain, right = ENVIRONMENT.episode(seed, "easy").prompt[:-4], ENVIRONMENT.episode(seed, "easy").target
+        chain, right = (
+            ENVIRONMENT.episode(seed, "easy").prompt[:-4],
+            ENVIRONMENT.episode(seed, "easy").target,
+        )
         found.append(
             [
                 played(seed, [f"calculator {chain}", f"answer {right}"], 0),
@@ -76,17 +99,22 @@ def as_served(rollouts, number):
     unknown = []
     for rollout in rollouts:
         trajectory = dataclasses.replace(
-            rollout.trajectory, target="", success=False, reward=0.0, rewards={"task": 0.0}, is_grounded=None
+            rollout.trajectory,
+            target="",
+            success=False,
+            reward=0.0,
+            rewards={"task": 0.0},
+            is_grounded=None,
         )
         unknown.append(dataclasses.replace(rollout, trajectory=trajectory))
-    vote = tally([Ballot(r.trajectory.answer, sample=i) for i, r in enumerate(unknown)])
+    vote = tally_votes([Ballot(r.trajectory.answer, sample=i) for i, r in enumerate(unknown)])
     made = Experience(f"r{number}", "anna", 1.0, tuple(unknown), vote, (None,) * len(unknown))
-    record, _ = parse(sealed({"value": made.to_json()}))
+    record, _ = parse_checked_line(encode_checked_line({"value": made.to_json()}))
     return Experience.from_json(record["value"])
 
 
 def embed(rollouts):
-    return turn_states(nano(), rollouts, pad_id=PAD)
+    return compute_turn_embeddings(nano(), rollouts, pad_id=PAD)
 
 
 @pytest.mark.parametrize("source", ["feedback", "consensus"])
@@ -99,7 +127,7 @@ def test_online_and_offline_rewards_are_equal_to_the_last_bit(source):
     before = copy.deepcopy([pair[0].to_json() for pair in pairs])
     online, offline = orchestrator(), orchestrator()
     for _ in range(2):  # the second time with scales and a curiosity model that have moved
-        tables = ExperienceScorer(online, ENVIRONMENT, embed=embed).score(pairs)
+        tables = ExperienceScorer(online, ENVIRONMENT, embed=embed).score_experiences(pairs)
         trained = copy.deepcopy([RolloutGroup(rollouts) for rollouts in groups])
         offline.score(trained, embed=embed)
         for table, group in zip(tables, trained, strict=True):
@@ -107,19 +135,25 @@ def test_online_and_offline_rewards_are_equal_to_the_last_bit(source):
             for index, rollout in enumerate(group.rollouts):
                 rewards = rollout.trajectory.rewards
                 assert table.raw_RC[index].tolist() == [rewards[name] for name in WEIGHTS]
-                assert table.weighted_RC[index].tolist() == [rewards[WEIGHTED + name] for name in WEIGHTS]
+                assert table.weighted_RC[index].tolist() == [
+                    rewards[WEIGHTED_PREFIX + name] for name in WEIGHTS
+                ]
                 assert table.totals_R[index] == rollout.reward
     assert len({total for table in tables for total in table.totals_R.tolist()}) > 4
-    assert [pair[0].to_json() for pair in pairs] == before  # the label stands in the reward and only there
+    assert [
+        pair[0].to_json() for pair in pairs
+    ] == before  # the label stands in the reward and only there
 
 
 def test_the_copies_are_the_offline_trajectories():
     (rollouts, _) = requests()
     label = Label("answer", "consensus", text=rollouts[0].trajectory.target)
-    found = labelled_rollouts(as_served(rollouts, 0), label, ENVIRONMENT)
+    found = apply_label(as_served(rollouts, 0), label, ENVIRONMENT)
     assert [one.trajectory for one in found] == [one.trajectory for one in rollouts]
     assert [one.trajectory.reward for one in found] == pytest.approx([1 - 0.01, -0.03 - 0.01, 1.0])
-    other = labelled_rollouts(as_served(rollouts, 0), Label("answer", "consensus", text="9999"), ENVIRONMENT)
+    other = apply_label(
+        as_served(rollouts, 0), Label("answer", "consensus", text="9999"), ENVIRONMENT
+    )
     assert [one.success for one in other] == [False, True, False]  # a wrong label is believed
 
 
@@ -127,55 +161,85 @@ def test_an_action_that_was_cut_off_is_not_shown_to_the_environment():
     (rollouts, _) = requests()
     trajectory = dataclasses.replace(rollouts[2].trajectory, stop_reason="max_tokens")
     cut = dataclasses.replace(rollouts[2], trajectory=trajectory)
-    (found,) = labelled_rollouts(as_served([cut], 0), Label("answer", "feedback", text=trajectory.target), ENVIRONMENT)
+    (found,) = apply_label(
+        as_served([cut], 0), Label("answer", "feedback", text=trajectory.target), ENVIRONMENT
+    )
     assert found.trajectory.reward == 0.0 and not found.success
 
 
 def test_chat_scores_and_played_rewards():
     made = experience(answers=("a", "A ", "b", None), task=0.25)
-    chat = labelled_rollouts(made, Label("answer", "feedback", text="a"), None)
-    assert [one.trajectory.rewards for one in chat] == [{"task": 1.0}, {"task": 1.0}, {"task": 0.0}, {"task": 0.0}]
+    chat = apply_label(made, Label("answer", "feedback", text="a"), None)
+    assert [one.trajectory.rewards for one in chat] == [
+        {"task": 1.0},
+        {"task": 1.0},
+        {"task": 0.0},
+        {"task": 0.0},
+    ]
     assert [one.trajectory.target for one in chat] == ["a"] * 4
-    down = labelled_rollouts(made, feedback_label("a", thumbs="down"), None)
-    assert [None if one is None else one.trajectory.reward for one in down] == [0.0, 0.0, None, None]
-    scored = labelled_rollouts(made, feedback_label("b", score=0.75), None)
+    down = apply_label(made, create_feedback_label("a", thumbs="down"), None)
+    assert [None if one is None else one.trajectory.reward for one in down] == [
+        0.0,
+        0.0,
+        None,
+        None,
+    ]
+    scored = apply_label(made, create_feedback_label("b", score=0.75), None)
     assert [None if one is None else one.success for one in scored] == [None, None, True, None]
-    silent = labelled_rollouts(made, Label("score", "feedback", None, 0.5), None)  # of the answer given: "a"
+    silent = apply_label(
+        made, Label("score", "feedback", None, 0.5), None
+    )  # of the answer given: "a"
     assert [one is None for one in silent] == [False, False, True, True]
-    as_played = labelled_rollouts(made, Label("played", "environment"), None)
+    as_played = apply_label(made, Label("played", "environment"), None)
     assert [one.trajectory.rewards for one in as_played] == [{"task": 0.25}] * 4
 
 
 def test_a_table_knows_what_it_does_not_know():
     made = experience(answers=("a", "b", "a"))
     scorer = ExperienceScorer(RewardOrchestrator({"task": 2.0}), None)
-    (table,) = scorer.score([(made, feedback_label("a", thumbs="down"))])
+    (table,) = scorer.score_experiences([(made, create_feedback_label("a", thumbs="down"))])
     assert table.is_known_R.tolist() == [True, False, True] and not table.totals_R.any()
     assert table.to_json()["rollouts"][1] is None
-    (table,) = scorer.score([(made, feedback_label("x", thumbs="down"))])
+    (table,) = scorer.score_experiences([(made, create_feedback_label("x", thumbs="down"))])
     assert not table.is_known_R.any()
 
 
 def test_what_cannot_be_scored_says_why_and_leaves_no_trace():
     made = experience(answers=("1", "2"))
-    good, bad = feedback_label(None, right="1"), feedback_label(None, right="one")
-    rewards = RewardOrchestrator({"task": 1.0, "numeric": 1.0}, options=RewardSettings(normalise=("task",)))
-    alone = RewardOrchestrator({"task": 1.0, "numeric": 1.0}, options=RewardSettings(normalise=("task",)))
-    tables = ExperienceScorer(rewards, None).score([(made, good), (made, bad)])
+    good, bad = (
+        create_feedback_label(None, right_answer="1"),
+        create_feedback_label(None, right_answer="one"),
+    )
+    rewards = RewardOrchestrator(
+        {"task": 1.0, "numeric": 1.0}, options=RewardSettings(normalise=("task",))
+    )
+    alone = RewardOrchestrator(
+        {"task": 1.0, "numeric": 1.0}, options=RewardSettings(normalise=("task",))
+    )
+    tables = ExperienceScorer(rewards, None).score_experiences([(made, good), (made, bad)])
     assert isinstance(tables[1], str) and "holds no number" in tables[1]
-    expected = ExperienceScorer(alone, None).score([(made, good)])[0]
-    assert np.array_equal(tables[0].totals_R, expected.totals_R) and rewards.state_dict() == alone.state_dict()
-    (wrong,) = ExperienceScorer(rewards, Arithmetic()).score(
+    expected = ExperienceScorer(alone, None).score_experiences([(made, good)])[0]
+    assert (
+        np.array_equal(tables[0].totals_R, expected.totals_R)
+        and rewards.state_dict() == alone.state_dict()
+    )
+    (wrong,) = ExperienceScorer(rewards, Arithmetic()).score_experiences(
         [(dataclasses.replace(made, rollouts=tuple(foreign(r) for r in made.rollouts)), good)]
     )
     assert wrong == "an experience of environment 'maze'; this worker has 'arithmetic'"
-    (unknown,) = ExperienceScorer(rewards, Arithmetic()).score([(experience(level="impossible"), good)])
+    (unknown,) = ExperienceScorer(rewards, Arithmetic()).score_experiences(
+        [(experience(level="impossible"), good)]
+    )
     assert "has no level 'impossible'" in unknown
     with pytest.raises(DataError):
-        labelled_rollouts(
-            dataclasses.replace(made, rollouts=tuple(foreign(r) for r in made.rollouts)), good, Arithmetic()
+        apply_label(
+            dataclasses.replace(made, rollouts=tuple(foreign(r) for r in made.rollouts)),
+            good,
+            Arithmetic(),
         )
 
 
 def foreign(rollout):
-    return dataclasses.replace(rollout, trajectory=dataclasses.replace(rollout.trajectory, environment="maze"))
+    return dataclasses.replace(
+        rollout, trajectory=dataclasses.replace(rollout.trajectory, environment="maze")
+    )

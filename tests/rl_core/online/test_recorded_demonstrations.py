@@ -7,12 +7,12 @@ import pytest
 from helpers.online_worker import settings
 
 from rl_core.data.records import read_demonstrations
-from rl_core.environments import make
+from rl_core.environments import make_environment
 from rl_core.errors import DataError
-from rl_core.inference.served_answers import FeedbackLabel, ServedAnswer
-from rl_core.online.answer_log import AnswerLog
-from rl_core.online.canary_episodes import is_canary
-from rl_core.online.demonstrations import demonstrations
+from rl_core.inference.serving_requests import FeedbackLabel, ServedAnswer
+from rl_core.online.canary_gate import is_canary
+from rl_core.online.experience_writer import ExperienceWriter
+from rl_core.online.labelled_rewards import extract_demonstrations
 from rl_core.settings import OnlineLabelSettings
 from rl_core.types import Conversation, Rollout, Trajectory, Turn
 
@@ -24,31 +24,50 @@ def played(place, seed, request, *, right):
     episode = place.episode(seed=seed, level="easy")
     said = episode.target if right else "wrong"
     trajectory = Trajectory(
-        "pixel_grid", "easy", "colour", seed, "p", episode.target, [Turn(f"answer {said}", num_tokens=2)],
-        answer=said, success=right, reward=float(right), rewards={"task": float(right)},
-    )  # fmt: skip
+        "pixel_grid",
+        "easy",
+        "colour",
+        seed,
+        "p",
+        episode.target,
+        [Turn(f"answer {said}", num_tokens=2)],
+        answer=said,
+        success=right,
+        reward=float(right),
+        rewards={"task": float(right)},
+    )
     rollout = Rollout([1, 2], [4, 5], [True, True], [-0.5, -0.5], trajectory)
     return ServedAnswer(
-        answer_id=request, choice=0, policy_version=0, prompt_ids=[1, 2], completion_ids=[4, 5], temperature=1.0,
-        sampler_logprobs=[float(np.log(0.5))] * 2, text=said, finish_reason="stop", rollout=rollout,
-    )  # fmt: skip
+        answer_id=request,
+        choice=0,
+        policy_version=0,
+        prompt_ids=[1, 2],
+        completion_ids=[4, 5],
+        temperature=1.0,
+        sampler_logprobs=[float(np.log(0.5))] * 2,
+        text=said,
+        finish_reason="stop",
+        rollout=rollout,
+    )
 
 
 def test_right_episodes_are_kept_and_a_label_of_feedback_wins(tmp_path):
-    place = make("pixel_grid", None)
+    place = make_environment("pixel_grid", None)
     seeds = [seed for seed in range(60) if not is_canary(place, "easy", seed)][:3]
-    with AnswerLog(tmp_path, settings(labels=TRUSTING), place) as log:
-        log.record([played(place, seeds[0], "right", right=True)])
-        log.record([played(place, seeds[1], "wrong", right=False)])
-        log.record([played(place, seeds[2], "relabelled", right=True)])
-        log.accept("relabelled", 0, FeedbackLabel(answer="something else"))
-    rows = list(demonstrations(tmp_path, TRUSTING, place))
+    with ExperienceWriter(tmp_path, settings(labels=TRUSTING), place) as log:
+        log.record_answers([played(place, seeds[0], "right", right=True)])
+        log.record_answers([played(place, seeds[1], "wrong", right=False)])
+        log.record_answers([played(place, seeds[2], "relabelled", right=True)])
+        log.accept_label("relabelled", 0, FeedbackLabel(answer="something else"))
+    rows = list(extract_demonstrations(tmp_path, TRUSTING, place))
     assert [(row["request_id"], row["label"]) for row in rows] == [("right", "environment")]
     roles = [message["role"] for message in rows[0]["messages"]]
     target = place.episode(seed=seeds[0], level="easy").target
     assert roles[-1] == "assistant" and rows[0]["messages"][-1]["content"] == f"answer {target}"
-    with pytest.raises(DataError, match="holds no episode of environment 'pixel_grid' that is right"):
-        list(demonstrations(tmp_path, OnlineLabelSettings(use_consensus=False), place))
+    with pytest.raises(
+        DataError, match="holds no episode of environment 'pixel_grid' that is right"
+    ):
+        list(extract_demonstrations(tmp_path, OnlineLabelSettings(use_consensus=False), place))
 
 
 ASKED = [
@@ -64,39 +83,54 @@ def answered(request, texts, *, tools=(), kept=True):
     conversation = Conversation(ASKED, list(tools)) if kept else None
     return [
         ServedAnswer(
-            answer_id=request, choice=index, policy_version=0, prompt_ids=[1, 2], completion_ids=[4, 5],
-            temperature=1.0, sampler_logprobs=[float(np.log(0.5))] * 2, text=text, conversation=conversation,
+            answer_id=request,
+            choice=index,
+            policy_version=0,
+            prompt_ids=[1, 2],
+            completion_ids=[4, 5],
+            temperature=1.0,
+            sampler_logprobs=[float(np.log(0.5))] * 2,
+            text=text,
+            conversation=conversation,
             finish_reason="length" if text == "cut" else "stop",
         )
         for index, text in enumerate(texts)
-    ]  # fmt: skip
+    ]
 
 
 def test_a_conversation_is_exported_with_its_turns_and_only_the_right_answer_is_imitated(tmp_path):
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-    with AnswerLog(tmp_path / "log", settings()) as log:
-        log.record(answered("up", ["four", "4"], tools=[tool]))
-        log.accept("up", 1, FeedbackLabel(thumb="up"))
-        log.record(answered("told", ["3", " FOUR "]))
-        log.accept("told", 0, FeedbackLabel(answer="four"))
-        log.record(answered("never right", ["3", "5"]))
-        log.accept("never right", 0, FeedbackLabel(answer="four"))
-        log.record(answered("down", ["3"]))
-        log.accept("down", 0, FeedbackLabel(thumb="down"))
-        log.record(answered("cut off", ["cut", "cut"]))
-        log.accept("cut off", 0, FeedbackLabel(answer="cut"))
-        log.record(answered("old record", ["4"], kept=False))
-        log.accept("old record", 0, FeedbackLabel(thumb="up"))
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+    with ExperienceWriter(tmp_path / "log", settings()) as log:
+        log.record_answers(answered("up", ["four", "4"], tools=[tool]))
+        log.accept_label("up", 1, FeedbackLabel(thumb="up"))
+        log.record_answers(answered("told", ["3", " FOUR "]))
+        log.accept_label("told", 0, FeedbackLabel(answer="four"))
+        log.record_answers(answered("never right", ["3", "5"]))
+        log.accept_label("never right", 0, FeedbackLabel(answer="four"))
+        log.record_answers(answered("down", ["3"]))
+        log.accept_label("down", 0, FeedbackLabel(thumb="down"))
+        log.record_answers(answered("cut off", ["cut", "cut"]))
+        log.accept_label("cut off", 0, FeedbackLabel(answer="cut"))
+        log.record_answers(answered("old record", ["4"], kept=False))
+        log.accept_label("old record", 0, FeedbackLabel(thumb="up"))
     labels = OnlineLabelSettings(use_consensus=False)
-    rows = list(demonstrations(tmp_path / "log", labels, None))
-    assert [(row["request_id"], row["messages"][-1]["content"]) for row in rows] == [("up", "4"), ("told", " FOUR ")]
+    rows = list(extract_demonstrations(tmp_path / "log", labels, None))
+    assert [(row["request_id"], row["messages"][-1]["content"]) for row in rows] == [
+        ("up", "4"),
+        ("told", " FOUR "),
+    ]
     assert rows[0]["tools"] == [tool] and "tools" not in rows[1]
     file = tmp_path / "right.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     read = read_demonstrations(file).rows
     assert [message.get("weight", 1) for message in read[0]["messages"]] == [1, 1, 0, 1, 1]
-    assert [message["content"] for message in read[0]["messages"][:4]] == [message["content"] for message in ASKED]
+    assert [message["content"] for message in read[0]["messages"][:4]] == [
+        message["content"] for message in ASKED
+    ]
     with pytest.raises(DataError, match="holds no episode of environment 'pixel_grid'"):
-        list(demonstrations(tmp_path / "log", labels, make("pixel_grid", None)))
+        list(extract_demonstrations(tmp_path / "log", labels, make_environment("pixel_grid", None)))
     with pytest.raises(DataError, match="holds no conversation that is right"):
-        list(demonstrations(tmp_path / "nothing", labels, None))
+        list(extract_demonstrations(tmp_path / "nothing", labels, None))

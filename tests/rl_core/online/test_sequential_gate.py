@@ -3,16 +3,18 @@
 import numpy as np
 import pytest
 
-from rl_core.analysis.paired_tests import spent_alpha
+from rl_core.analysis.significance_tests import compute_spent_alpha
 from rl_core.errors import DataError
-from rl_core.online.sequential_gate import SequentialGate
+from rl_core.online.canary_gate import SequentialGateTest
 from rl_core.settings import OnlineGateSettings
 
 MARGIN = 0.05
 
 
 def gate(**options):
-    return SequentialGate(OnlineGateSettings(**{"margin": MARGIN, "alpha": 0.05, "max_episodes": 400, **options}))
+    return SequentialGateTest(
+        OnlineGateSettings(**{"margin": MARGIN, "alpha": 0.05, "max_episodes": 400, **options})
+    )
 
 
 def stakes(margin):
@@ -21,17 +23,17 @@ def stakes(margin):
 
 def test_p_values_by_hand():
     found = gate()
-    found.open(10)
-    assert found.p_value("live") == 1.0
+    found.open_candidate(10)
+    assert found.compute_p_value("live") == 1.0
     for candidate, live, champion in ((1, 0, 1), (0, 1, 0), (1, 1, 0), (1, 0, 1)):
-        found.observe(candidate, live, champion)
+        found.observe_episode(candidate, live, champion)
     bets = stakes(MARGIN)
     # against the live model +1 -1 0 +1, against the champion 0 0 +1 0, each plus the margin
     live = np.mean((1 + bets * 1.05) ** 2 * (1 - bets * 0.95) * (1 + bets * 0.05))
     champion = np.mean((1 + bets * 0.05) ** 3 * (1 + bets * 1.05))
-    assert found.p_value("live") == pytest.approx(min(1, 1 / live))
-    assert found.p_value("champion") == pytest.approx(min(1, 1 / champion))
-    assert found.decide() == "wait" and found.version == 10
+    assert found.compute_p_value("live") == pytest.approx(min(1, 1 / live))
+    assert found.compute_p_value("champion") == pytest.approx(min(1, 1 / champion))
+    assert found.decide_candidate() == "wait" and found.version == 10
 
 
 def played(found, outcomes):
@@ -39,7 +41,7 @@ def played(found, outcomes):
     found.open(1)
     for number, outcome in enumerate(outcomes, start=1):
         found.observe(*outcome)
-        decision = found.decide()
+        decision = found.decide_candidate()
         if decision != "wait":
             return decision, number
     return "wait", len(outcomes)
@@ -49,9 +51,15 @@ def test_decisions():
     assert played(gate(), [(1, 0, 0)] * 400)[0] == "promote"
     assert played(gate(), [(0, 1, 0)] * 400) == ("reject", played(gate(), [(0, 1, 0)] * 400)[1])
     assert played(gate(), [(0, 1, 0)] * 400)[1] < 10
-    assert played(gate(), [(1, 0, 1), (0, 1, 1)] * 200)[0] != "promote"  # as good as the live one, not as the champion
+    assert (
+        played(gate(), [(1, 0, 1), (0, 1, 1)] * 200)[0] != "promote"
+    )  # as good as the live one, not as the champion
     # a model that never differs is not worse: exactly when its wealth reaches 1 / level
-    needed = next(n for n in range(1, 400) if np.mean((1 + stakes(MARGIN) * MARGIN) ** n) >= 1 / spent_alpha(0.05, 1))
+    needed = next(
+        n
+        for n in range(1, 400)
+        if np.mean((1 + stakes(MARGIN) * MARGIN) ** n) >= 1 / compute_spent_alpha(0.05, 1)
+    )
     assert played(gate(), [(1, 1, 1)] * 400) == ("promote", needed)
     assert played(gate(max_episodes=20), [(1, 1, 1)] * 20) == ("reject", 20)
 
@@ -59,22 +67,25 @@ def test_decisions():
 def test_the_level_falls_with_every_candidate_and_survives_a_restart():
     found = gate(max_episodes=1)
     for version in range(3):
-        found.open(version)
-        found.observe(1, 1, 1)
-        assert found.decide() == "reject"
-    found.open(9)
-    found.observe(1, 0, 0.5)
+        found.open_candidate(version)
+        found.observe_episode(1, 1, 1)
+        assert found.decide_candidate() == "reject"
+    found.open_candidate(9)
+    found.observe_episode(1, 0, 0.5)
     other = gate(max_episodes=1)
     other.load_state_dict(found.state_dict())
-    assert other.level == pytest.approx(0.05 / 20) and other.metrics() == found.metrics()
-    assert other.decide() == found.decide() == "reject"
+    assert (
+        other.level == pytest.approx(0.05 / 20)
+        and other.compute_metrics() == found.compute_metrics()
+    )
+    assert other.decide_candidate() == found.decide_candidate() == "reject"
     with pytest.raises(DataError, match="open one first"):
-        other.observe(1, 1, 1)
-    other.open(10)
+        other.observe_episode(1, 1, 1)
+    other.open_candidate(10)
     with pytest.raises(DataError, match="still being tested"):
-        other.open(11)
+        other.open_candidate(11)
     with pytest.raises(DataError, match="between 0 and 1"):
-        other.observe(1, 2, 0)
+        other.observe_episode(1, 2, 0)
 
 
 def promotions(mean, candidates, services, *, rng, discordant=0.3, episodes=300, look=20):
@@ -92,7 +103,7 @@ def promotions(mean, candidates, services, *, rng, discordant=0.3, episodes=300,
         wealth = counts @ logs
         top = wealth.max(-1, keepdims=True)
         log_mean = (top + np.log(np.exp(wealth - top).mean(-1, keepdims=True)))[..., 0]
-        promoted += (log_mean >= -np.log(spent_alpha(0.05, number))).any(1)
+        promoted += (log_mean >= -np.log(compute_spent_alpha(0.05, number))).any(1)
     return promoted
 
 
@@ -100,17 +111,19 @@ def test_the_simulation_computes_what_the_gate_does():
     rng = np.random.default_rng(3)
     draws = rng.choice([1, -1, 0], p=[0.35, 0.1, 0.55], size=120)
     found = gate()
-    found.open(1)
+    found.open_candidate(1)
     logs = np.zeros(64)
     for difference in draws:
-        found.observe(max(difference, 0), max(-difference, 0), 0 if difference > 0 else 1)
+        found.observe_episode(max(difference, 0), max(-difference, 0), 0 if difference > 0 else 1)
         logs += np.log1p((difference + MARGIN) * stakes(MARGIN))
-    assert found.p_value("live") == pytest.approx(min(1, 1 / np.exp(logs).mean()))
+    assert found.compute_p_value("live") == pytest.approx(min(1, 1 / np.exp(logs).mean()))
 
 
 def test_a_thousand_looks_promote_a_worse_model_at_most_at_the_stated_rate():
     rng = np.random.default_rng(0)
-    worse = promotions(-MARGIN, 1000 // 15, 60, rng=rng)  # 66 candidates of 15 looks each: 990 looks
+    worse = promotions(
+        -MARGIN, 1000 // 15, 60, rng=rng
+    )  # 66 candidates of 15 looks each: 990 looks
     # 60 services at 5% or less: more than 7 come with a chance of 2.6%
     assert (worse > 0).sum() <= 7
     better = promotions(0.1, 10, 60, rng=rng)

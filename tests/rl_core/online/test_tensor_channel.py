@@ -13,7 +13,12 @@ import torch
 from rl_core.errors import CheckpointError, CorruptError, DataError
 from rl_core.online.tensor_channel import TensorReceiver, TensorSender
 from rl_core.storage import faults
-from rl_core.storage.shared_memory import SharedSegment, attach_segment, own_segments, reap_segments
+from rl_core.storage.session_resources import (
+    SharedSegment,
+    attach_segment,
+    list_sender_segments,
+    remove_stale_segments,
+)
 
 TENSORS = {
     "logprobs": torch.linspace(-3, 0, 7).reshape(7, 1).expand(7, 3).t(),  # not contiguous
@@ -32,21 +37,26 @@ def ends():
     with TensorReceiver(right) as receiver, TensorSender(left, max_bytes=4096) as sender:
         yield sender, receiver
         token = sender.token
-    assert own_segments(token) == []
+    assert list_sender_segments(token) == []
 
 
 def test_tensors_arrive_bit_by_bit_and_leave_nothing(ends):
     sender, receiver = ends
-    assert sender.send(TENSORS, "r1 ünï") and len(own_segments(sender.token)) == 1
+    assert sender.send(TENSORS, "r1 ünï") and len(list_sender_segments(sender.token)) == 1
     tag, found = receiver.receive()
     assert tag == "r1 ünï" and found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
         raw = [
-            t.contiguous().reshape(-1).view(torch.uint8).tolist() if t.numel() else [] for t in (found[name], tensor)
+            t.contiguous().reshape(-1).view(torch.uint8).tolist() if t.numel() else []
+            for t in (found[name], tensor)
         ]
         assert raw[0] == raw[1]
-    assert sender.collect() == 1 and own_segments(sender.token) == [] and sender.unacknowledged == 0
+    assert (
+        sender.collect() == 1
+        and list_sender_segments(sender.token) == []
+        and sender.unacknowledged_bytes == 0
+    )
     assert receiver.receive() is None
     found["ids"][0] = 9  # the receiver's own memory
 
@@ -55,7 +65,7 @@ def test_the_bound_holds_until_something_is_acknowledged(ends):
     sender, receiver = ends
     half = {"x": torch.zeros(2048, dtype=torch.uint8)}
     assert sender.send(half) and sender.send(half)
-    assert not sender.send(half) and sender.refused == 1 and sender.unacknowledged == 4096
+    assert not sender.send(half) and sender.refused == 1 and sender.unacknowledged_bytes == 4096
     before = time.monotonic()
     assert not sender.send(half, timeout_s=0.05) and time.monotonic() - before >= 0.05
     receiver.receive()
@@ -71,16 +81,19 @@ def test_a_receiver_that_is_gone_costs_nothing(ends):
     assert sender.send({"x": torch.ones(3)})
     receiver.connection.close()
     sender.collect()
-    assert own_segments(sender.token) == [] and not sender.send({"x": torch.ones(3)})
-    assert own_segments(sender.token) == []
+    assert list_sender_segments(sender.token) == [] and not sender.send({"x": torch.ones(3)})
+    assert list_sender_segments(sender.token) == []
 
 
 def test_messages_that_no_sender_wrote_are_refused_and_the_next_one_arrives(ends):
     sender, receiver = ends
     bad = [
-        b"{", b"[]", b"{}", b'{"segment": "../../etc/passwd", "size": 9, "tensors": {}}',
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"segment": "../../etc/passwd", "size": 9, "tensors": {}}',
         b'{"segment": "posttrain-0-1-00000000-0", "size": 9, "tensors": {}}',
-    ]  # fmt: skip
+    ]
     for message in bad:
         sender.connection.send_bytes(message)
         with pytest.raises(CorruptError):
@@ -93,7 +106,9 @@ def test_messages_that_no_sender_wrote_are_refused_and_the_next_one_arrives(ends
             {"dtype": "uint8", "shape": [4], "start": -4},
         ]
         for place in places:
-            text = json.dumps({"number": 77, "segment": segment.name, "size": 64, "tensors": {"x": place}})
+            text = json.dumps(
+                {"number": 77, "segment": segment.name, "size": 64, "tensors": {"x": place}}
+            )
             sender.connection.send_bytes(text.encode())
             with pytest.raises(CorruptError):
                 receiver.receive()
@@ -109,46 +124,48 @@ def test_what_a_killed_sender_left_is_reaped_and_what_lives_is_not(fault):
     ready, said = os.pipe()
     pid = os.fork()
     if not pid:
-        faults.configure(fault)
+        faults.configure_faults(fault)
         sender = TensorSender(left, max_bytes=1 << 20)
-        sender.send({"x": torch.ones(3)})
+        sender.send_tensors({"x": torch.ones(3)})
         os.write(said, sender.token.encode())
-        sender.send({"x": torch.ones(3)})
+        sender.send_tensors({"x": torch.ones(3)})
         signal.pause()
     token = os.read(ready, 8).decode()
     try:
         if not fault:
             deadline = time.monotonic() + 20
-            while len(own_segments(token)) < 2 and time.monotonic() < deadline:
+            while len(list_sender_segments(token)) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert not [name for name in reap_segments() if token in name]  # its owner lives
-            assert len(own_segments(token)) == 2
+            assert not [
+                name for name in remove_stale_segments() if token in name
+            ]  # its owner lives
+            assert len(list_sender_segments(token)) == 2
     finally:
         if not fault:  # the other one kills itself
             os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     left.close()
-    assert len(own_segments(token)) == 2
+    assert len(list_sender_segments(token)) == 2
     receiver = TensorReceiver(right)
-    assert receiver.receive()[1]["x"].tolist() == [1, 1, 1]  # its bytes outlive it
+    assert receiver.receive_tensors()[1]["x"].tolist() == [1, 1, 1]  # its bytes outlive it
     with receiver:
-        assert own_segments(token) == []
+        assert list_sender_segments(token) == []
     os.close(ready)
     os.close(said)
 
 
 def test_an_error_while_a_segment_is_made_removes_it():
     before = set(os.listdir("/dev/shm"))
-    faults.configure("online.segment:1:raise")
+    faults.configure_faults("online.segment:1:raise")
     with pytest.raises(CheckpointError, match="the shared memory is full"):
         SharedSegment(64, token="1" * 8)
-    assert set(os.listdir("/dev/shm")) - before == set() and own_segments("1" * 8) == []
+    assert set(os.listdir("/dev/shm")) - before == set() and list_sender_segments("1" * 8) == []
 
 
 def test_another_folder_can_stand_for_it(tmp_path: Path):
     left, right = Pipe()
     with TensorSender(left, max_bytes=4096, folder=tmp_path) as sender:
         receiver = TensorReceiver(right, folder=tmp_path)
-        assert sender.send(TENSORS) and len(list(tmp_path.iterdir())) == 1
-        assert receiver.receive()[1]["ids"].tolist() == [0, 1, 2, 3, 4]
+        assert sender.send_tensors(TENSORS) and len(list(tmp_path.iterdir())) == 1
+        assert receiver.receive_tensors()[1]["ids"].tolist() == [0, 1, 2, 3, 4]
     assert list(tmp_path.iterdir()) == []

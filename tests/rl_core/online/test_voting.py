@@ -6,16 +6,25 @@ import math
 import pytest
 
 from rl_core.errors import DataError
-from rl_core.online.voting import Ballot, VoteOutcome, is_settled, samples_to_draw, tally
+from rl_core.online.voting import (
+    Ballot,
+    VoteOutcome,
+    count_samples_to_draw,
+    is_settled,
+    tally_votes,
+)
 
 
 def ballots(letters, **options):
     """One ballot a letter; `-` gives no answer."""
-    return [Ballot(None if letter == "-" else letter, sample=i, **options) for i, letter in enumerate(letters)]
+    return [
+        Ballot(None if letter == "-" else letter, sample=i, **options)
+        for i, letter in enumerate(letters)
+    ]
 
 
 def test_a_vote_by_hand():
-    found = tally(ballots("aab-a"), max_samples=7)
+    found = tally_votes(ballots("aab-a"), max_samples=7)
     assert (found.answer, found.confidence, found.supporters) == ("a", 0.6, (0, 1, 4))
     # Wilson of 3 in 5 at z = 1.959964: centre 0.984146 / 1.768292, half 1.959964 sqrt(0.048 + 0.038415) / 1.768292
     assert (found.low, found.high) == pytest.approx((0.230724, 0.882379), abs=1e-6)
@@ -32,40 +41,62 @@ def test_weights_by_hand():
         Ballot("B", math.log(0.125), sample=1),
         Ballot(" b ", math.log(0.25), sample=2),
     ]
-    found = tally(given, weights="logprob")
+    found = tally_votes(given, weights="logprob")
     assert found.answer == "a" and found.confidence == pytest.approx(4 / 7)
     # (0.875)^2 / (0.25 + 1/64 + 1/16) = 0.765625 / 0.328125
     assert found.effective_ballots == pytest.approx(7 / 3)
-    long = [Ballot("a", math.log(0.5), 1), Ballot("b", math.log(0.25), 2), Ballot("b", math.log(0.125), 3)]
-    assert tally(long, weights="mean_logprob").confidence == pytest.approx(2 / 3)  # all have a geometric mean of 1/2
-    checked = [Ballot("a", passed_check=False), Ballot("a", passed_check=False), Ballot("b", passed_check=True)]
-    found = tally(checked, weights="check")
-    assert (found.answer, found.confidence, found.entropy, found.supporters) == ("b", 1.0, 0.0, (2,))
+    long = [
+        Ballot("a", math.log(0.5), 1),
+        Ballot("b", math.log(0.25), 2),
+        Ballot("b", math.log(0.125), 3),
+    ]
+    assert tally_votes(long, weights="mean_logprob").confidence == pytest.approx(
+        2 / 3
+    )  # all have a geometric mean of 1/2
+    checked = [
+        Ballot("a", passed_check=False),
+        Ballot("a", passed_check=False),
+        Ballot("b", passed_check=True),
+    ]
+    found = tally_votes(checked, weights="check")
+    assert (found.answer, found.confidence, found.entropy, found.supporters) == (
+        "b",
+        1.0,
+        0.0,
+        (2,),
+    )
 
 
 @pytest.mark.parametrize(("ties", "answer"), [("first", "b"), ("logprob", "a"), ("abstain", None)])
 def test_ties(ties, answer):
-    given = [Ballot("b", -2.0), Ballot("a", -3.0, sample=1), Ballot("a", -1.0, sample=2), Ballot("b", -2.0, sample=3)]
-    found = tally(given, ties=ties)
+    given = [
+        Ballot("b", -2.0),
+        Ballot("a", -3.0, sample=1),
+        Ballot("a", -1.0, sample=2),
+        Ballot("b", -2.0, sample=3),
+    ]
+    found = tally_votes(given, ties=ties)
     assert found.is_tie and found.answer == answer
     assert found.confidence == (0.5 if answer else 0.0)
 
 
 def test_answers_are_equal_up_to_case_and_space_and_nobody_may_answer():
-    assert tally([Ballot("Red  Dog"), Ballot("red dog")]).confidence == 1.0
-    found = tally(ballots("--"))
+    assert tally_votes([Ballot("Red  Dog"), Ballot("red dog")]).confidence == 1.0
+    found = tally_votes(ballots("--"))
     assert (found.answer, found.confidence, found.low, found.entropy) == (None, 0.0, 0.0, 0.0)
-    assert tally([Ballot("a", passed_check=False)], weights="check").answer is None
+    assert tally_votes([Ballot("a", passed_check=False)], weights="check").answer is None
     # the dotless i and sharp s fold, a lone surrogate does not stop anything
-    assert tally([Ballot("STRASSE"), Ballot("straße"), Ballot("\ud800")]).confidence == pytest.approx(2 / 3)
+    assert tally_votes(
+        [Ballot("STRASSE"), Ballot("straße"), Ballot("\ud800")]
+    ).confidence == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.5])
 def test_a_weight_that_is_none_is_refused(bad):
     with pytest.raises(DataError, match="logprob"):
-        tally([Ballot("a", bad)], weights="logprob")
+        tally_votes([Ballot("a", bad)], weights="logprob")
     with pytest.raises(DataError, match="at least one"):
-        tally([])
+        tally_votes([])
 
 
 @pytest.mark.parametrize("ties", ["first", "abstain", "logprob"])
@@ -74,9 +105,15 @@ def test_a_settled_vote_never_changes_and_an_open_one_can(ties):
     for length in range(1, 6):
         for head in itertools.product("ab-", repeat=length):
             given = ballots(head, logprob=-0.5)
-            now = tally(given, ties=ties).answer
+            now = tally_votes(given, ties=ties).answer
             ends = [
-                tally([*given, *(Ballot(x, -float(k), sample=9) for x, k in zip(tail, rank, strict=True))], ties=ties)
+                tally_votes(
+                    [
+                        *given,
+                        *(Ballot(x, -float(k), sample=9) for x, k in zip(tail, rank, strict=True)),
+                    ],
+                    ties=ties,
+                )
                 for tail in itertools.product("abc", repeat=5 - length)
                 for rank in ((0,) * len(tail), (1,) * len(tail))
             ]
@@ -85,15 +122,15 @@ def test_a_settled_vote_never_changes_and_an_open_one_can(ties):
 
 
 def test_a_batch_is_never_larger_than_needed():
-    assert samples_to_draw([], 5) == 3  # a a a
-    assert samples_to_draw([], 4) == 2  # two of four: a tie goes to the first
-    assert samples_to_draw([], 4, ties="abstain") == 3
-    assert samples_to_draw(ballots("ab"), 5) == 2
-    assert samples_to_draw(ballots("aaa"), 5) == 0
-    assert samples_to_draw(ballots("aaa"), 5, min_samples=4) == 1
-    assert samples_to_draw([], 1) == 1 and samples_to_draw(ballots("-"), 1) == 0
+    assert count_samples_to_draw([], 5) == 3  # a a a
+    assert count_samples_to_draw([], 4) == 2  # two of four: a tie goes to the first
+    assert count_samples_to_draw([], 4, ties="abstain") == 3
+    assert count_samples_to_draw(ballots("ab"), 5) == 2
+    assert count_samples_to_draw(ballots("aaa"), 5) == 0
+    assert count_samples_to_draw(ballots("aaa"), 5, min_samples=4) == 1
+    assert count_samples_to_draw([], 1) == 1 and count_samples_to_draw(ballots("-"), 1) == 0
     # weights below 1 leave the rest more to say: 0.5 + 1 against 1 is the least
-    assert samples_to_draw([Ballot("a", math.log(0.5))], 3, weights="logprob") == 1
+    assert count_samples_to_draw([Ballot("a", math.log(0.5))], 3, weights="logprob") == 1
 
 
 def test_weighted_votes_settle_only_when_the_rest_at_weight_one_cannot_win():

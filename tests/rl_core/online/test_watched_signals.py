@@ -6,12 +6,12 @@ from helpers.online_worker import answered, make_worker, run_to_end, settings, w
 from helpers.tiny import PAD, nano
 
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
+from rl_core.models.trainable_weights import collect_trainable_weights, load_trainable_weights
 from rl_core.online import update_worker
+from rl_core.online.drift_detection import measure_champion_kl, measure_component_misranking
 from rl_core.online.labelled_rewards import RewardTable
-from rl_core.online.watched_signals import champion_kl, components_against_success
 from rl_core.online.weight_snapshots import WeightSnapshots
-from rl_core.rollouts.batching import make_batches, train_row
+from rl_core.rollouts.batching import build_batches, build_train_row
 from rl_core.settings import OnlineDriftSettings, OnlineUpdateSettings
 from rl_core.training.optimizer_step import OptimizerStep
 
@@ -19,32 +19,50 @@ from rl_core.training.optimizer_step import OptimizerStep
 def table(task, other, success, known=(True,) * 4):
     weighted = np.array([task, other]).T
     return RewardTable(
-        ("task", "tool_use"), weighted, weighted, weighted.sum(1), np.array(known), np.array(success, dtype=bool)
+        ("task", "tool_use"),
+        weighted,
+        weighted,
+        weighted.sum(1),
+        np.array(known),
+        np.array(success, dtype=bool),
     )
 
 
 def test_components_that_tell_right_from_wrong_and_those_that_do_not():
     success = (True, False, False, True)
     task = (1.0, 0.0, 0.0, 1.0)
-    assert components_against_success(table(task, (0.4, 0.1, 0.2, 0.3), success)) == 0.0
-    assert components_against_success(table(task, (0.1, 0.4, 0.3, 0.2), success)) == 1.0  # task does not count
-    assert components_against_success(table(task, (0.2, 0.2, 0.1, 0.2), success)) == 0.25  # two ties of four pairs
+    assert measure_component_misranking(table(task, (0.4, 0.1, 0.2, 0.3), success)) == 0.0
+    assert (
+        measure_component_misranking(table(task, (0.1, 0.4, 0.3, 0.2), success)) == 1.0
+    )  # task does not count
+    assert (
+        measure_component_misranking(table(task, (0.2, 0.2, 0.1, 0.2), success)) == 0.25
+    )  # two ties of four pairs
     known = (True, True, False, False)
-    assert components_against_success(table(task, (0.3, 0.4, 0.0, 0.9), success, known)) == 1.0
-    assert components_against_success(table(task, (0.1, 0.4, 0.3, 0.2), (True,) * 4)) is None
+    assert measure_component_misranking(table(task, (0.3, 0.4, 0.0, 0.9), success, known)) == 1.0
+    assert measure_component_misranking(table(task, (0.1, 0.4, 0.3, 0.2), (True,) * 4)) is None
     alone = table(task, (0.1, 0.4, 0.3, 0.2), success)
-    assert components_against_success(
-        RewardTable(("task",), alone.raw_RC[:, :1], alone.weighted_RC[:, :1], alone.totals_R, alone.is_known_R,
-                    alone.success_R)
-    ) is None  # fmt: skip
+    assert (
+        measure_component_misranking(
+            RewardTable(
+                ("task",),
+                alone.raw_RC[:, :1],
+                alone.weighted_RC[:, :1],
+                alone.totals_R,
+                alone.is_known_R,
+                alone.success_R,
+            )
+        )
+        is None
+    )
 
 
 @pytest.fixture
 def parts(tmp_path):
     """A model that has moved, its optimizer step, and the snapshot of the champion that it began as."""
     model, snapshots = nano(), WeightSnapshots(tmp_path)
-    champion = trainable_weights(model, copy=True)
-    snapshots.publish(0, champion)
+    champion = collect_trainable_weights(model, copy=True)
+    snapshots.publish_snapshot(0, champion)
     load_trainable_weights(model, {name: tensor * 1.5 for name, tensor in champion.items()})
     return model, OptimizerStep(model, OnlineUpdateSettings(), 10), snapshots, champion
 
@@ -52,32 +70,48 @@ def parts(tmp_path):
 def test_kl_to_the_champion_is_the_mean_of_k3_over_all_answers(parts):
     model, step, snapshots, champion = parts
     made = [answered(0), answered(1, version=7), answered(2, version=7)]
-    found = champion_kl(model, step, snapshots, made, pad_id=PAD)
-    moved = trainable_weights(model, copy=True)
+    found = measure_champion_kl(model, step, snapshots, made, pad_id=PAD)
+    moved = collect_trainable_weights(model, copy=True)
     load_trainable_weights(model, champion)
     total = 0.0
     for one in made[1:]:
-        (batch,) = make_batches([train_row(rollout) for rollout in one.rollouts], 1000, PAD)
+        (batch,) = build_batches([build_train_row(rollout) for rollout in one.rollouts], 1000, PAD)
         mask = batch.loss_mask_BS
-        d = (batch.sampler_logprobs_BS - completion_logprobs(model, batch)[0].detach())[mask].double().numpy()
+        d = (
+            (batch.sampler_logprobs_BS - completion_logprobs(model, batch)[0].detach())[mask]
+            .double()
+            .numpy()
+        )
         total += float((np.exp(-d) - 1 + d).sum())
-    assert found == pytest.approx(total / sum(len(r.completion_ids) for one in made for r in one.rollouts), rel=1e-5)
+    assert found == pytest.approx(
+        total / sum(len(r.completion_ids) for one in made for r in one.rollouts), rel=1e-5
+    )
     assert found > 0.01
     load_trainable_weights(model, moved)
-    champion_kl(model, step, snapshots, made, pad_id=PAD)
+    measure_champion_kl(model, step, snapshots, made, pad_id=PAD)
     assert all((model.state_dict()[name] == value).all() for name, value in moved.items())
 
 
 def test_without_answers_or_champion_there_is_no_kl(parts, tmp_path):
     model, step, snapshots, _ = parts
-    assert champion_kl(model, step, snapshots, [], pad_id=PAD) is None
-    assert champion_kl(model, step, WeightSnapshots(tmp_path / "none"), [answered(0, version=3)], pad_id=PAD) is None
-    assert champion_kl(model, step, WeightSnapshots(tmp_path / "none"), [answered(0)], pad_id=PAD) == 0.0
+    assert measure_champion_kl(model, step, snapshots, [], pad_id=PAD) is None
+    assert (
+        measure_champion_kl(
+            model, step, WeightSnapshots(tmp_path / "none"), [answered(0, version=3)], pad_id=PAD
+        )
+        is None
+    )
+    assert (
+        measure_champion_kl(
+            model, step, WeightSnapshots(tmp_path / "none"), [answered(0)], pad_id=PAD
+        )
+        == 0.0
+    )
 
 
 def test_each_request_is_looked_at_once(tmp_path, monkeypatch):
     chosen = settings({"first_update": 4}, drift=OnlineDriftSettings(watched=("components",)))
-    monkeypatch.setattr(update_worker, "components_against_success", lambda table: 0.5)
+    monkeypatch.setattr(update_worker, "measure_component_misranking", lambda table: 0.5)
     with make_worker(tmp_path, tmp_path / "log", chosen) as worker:
         write_traffic(tmp_path / "log", range(12), feedback=10**9)
         drawn = []
@@ -87,8 +121,12 @@ def test_each_request_is_looked_at_once(tmp_path, monkeypatch):
 
 
 def test_without_components_beside_the_task_there_is_no_signal(tmp_path):
-    chosen = settings({"first_update": 4}, drift=OnlineDriftSettings(watched=("components",)), rewards={"task": 1.0})
+    chosen = settings(
+        {"first_update": 4},
+        drift=OnlineDriftSettings(watched=("components",)),
+        rewards={"task": 1.0},
+    )
     with make_worker(tmp_path, tmp_path / "log", chosen) as worker:
         write_traffic(tmp_path / "log", range(12), feedback=10**9)
         run_to_end(worker)
-        assert worker.drift.detectors["components"].count == 0 and worker.learner.taken > 0
+        assert worker.drift.detectors["components"].count == 0 and worker.learner.num_taken > 0

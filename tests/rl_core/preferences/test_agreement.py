@@ -5,7 +5,7 @@ import random
 import pytest
 
 from rl_core.errors import DataError
-from rl_core.preferences.agreement import agreement, krippendorff_alpha
+from rl_core.preferences.agreement import compute_krippendorff_alpha, measure_agreement
 from rl_core.preferences.rating_journal import Rating
 
 # Krippendorff 2011, "Computing Krippendorff's alpha-reliability", example C: four observers, twelve units
@@ -26,17 +26,19 @@ def rated(item, rater, choice, number=1, time=0.0, score=None):
 
 
 def test_published_example():
-    assert krippendorff_alpha(UNITS, "nominal") == pytest.approx(0.743, abs=5e-4)
-    assert krippendorff_alpha(UNITS, "interval") == pytest.approx(0.849, abs=5e-4)
+    assert compute_krippendorff_alpha(UNITS, "nominal") == pytest.approx(0.743, abs=5e-4)
+    assert compute_krippendorff_alpha(UNITS, "interval") == pytest.approx(0.849, abs=5e-4)
 
 
 def test_one_unit_by_hand():
     # two units, values (1, 1) and (1, -1): observed 1/4 (4 * 2) / 1 ... = 8 / 4; expected 3 * 1 * 4 * 2 / 12 = 2
-    assert krippendorff_alpha([[1, 1], [1, -1]]) == pytest.approx(1 - (8 / 4) / 2)
-    assert krippendorff_alpha([[1, 1], [1, 1]]) is None  # nothing varies, so nothing can be expected
-    assert krippendorff_alpha([[1], [0]]) is None
+    assert compute_krippendorff_alpha([[1, 1], [1, -1]]) == pytest.approx(1 - (8 / 4) / 2)
+    assert (
+        compute_krippendorff_alpha([[1, 1], [1, 1]]) is None
+    )  # nothing varies, so nothing can be expected
+    assert compute_krippendorff_alpha([[1], [0]]) is None
     with pytest.raises(DataError, match="scale"):
-        krippendorff_alpha([[1, 0]], "ratio")
+        compute_krippendorff_alpha([[1, 0]], "ratio")
 
 
 def test_interval_raters_repeats_and_time():
@@ -50,19 +52,30 @@ def test_interval_raters_repeats_and_time():
             "bob": truth if rng.random() < 0.95 else other,
             "coin": rng.choice(["first", "second"]),
         }
-        ratings += [rated(f"p{number}", who, what, time=float(number)) for who, what in said.items()]
-    ratings += [rated("p0", "ann", ratings[0].choice), rated("p1", "ann", "tie"), rated("p2", "ann", "skip")]
-    found = agreement(ratings)
+        ratings += [
+            rated(f"p{number}", who, what, time=float(number)) for who, what in said.items()
+        ]
+    ratings += [
+        rated("p0", "ann", ratings[0].choice),
+        rated("p1", "ann", "tie"),
+        rated("p2", "ann", "skip"),
+    ]
+    found = measure_agreement(ratings)
     by_name = {one.rater: one for one in found.raters}
     assert found.units == 200 and found.low < found.alpha < found.high
-    assert found.low > 0.1 and found.high < 0.45  # two of three pairs of people are by chance: 0.81 / 3 = 0.27
+    assert (
+        found.low > 0.1 and found.high < 0.45
+    )  # two of three pairs of people are by chance: 0.81 / 3 = 0.27
     assert by_name["coin"].alpha == pytest.approx(0, abs=0.15)
     assert by_name["ann"].alpha > by_name["coin"].alpha + 0.2
-    assert (by_name["ann"].consistency, by_name["ann"].repeats) == (0.5, 2)  # the skipped one says nothing
+    assert (by_name["ann"].consistency, by_name["ann"].repeats) == (
+        0.5,
+        2,
+    )  # the skipped one says nothing
     assert [units for _, _, units in found.over_time] == [25] * 8 and found.over_time[-1][0] == 199
 
 
 def test_nothing_rated_twice():
-    found = agreement([rated("a", "ann", "first"), rated("b", "bob", "tie")])
+    found = measure_agreement([rated("a", "ann", "first"), rated("b", "bob", "tie")])
     assert (found.alpha, found.low, found.units, found.over_time) == (None, None, 0, [])
     assert [one.rater for one in found.raters] == ["ann", "bob"]

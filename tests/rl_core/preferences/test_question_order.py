@@ -6,9 +6,12 @@ from collections import Counter
 import numpy as np
 
 from rl_core.preferences.items import RatedItem
-from rl_core.preferences.question_order import LATER, QuestionOrder
+from rl_core.preferences.question_order import (
+    MIN_QUESTIONS_BEFORE_REPEAT,
+    QuestionOrder,
+    RewardPosterior,
+)
 from rl_core.preferences.rating_journal import Rating, RatingJournal
-from rl_core.preferences.reward_posterior import RewardPosterior
 
 
 def items(count):
@@ -25,12 +28,14 @@ class Desk:
         self.order = self.make()
 
     def rate(self, rater, choice="first"):
-        question = self.order.next(rater)
+        question = self.order.choose_next_question(rater)
         if question is None:
             return None
-        item = self.items[question.place].id
-        kept = self.journal.add(Rating(0, item, rater, choice, left=question.left, asked=question.asked))
-        self.order.take(kept)
+        item = self.items[question.item_index].id
+        kept = self.journal.add_rating(
+            Rating(0, item, rater, choice, left=question.left, asked=question.times_asked)
+        )
+        self.order.record_rating(kept)
         return question
 
 
@@ -41,48 +46,64 @@ def test_shared_items_are_asked_of_everybody_and_the_others_of_one(tmp_path):
         for rater, places in asked.items():
             question = desk.rate(rater)
             if question is not None:
-                places.append(question.place)
+                places.append(question.item_index)
     assert all(len(places) == len(set(places)) for places in asked.values())
     both = set(asked["ann"]) & set(asked["bob"])
     assert both == set(desk.order._shared) and 6 <= len(both) <= 20  # a fifth of 60
     assert set(asked["ann"]) | set(asked["bob"]) == set(range(60))
-    assert desk.order.next("ann") is None and desk.order.next("eve") is not None  # the shared ones are for her as well
+    assert (
+        desk.order.choose_next_question("ann") is None
+        and desk.order.choose_next_question("eve") is not None
+    )  # the shared ones are for her as well
 
 
 def test_the_same_question_after_a_reload_and_a_restart(tmp_path):
     desk = Desk(tmp_path, repeat=0.2)
     for _ in range(25):
         desk.rate("ann")
-    question = desk.order.next("ann")
-    assert desk.order.next("ann") == question == desk.make().next("ann")
-    assert desk.order.next("bob").place != question.place  # open with somebody else
+    question = desk.order.choose_next_question("ann")
+    assert (
+        desk.order.choose_next_question("ann")
+        == question
+        == desk.make().choose_next_question("ann")
+    )
+    assert (
+        desk.order.choose_next_question("bob").item_index != question.item_index
+    )  # open with somebody else
 
 
 def test_sides_are_random_and_an_item_asked_again_comes_late(tmp_path):
     desk = Desk(tmp_path, count=400, repeat=0.2)
     questions = [desk.rate("ann") for _ in range(300)]
     assert 110 < sum(question.left for question in questions) < 190
-    again = [(n, question) for n, question in enumerate(questions) if question.asked == 2]
-    assert 35 < len(again) < 85 and max(Counter(q.place for q in questions).values()) == 2
+    again = [(n, question) for n, question in enumerate(questions) if question.times_asked == 2]
+    assert 35 < len(again) < 85 and max(Counter(q.item_index for q in questions).values()) == 2
     for number, question in again:
-        earlier = next(n for n, other in enumerate(questions) if other.place == question.place)
-        assert number - earlier >= LATER
+        earlier = next(
+            n for n, other in enumerate(questions) if other.item_index == question.item_index
+        )
+        assert number - earlier >= MIN_QUESTIONS_BEFORE_REPEAT
 
 
 def test_a_skipped_item_is_for_others(tmp_path):
     desk = Desk(tmp_path, count=1, overlap=0.0)
-    assert desk.rate("ann", "skip").place == 0
-    assert desk.order.next("ann") is None
-    assert desk.rate("bob").place == 0
-    assert desk.order.next("eve") is None
+    assert desk.rate("ann", "skip").item_index == 0
+    assert desk.order.choose_next_question("ann") is None
+    assert desk.rate("bob").item_index == 0
+    assert desk.order.choose_next_question("eve") is None
 
 
 def test_undo_opens_the_same_question_the_same_way_round(tmp_path):
     desk = Desk(tmp_path)
     for _ in range(5):
         question = desk.rate("ann")
-    taken = desk.journal.undo("ann", 0.0)
-    assert desk.order.take_back(taken) == question == desk.order.next("ann") == desk.make().next("ann")
+    taken = desk.journal.undo_last_rating("ann", 0.0)
+    assert (
+        desk.order.undo_rating(taken)
+        == question
+        == desk.order.choose_next_question("ann")
+        == desk.make().choose_next_question("ann")
+    )
 
 
 def test_nothing_is_learned_from_a_rating_that_was_taken_back(tmp_path):
@@ -91,15 +112,19 @@ def test_nothing_is_learned_from_a_rating_that_was_taken_back(tmp_path):
     for choice in ("first", "tie", "skip", "second", "first"):
         desk.rate("ann", choice), desk.rate("bob", choice)
     posterior = desk.order._posterior
-    mean, information = posterior.mean_D.copy(), posterior.information()
+    mean, information = posterior.mean_D.copy(), posterior.compute_information()
     desk.rate("ann", "second"), desk.rate("ann", "both_bad")
     assert not np.allclose(posterior.mean_D, mean)
     for _ in range(2):
-        desk.order.take_back(desk.journal.undo("ann", 0.0))
-    assert np.allclose(posterior.mean_D, mean) and np.allclose(posterior.information(), information)
-    question = desk.order.next("ann")
+        desk.order.undo_rating(desk.journal.undo_last_rating("ann", 0.0))
+    assert np.allclose(posterior.mean_D, mean) and np.allclose(
+        posterior.compute_information(), information
+    )
+    question = desk.order.choose_next_question("ann")
     desk.order = desk.make()  # a restart asks the same
-    assert desk.order.next("ann") == question and np.allclose(posterior.mean_D, mean)
+    assert desk.order.choose_next_question("ann") == question and np.allclose(
+        posterior.mean_D, mean
+    )
 
 
 def test_the_most_informative_pair_comes_first(tmp_path):
@@ -107,8 +132,8 @@ def test_the_most_informative_pair_comes_first(tmp_path):
     features[:, 0] = 0.05
     features[17] = [0.0, 2.0]
     desk = Desk(tmp_path, count=40, overlap=0.0, posterior=RewardPosterior(features))
-    if desk.rate("ann", "second").place != 17:  # two of forty candidates are drawn from
-        assert desk.rate("ann", "second").place == 17
+    if desk.rate("ann", "second").item_index != 17:  # two of forty candidates are drawn from
+        assert desk.rate("ann", "second").item_index == 17
     assert desk.order._posterior.mean_D[1] < -0.5
 
 

@@ -6,9 +6,8 @@ import pytest
 
 from rl_core.data.records import read_preferences
 from rl_core.errors import DataError
-from rl_core.preferences.items import RatedItem, answer_of, items_of_file, read_items, write_items
-from rl_core.preferences.rating_journal import Rating
-from rl_core.preferences.rating_rows import rating_rows, write_rows
+from rl_core.preferences.items import RatedItem, extract_answer, load_items, read_items, write_items
+from rl_core.preferences.rating_journal import Rating, build_rating_rows, write_rating_rows
 from rl_core.types import Trajectory, Turn
 
 CALLS = [
@@ -18,13 +17,25 @@ CALLS = [
 ]
 ITEMS = [
     RatedItem("1 ?", ("one", "uno"), ("m/1", "m/2")),
-    RatedItem([{"role": "system", "content": "s"}, {"role": "user", "content": "2 ?"}], (CALLS, "two"), ("m/1", "m/2")),
+    RatedItem(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "2 ?"}],
+        (CALLS, "two"),
+        ("m/1", "m/2"),
+    ),
     RatedItem("3 ?", ("three",), ("m/1",)),
 ]
 
 
 def rating(number, item, choice, **more):
-    return Rating(number=number, item=ITEMS[item].id, rater="ann", choice=choice, time=7.0, seconds=2.5, **more)
+    return Rating(
+        number=number,
+        item=ITEMS[item].id,
+        rater="ann",
+        choice=choice,
+        time=7.0,
+        seconds=2.5,
+        **more,
+    )
 
 
 def test_rows_are_read_by_training_with_ties_and_scores(tmp_path, caplog):
@@ -36,20 +47,31 @@ def test_rows_are_read_by_training_with_ties_and_scores(tmp_path, caplog):
         rating(5, 1, "first"),
     ]
     path = tmp_path / "preferences.jsonl"
-    assert write_rows(path, rating_rows(ITEMS, ratings)) == 4
+    assert write_rating_rows(path, build_rating_rows(ITEMS, ratings)) == 4
     records = read_preferences(path)
     rows = records.rows
     assert (rows[0]["chosen"], rows[0]["rejected"]) == ("uno", "one") and "tie" not in rows[0]
     assert [bool(row.get("tie")) for row in rows] == [False, True, True, False]
     assert rows[3]["chosen"] == CALLS and rows[3]["prompt"][0]["role"] == "system"
-    assert records.unread == set() and "not read" not in caplog.text and not records.repeats.contradictions
+    assert (
+        records.unread_columns == set()
+        and "not read" not in caplog.text
+        and not records.repeats.contradictions
+    )
     raw = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     assert raw[0]["judgement"] == {
-        "rater": "ann", "time": 7.0, "seconds": 2.5, "number": 1, "choice": "second", "sources": ["m/2", "m/1"],
-        "reason": "clearer", "asked": 1, "shown_left": 1,
-    }  # fmt: skip
+        "rater": "ann",
+        "time": 7.0,
+        "seconds": 2.5,
+        "number": 1,
+        "choice": "second",
+        "sources": ["m/2", "m/1"],
+        "reason": "clearer",
+        "asked": 1,
+        "shown_left": 1,
+    }
     scored = tmp_path / "scores.jsonl"
-    write_rows(scored, rating_rows(ITEMS, [rating(1, 2, "score", score=4.0)]))
+    write_rating_rows(scored, build_rating_rows(ITEMS, [rating(1, 2, "score", score=4.0)]))
     assert read_preferences(scored).rows == [{"prompt": "3 ?", "completion": "three", "score": 4.0}]
 
 
@@ -62,15 +84,17 @@ def test_items_of_a_file_and_again(tmp_path):
         {"prompt": "3 ?", "answers": ["same", "same"]},
     ]
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
-    found = items_of_file(path, answers=2)
+    found = load_items(path, answers=2)
     assert [item.answers[0] for item in found] == ["one", CALLS]
-    assert len(items_of_file(path, answers=1)) == 5
+    assert len(load_items(path, answers=1)) == 5
     write_items(tmp_path / "kept" / "items.jsonl", ITEMS)
     again = read_items(tmp_path / "kept" / "items.jsonl")
-    assert [item.id for item in again] == [item.id for item in ITEMS] and again[1].answers[0] == CALLS
+    assert [item.id for item in again] == [item.id for item in ITEMS] and again[1].answers[
+        0
+    ] == CALLS
     preferences = tmp_path / "old.jsonl"
     preferences.write_text(json.dumps({"prompt": "p", "chosen": "good", "rejected": "bad"}) + "\n")
-    assert items_of_file(preferences, answers=2)[0].answers == ("good", "bad")
+    assert load_items(preferences, answers=2)[0].answers == ("good", "bad")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +103,10 @@ def test_items_of_a_file_and_again(tmp_path):
         ({"prompt": "1 ?", "answers": ["a", "b", "c"]}, "answers must be a list of one or two"),
         ({"prompt": "", "answers": ["a", "b"]}, "prompt: must be text or a list of messages"),
         ({"prompt": "1 ?", "answers": ["a", 3]}, r"answers\[1\]: must be text"),
-        ({"prompt": "1 ?", "answers": ["a", "b"], "sources": ["m"]}, "sources must name one model for each"),
+        (
+            {"prompt": "1 ?", "answers": ["a", "b"], "sources": ["m"]},
+            "sources must name one model for each",
+        ),
         ({"prompt": "1 ?", "answers": ["a", "a"]}, "holds no item with 2 different answers"),
         ({"prompt": "1 ?", "answers": [[{"role": "martian", "content": ""}], "b"]}, "role"),
     ],
@@ -88,15 +115,15 @@ def test_bad_files_are_named(tmp_path, row, message):
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=message):
-        items_of_file(path, answers=2)
+        load_items(path, answers=2)
 
 
 def test_a_trajectory_as_an_answer():
     turns = [Turn("look", observation="a dot"), Turn("red", observation="the end that nobody saw")]
     trajectory = Trajectory("e", "easy", "k", 1, "?", "red", turns=turns)
-    assert answer_of(trajectory) == [
+    assert extract_answer(trajectory) == [
         {"role": "assistant", "content": "look"},
         {"role": "tool", "content": "a dot"},
         {"role": "assistant", "content": "red"},
     ]
-    assert answer_of(Trajectory("e", "easy", "k", 1, "?", "red", turns=turns[:1])) == "look"
+    assert extract_answer(Trajectory("e", "easy", "k", 1, "?", "red", turns=turns[:1])) == "look"

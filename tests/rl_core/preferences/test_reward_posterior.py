@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from rl_core.errors import DataError
-from rl_core.preferences.reward_posterior import RewardPosterior, head_on_axes, principal_axes
+from rl_core.preferences.question_order import (
+    RewardPosterior,
+    compute_principal_axes,
+    project_head_on_axes,
+)
 
 
 def test_one_update_by_hand():
@@ -16,7 +20,9 @@ def test_one_update_by_hand():
     assert posterior._covariance_DD[0, 0] == pytest.approx(2.0)
     assert posterior.mean_D[0] == pytest.approx(2.0 * 0.5)
     assert posterior._variance_N == pytest.approx([2.0, 8.0])
-    assert posterior.probabilities() == pytest.approx([1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))])
+    assert posterior.compute_probabilities() == pytest.approx(
+        [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))]
+    )
     before = posterior.mean_D.copy()
     posterior.update(0, 0.5)  # a tie pulls back
     assert 0 < posterior.mean_D[0] < before[0]
@@ -24,18 +30,22 @@ def test_one_update_by_hand():
 
 def test_learned_anew_it_is_what_label_after_label_gave():
     rng = np.random.default_rng(0)
-    one, other = (RewardPosterior(features, mean_D=np.ones(4)) for features in [rng.normal(size=(20, 4))] * 2)
+    one, other = (
+        RewardPosterior(features, mean_D=np.ones(4)) for features in [rng.normal(size=(20, 4))] * 2
+    )
     labels = [(int(rng.integers(20)), float(rng.choice([0, 0.5, 1]))) for _ in range(30)]
     for pair, label in labels:
         one.update(pair, label)
     other.update(3, 1.0)  # forgotten
-    other.relearn(labels)
+    other.refit(labels)
     assert np.allclose(one.mean_D, other.mean_D) and np.allclose(one._variance_N, other._variance_N)
-    assert np.allclose(one.information(), other.information())
+    assert np.allclose(one.compute_information(), other.compute_information())
 
 
 def test_information_by_numerical_integration():
-    posterior = RewardPosterior(np.array([[1.0], [0.2], [3.0]]), prior_variance=2.0, mean_D=np.array([0.7]))
+    posterior = RewardPosterior(
+        np.array([[1.0], [0.2], [3.0]]), prior_variance=2.0, mean_D=np.array([0.7])
+    )
     grid = np.linspace(-20, 20, 40001)
     weight = np.exp(-((grid - 0.7) ** 2) / 4)
     weight /= weight.sum()
@@ -44,7 +54,7 @@ def test_information_by_numerical_integration():
         p = np.clip(p, 1e-15, 1 - 1e-15)
         return -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
 
-    for x, found in zip((1.0, 0.2, 3.0), posterior.information(), strict=True):
+    for x, found in zip((1.0, 0.2, 3.0), posterior.compute_information(), strict=True):
         p = 1 / (1 + np.exp(-grid * x))
         exact = entropy((weight * p).sum()) - (weight * entropy(p)).sum()
         assert found == pytest.approx(exact, rel=0.1, abs=0.002)  # of the closed form
@@ -54,20 +64,20 @@ def test_a_known_direction_is_not_asked_again():
     posterior = RewardPosterior(np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.1]]))
     for _ in range(8):
         posterior.update(0, 1.0)
-    information = posterior.information()
+    information = posterior.compute_information()
     assert information[1] > 3 * information[2] > 0
 
 
 def test_axes_keep_differences_and_heads():
     rng = np.random.default_rng(0)
     states = rng.normal(size=(300, 12)) @ rng.normal(size=(12, 40))
-    axes = principal_axes(states, most=12)
+    axes = compute_principal_axes(states, max_features=12)
     features = states @ axes
     assert features.shape == (300, 12) and (features**2).sum(1).mean() == pytest.approx(1)
     head = states.T @ rng.normal(size=300)  # within the span of the states
-    assert features @ head_on_axes(head, axes) == pytest.approx(states @ head)
+    assert features @ project_head_on_axes(head, axes) == pytest.approx(states @ head)
     with pytest.raises(DataError, match="finite"):
-        principal_axes(np.array([[np.nan]]))
+        compute_principal_axes(np.array([[np.nan]]))
 
 
 def test_fewer_labels_than_by_chance():
@@ -76,7 +86,9 @@ def test_fewer_labels_than_by_chance():
     for seed in range(5):
         rng = np.random.default_rng(seed)
         scales = np.where(np.arange(24) < 4, 3.0, 0.6)
-        pairs = rng.normal(size=(600, 24)) * scales * np.where(rng.random((600, 1)) < 0.85, 0.15, 1.0)
+        pairs = (
+            rng.normal(size=(600, 24)) * scales * np.where(rng.random((600, 1)) < 0.85, 0.15, 1.0)
+        )
         truth = rng.normal(size=24) / scales
         test = rng.normal(size=(2000, 24)) * scales
         accuracy = []
@@ -85,9 +97,15 @@ def test_fewer_labels_than_by_chance():
             left = set(range(600))
             for _ in range(40):
                 free = np.array(sorted(left))
-                chosen = int(free[posterior.information()[free].argmax()] if by_information else rng.choice(free))
+                chosen = int(
+                    free[posterior.compute_information()[free].argmax()]
+                    if by_information
+                    else rng.choice(free)
+                )
                 left.discard(chosen)
                 posterior.update(chosen, float(pairs[chosen] @ truth > 0))
-            accuracy.append(((posterior.probabilities(test) > 0.5) == (test @ truth > 0)).mean())
+            accuracy.append(
+                ((posterior.compute_probabilities(test) > 0.5) == (test @ truth > 0)).mean()
+            )
         gains.append(accuracy[0] - accuracy[1])
     assert np.mean(gains) > 0.02 and min(gains) > -0.02

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 from helpers.waiting import wait_for
 
-from rl_core import memory
+from rl_core import out_of_memory
 from rl_core.errors import OutOfMemory
-from rl_core.references.model_cache import ModelCache
+from rl_core.references.pool import ModelCache
 
 
 @dataclass
@@ -31,7 +31,9 @@ class Loads:
             self.names.append(name)
             return Model(name, size)
 
-        return self.cache.get(name, load, lambda model: model.size, size if expected is None else expected, name)
+        return self.cache.get(
+            name, load, lambda model: model.size, size if expected is None else expected, name
+        )
 
 
 def make(most=2, limit=100, free=1000):
@@ -44,7 +46,14 @@ def test_the_one_that_was_used_longest_ago_goes_first():
         assert get(name).name == name
     assert get.names == ["a", "b", "c", "b"]  # b fell out for c, though it was loaded after a
     state = get.cache.state
-    assert (state.kept, state.alive, state.bytes, state.hits, state.loads, state.evictions) == (2, 2, 20, 2, 4, 2)
+    assert (state.kept, state.alive, state.bytes, state.hits, state.loads, state.evictions) == (
+        2,
+        2,
+        20,
+        2,
+        4,
+        2,
+    )
 
 
 def test_bytes_are_a_limit_of_their_own():
@@ -56,7 +65,10 @@ def test_bytes_are_a_limit_of_their_own():
     assert (get.cache.state.bytes, get.cache.state.kept) == (35, 2)  # d stayed: 10 + 25
     get("f", 30, expected=5)  # larger than its files promised
     assert (get.cache.state.bytes, get.cache.state.kept) == (30, 1)
-    with pytest.raises(OutOfMemory, match=r"^g: takes about .* reference models may take .* together; choose a lower"):
+    with pytest.raises(
+        OutOfMemory,
+        match=r"^g: takes about .* reference models may take .* together; choose a lower",
+    ):
         get("g", 36)
     assert get.names == list("abcdef")
 
@@ -84,7 +96,7 @@ def test_models_are_dropped_when_the_machine_is_short_of_memory():
     assert get.cache.state.alive == 0
     room[0] = 1000
     get("a")
-    memory.note_out_of_memory("a test", 1, "rows")  # of whoever ran out
+    out_of_memory.record_out_of_memory("a test", 1, "rows")  # of whoever ran out
     assert get.cache.state.alive == 0
 
 
@@ -99,7 +111,9 @@ def test_a_load_that_runs_out_of_memory_is_tried_again_without_the_others():
             raise MemoryError
         return Model("b")
 
-    assert get.cache.get("b", load, lambda model: model.size, 10, "b").name == "b" and tries == [1, 0]
+    assert get.cache.get_or_load(
+        "b", load, lambda model: model.size, 10, "b"
+    ).name == "b" and tries == [1, 0]
 
 
 def test_concurrent_askers_share_one_load():
@@ -113,7 +127,7 @@ def test_concurrent_askers_share_one_load():
         return Model("a")
 
     def ask():
-        found.append(get.cache.get("a", load, lambda model: model.size, 10, "a"))
+        found.append(get.cache.get_or_load("a", load, lambda model: model.size, 10, "a"))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -135,14 +149,14 @@ def test_an_error_reaches_all_who_wait_and_the_next_one_tries_again():
 
     for _ in range(2):
         with pytest.raises(OSError, match="no such file"):
-            get.cache.get("a", fail, lambda model: 0, 10, "a")
+            get.cache.get_or_load("a", fail, lambda model: 0, 10, "a")
     assert get("a").name == "a" and get.cache.state.bytes == 10
 
 
 def test_a_cache_does_not_live_on_for_the_lack_of_memory():
     cache = make().cache
     gc.collect()
-    before = len(memory._relief)
+    before = len(out_of_memory._memory_holders)
     del cache
     gc.collect()
-    assert len(memory._relief) == before - 1
+    assert len(out_of_memory._memory_holders) == before - 1

@@ -15,11 +15,10 @@ from helpers.waiting import wait_for
 import rl_core
 from rl_core.errors import CorruptError, DataError, ModelError, SettingsError
 from rl_core.models import heads
-from rl_core.references import few_bits, pool
-from rl_core.references.few_bits import FewBitLinear, expected_bytes, weight_bytes
-from rl_core.references.loading import ReferenceSource, load_model
-from rl_core.references.pool import FrozenModels, ReferencePool
-from rl_core.references.scorer import SharedScorer
+from rl_core.references import pool, quantized
+from rl_core.references.pool import FrozenModelCache, ReferencePool
+from rl_core.references.quantized import QuantizedLinear, count_weight_bytes, estimate_model_bytes
+from rl_core.references.scorer import ReferenceSource, SharedScorer, load_reference_model
 from rl_core.settings import ModelSettings, ReferenceSettings
 
 ROWS = [[5, 6, 7, 8, 9], [3], [11, 12], [9, 8, 7, 6, 5, 4, 3, 2]]
@@ -39,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reward_folder(folder, tmp_path_factory):
-    model, tokenizer = heads.reward_model_from(folder, ModelSettings(), seed=3)
+    model, tokenizer = heads.create_reward_model(folder, ModelSettings(), seed=3)
     place = tmp_path_factory.mktemp("models") / "reward"
     model.save_pretrained(place)
     tokenizer.save_pretrained(place)
@@ -48,7 +47,9 @@ def reward_folder(folder, tmp_path_factory):
 
 def by_hand(folder, row, temperature=1.0):
     """log p of each token but the first, from the model's own logits in float64."""
-    model, _ = load_model(ReferenceSource(path=str(folder), kind="policy", precision="full", model=ModelSettings()))
+    model, _ = load_reference_model(
+        ReferenceSource(path=str(folder), kind="policy", precision="full", model=ModelSettings())
+    )
     with torch.no_grad():
         logits = model(torch.tensor([row])).logits[0].double() / temperature
     return [float(logits[place].log_softmax(0)[token]) for place, token in enumerate(row[1:])]
@@ -73,7 +74,9 @@ def test_dropout_is_off_in_any_precision(folder, tmp_path, dtype):
     for _ in range(2):
         found = references.logprobs(place, ROWS, 0.8)
         for row, values in zip(ROWS, found, strict=True):
-            assert values == pytest.approx(by_hand(folder, row, 0.8), abs=1e-5 if dtype == "float32" else 0.2)
+            assert values == pytest.approx(
+                by_hand(folder, row, 0.8), abs=1e-5 if dtype == "float32" else 0.2
+            )
 
 
 def test_a_row_is_the_same_in_small_passes(folder):
@@ -84,7 +87,9 @@ def test_a_row_is_the_same_in_small_passes(folder):
 
 def test_scores_of_a_reward_model(reward_folder):
     model, _ = heads.load_reward_model(reward_folder, ModelSettings())
-    assert ReferencePool(FULL).scores(reward_folder, ROWS) == pytest.approx(heads.score(model, ROWS), abs=1e-6)
+    assert ReferencePool(FULL).scores(reward_folder, ROWS) == pytest.approx(
+        heads.score_rows(model, ROWS), abs=1e-6
+    )
 
 
 def test_errors_name_what_is_wrong(folder, tmp_path):
@@ -124,21 +129,27 @@ def test_askers_who_wait_share_a_pass():
     shared, found = SharedScorer(score), {}
 
     def ask(number, temperature):
-        found[number] = shared.score([[number], [number + 100]], temperature)
+        found[number] = shared.score_rows([[number], [number + 100]], temperature)
 
-    threads = [threading.Thread(target=ask, args=(number, 0.5 if number == 5 else 1.0)) for number in range(6)]
+    threads = [
+        threading.Thread(target=ask, args=(number, 0.5 if number == 5 else 1.0))
+        for number in range(6)
+    ]
     threads[0].start()
     wait_for(lambda: calls)
     for thread in threads[1:]:
         thread.start()
-    wait_for(lambda: len(shared._waiting) == 5)
+    wait_for(lambda: len(shared._pending) == 5)
     go.set()
     for thread in threads:
         thread.join(20)
     for number, rows in found.items():
         temperature = 0.5 if number == 5 else 1.0
-        assert [row.tolist() for row in rows] == [[10.0 * number, temperature], [10.0 * (number + 100), temperature]]
-    assert sorted(calls) == [(2, 0.5), (2, 1.0), (8, 1.0)] and shared.passes == 3
+        assert [row.tolist() for row in rows] == [
+            [10.0 * number, temperature],
+            [10.0 * (number + 100), temperature],
+        ]
+    assert sorted(calls) == [(2, 0.5), (2, 1.0), (8, 1.0)] and shared.num_passes == 3
 
 
 def test_a_fault_is_that_of_its_asker_alone():
@@ -155,7 +166,7 @@ def test_a_fault_is_that_of_its_asker_alone():
 
     def ask(number):
         try:
-            found[number] = shared.score([[number]])[0].tolist()
+            found[number] = shared.score_rows([[number]])[0].tolist()
         except DataError as error:
             found[number] = str(error)
 
@@ -164,7 +175,7 @@ def test_a_fault_is_that_of_its_asker_alone():
     assert begun.wait(20)
     for thread in threads[1:]:
         thread.start()
-    wait_for(lambda: len(shared._waiting) == 3)
+    wait_for(lambda: len(shared._pending) == 3)
     go.set()
     for thread in threads:
         thread.join(20)
@@ -176,37 +187,52 @@ def test_a_fault_is_that_of_its_asker_alone():
 
 def test_a_layer_of_few_bits_is_the_product_with_its_rounded_weights():
     """2 x 8 weights in 4 bits with two scales a row; by hand."""
-    rounded = torch.tensor([[-8, 7, 0, 1, 2, 3, -4, 5], [1, 1, 1, 1, -1, -1, -1, -1]], dtype=torch.int8)
+    rounded = torch.tensor(
+        [[-8, 7, 0, 1, 2, 3, -4, 5], [1, 1, 1, 1, -1, -1, -1, -1]], dtype=torch.int8
+    )
     scale = torch.tensor([[0.5, 2.0], [1.0, 3.0]])
-    layer = FewBitLinear(rounded, scale, 4, torch.tensor([100.0, 200.0]))
+    layer = QuantizedLinear(rounded, scale, 4, torch.tensor([100.0, 200.0]))
     assert layer.numbers.shape == (2, 4) and layer.numbers.dtype == torch.uint8
-    wide = [[-4.0, 3.5, 0.0, 0.5, 4.0, 6.0, -8.0, 10.0], [1.0, 1.0, 1.0, 1.0, -3.0, -3.0, -3.0, -3.0]]
-    assert layer.widened().tolist() == wide
-    assert layer(torch.ones(3, 1, 8)).tolist() == [[[112.0, 192.0]]] * 3
-    eight = FewBitLinear(rounded, torch.tensor([[0.5], [2.0]]), 8, None)
-    assert eight.widened().tolist() == [[value / 2 for value in row] for row in rounded[:1].tolist()] + [
-        [2.0] * 4 + [-2.0] * 4
+    wide = [
+        [-4.0, 3.5, 0.0, 0.5, 4.0, 6.0, -8.0, 10.0],
+        [1.0, 1.0, 1.0, 1.0, -3.0, -3.0, -3.0, -3.0],
     ]
+    assert layer.dequantize().tolist() == wide
+    assert layer(torch.ones(3, 1, 8)).tolist() == [[[112.0, 192.0]]] * 3
+    eight = QuantizedLinear(rounded, torch.tensor([[0.5], [2.0]]), 8, None)
+    assert eight.dequantize().tolist() == [
+        [value / 2 for value in row] for row in rounded[:1].tolist()
+    ] + [[2.0] * 4 + [-2.0] * 4]
 
 
 @pytest.mark.parametrize(("precision", "bits", "levels"), [("int8", 8, 127), ("int4", 4, 7)])
 def test_weights_are_rounded_to_the_nearest_step(folder, precision, bits, levels):
     pytest.importorskip("torchao")
     plain, few = (
-        load_model(ReferenceSource(path=str(folder), kind="policy", precision=chosen, model=ModelSettings()))[0]
+        load_reference_model(
+            ReferenceSource(
+                path=str(folder), kind="policy", precision=chosen, model=ModelSettings()
+            )
+        )[0]
         for chosen in ("full", precision)
     )
     layer, weight = few.model.layers[1].mlp.up_proj, plain.model.layers[1].mlp.up_proj.weight
-    assert type(layer) is FewBitLinear and layer.bits == bits
+    assert type(layer) is QuantizedLinear and layer.bits == bits
     groups = weight.unflatten(1, (-1, 32)) if bits == 4 else weight[:, None]
-    step = groups.abs().amax(-1, keepdim=True) / levels  # symmetric; the library may take half a level more
-    assert ((layer.widened() - weight).view_as(groups).abs() <= 0.5 * step * 1.01).all()
-    assert (layer.widened() != weight).any()
+    step = (
+        groups.abs().amax(-1, keepdim=True) / levels
+    )  # symmetric; the library may take half a level more
+    assert ((layer.dequantize() - weight).view_as(groups).abs() <= 0.5 * step * 1.01).all()
+    assert (layer.dequantize() != weight).any()
     assert few.lm_head.weight is few.model.embed_tokens.weight  # left as they are, and tied
     assert torch.equal(few.lm_head.weight, plain.lm_head.weight)
-    expected = expected_bytes(folder, torch.float32, precision)
-    assert weight_bytes(few) == pytest.approx(expected, rel=0.02)  # buffers of rotary frequencies beside it
-    assert weight_bytes(plain) == pytest.approx(expected_bytes(folder, torch.float32, "full"), rel=0.01)
+    expected = estimate_model_bytes(folder, torch.float32, precision)
+    assert count_weight_bytes(few) == pytest.approx(
+        expected, rel=0.02
+    )  # buffers of rotary frequencies beside it
+    assert count_weight_bytes(plain) == pytest.approx(
+        estimate_model_bytes(folder, torch.float32, "full"), rel=0.01
+    )
 
 
 @pytest.mark.parametrize(("precision", "most"), [("int8", 0.2), ("int4", 3.0)])
@@ -226,23 +252,31 @@ def test_few_bits_of_a_reward_model(reward_folder):
 
 
 def test_auto_is_full_with_a_warning_where_the_package_is_missing(folder, monkeypatch, caplog):
-    monkeypatch.setattr(pool, "is_installed", lambda: False)
-    monkeypatch.setattr(few_bits, "is_installed", lambda: False)
-    pool._say_full.cache_clear()
+    monkeypatch.setattr(pool, "is_torchao_installed", lambda: False)
+    monkeypatch.setattr(quantized, "is_torchao_installed", lambda: False)
+    pool._warn_full_precision.cache_clear()
     references = ReferencePool()
     assert references.logprobs(folder, ROWS)[0] == pytest.approx(by_hand(folder, ROWS[0]), abs=1e-5)
     assert caplog.text.count("keep full precision: the package torchao") == 1
-    with pytest.raises(SettingsError, match=r"int4 needs the package torchao; install it, or posttrain\[quantize\]"):
+    with pytest.raises(
+        SettingsError, match=r"int4 needs the package torchao; install it, or posttrain\[quantize\]"
+    ):
         ReferencePool(ReferenceSettings(precision="int4")).logprobs(folder, ROWS)
 
 
 def test_odd_numbers_of_inputs_are_refused(monkeypatch, tmp_path):
     pytest.importorskip("torchao")
-    monkeypatch.setattr(few_bits, "_shapes", lambda folder: iter([("a.weight", [8, 36])]))
+    monkeypatch.setattr(
+        quantized, "_read_tensor_shapes", lambda folder: iter([("a.weight", [8, 36])])
+    )
     with pytest.raises(SettingsError, match="one has 36; set int8"):
-        few_bits.few_bits_loading("int4", torch.device("cpu"), tmp_path)
-    monkeypatch.setattr(few_bits, "_shapes", lambda folder: iter([("a.weight", [8, 48]), ("b.weight", [8, 32])]))
-    assert few_bits._group(tmp_path) == 16
+        quantized.build_quantized_loading_options("int4", torch.device("cpu"), tmp_path)
+    monkeypatch.setattr(
+        quantized,
+        "_read_tensor_shapes",
+        lambda folder: iter([("a.weight", [8, 48]), ("b.weight", [8, 32])]),
+    )
+    assert quantized._choose_group_size(tmp_path) == 16
 
 
 # -- a process of its own ----------------------------------------------------------------------------------------------
@@ -251,24 +285,34 @@ def test_odd_numbers_of_inputs_are_refused(monkeypatch, tmp_path):
 def test_a_large_model_has_a_process_of_its_own(folder):
     settings = ReferenceSettings(precision="full", own_process_gib=0.0, max_models=1)
     references = ReferencePool(settings)
-    found, inside = references.logprobs(folder, ROWS, 0.7), ReferencePool(FULL).logprobs(folder, ROWS, 0.7)
+    found, inside = (
+        references.logprobs(folder, ROWS, 0.7),
+        ReferencePool(FULL).logprobs(folder, ROWS, 0.7),
+    )
     assert all(np.array_equal(a, b) for a, b in zip(found, inside, strict=True))
     with pytest.raises(DataError, match="row 0 holds token 99999"):
         references.logprobs(folder, [[99999]])
-    (kept,) = references._cache._kept.values()
+    (kept,) = references._cache._cached.values()
     child = kept.scorer._child
-    assert math.isclose(references.state.bytes, weight_bytes(load_model_of(folder)), rel_tol=0.01)
+    assert math.isclose(
+        references.state.bytes, count_weight_bytes(load_model_of(folder)), rel_tol=0.01
+    )
     os.kill(child.pid, signal.SIGKILL)
     again = references.logprobs(folder, ROWS, 0.7)  # started again
-    assert all(np.array_equal(a, b) for a, b in zip(again, inside, strict=True)) and kept.scorer._child is not child
+    assert (
+        all(np.array_equal(a, b) for a, b in zip(again, inside, strict=True))
+        and kept.scorer._child is not child
+    )
     child = kept.scorer._child
     del kept
-    references.release()
+    references.release_models()
     assert child.poll() == 0 and references.state.alive == 0
 
 
 def load_model_of(folder):
-    return load_model(ReferenceSource(path=str(folder), kind="policy", precision="full", model=ModelSettings()))[0]
+    return load_reference_model(
+        ReferenceSource(path=str(folder), kind="policy", precision="full", model=ModelSettings())
+    )[0]
 
 
 def test_what_the_process_cannot_load_is_said(tmp_path, folder):
@@ -284,8 +328,8 @@ def test_what_the_process_cannot_load_is_said(tmp_path, folder):
 
 
 def test_trainers_share_one_frozen_copy(folder):
-    models = FrozenModels(ReferenceSettings())
-    first = models.get(folder, ModelSettings(path="a"))
-    assert models.get(folder, ModelSettings(path="b")) is first
-    assert models.get(folder, ModelSettings(dtype="bfloat16")) is not first
+    models = FrozenModelCache(ReferenceSettings())
+    first = models.load_model(folder, ModelSettings(path="a"))
+    assert models.load_model(folder, ModelSettings(path="b")) is first
+    assert models.load_model(folder, ModelSettings(dtype="bfloat16")) is not first
     assert not first.training and not any(weight.requires_grad for weight in first.parameters())

@@ -7,7 +7,7 @@ from multiprocessing import Pipe
 import numpy as np
 from helpers import ROOT
 
-from rl_core.references.own_process import receive, send
+from rl_core.references.scorer_process import receive_message, send_message
 
 SLOW = """
 import sys, time, torch
@@ -30,9 +30,9 @@ def test_a_process_ends_within_a_pass_when_its_owner_is_gone():
     command = [sys.executable, "-c", SLOW, str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT) as child:
         theirs.close()
-        send(ours, {}, np.zeros(0))
-        receive(ours)
-        send(ours, {"lengths": [2], "temperature": 1.0}, np.zeros(2, dtype=np.int64))
+        send_message(ours, {}, np.zeros(0))
+        receive_message(ours)
+        send_message(ours, {"lengths": [2], "temperature": 1.0}, np.zeros(2, dtype=np.int64))
         ours.close()
         try:
             assert child.wait(120) == 0

@@ -6,9 +6,9 @@ import math
 import pytest
 from helpers.reward_rollouts import call, group, rollout, say, walk
 
-from rl_core.environments.answer_checks import CHECKS
+from rl_core.environments.answer_checks import ANSWER_CHECKS
 from rl_core.errors import RewardError, SettingsError
-from rl_core.rewards.orchestrator import COMPONENTS, RewardOrchestrator
+from rl_core.rewards.orchestrator import REWARD_COMPONENTS, RewardOrchestrator
 from rl_core.settings import LengthSettings, RewardSettings
 
 
@@ -17,12 +17,17 @@ def play(*tasks):
 
 
 def test_parts_are_normalised_by_all_that_was_seen_then_clipped_then_weighed():
-    orchestrator = RewardOrchestrator({"task": 2.0}, options=RewardSettings(normalise=("task",), clip=1.1))
+    orchestrator = RewardOrchestrator(
+        {"task": 2.0}, options=RewardSettings(normalise=("task",), clip=1.1)
+    )
     made = play(1.0, 3.0)
     metrics = orchestrator.score(made)
     std = math.sqrt(2)  # of 1 and 3
     assert made[0].rewards == pytest.approx([-2 / std, 2 / std])
-    assert made[0].rollouts[0].trajectory.rewards == {"task": 1.0, "weighted/task": pytest.approx(-2 / std)}
+    assert made[0].rollouts[0].trajectory.rewards == {
+        "task": 1.0,
+        "weighted/task": pytest.approx(-2 / std),
+    }
     assert metrics["reward/task"] == 2.0 and metrics["reward/weighted/task"] == pytest.approx(0.0)
     later = play(2.0, 8.0)  # of 1 3 2 8: mean 3.5, squares 6.25 + .25 + 2.25 + 20.25 = 29
     orchestrator.score(later)
@@ -47,7 +52,9 @@ def test_nothing_is_normalised_or_clipped_unless_asked_for():
 
 
 def test_the_curriculum_changes_weights():
-    orchestrator = RewardOrchestrator({"task": 1.0, "length": 0.0}, options=RewardSettings(length=SHORT))
+    orchestrator = RewardOrchestrator(
+        {"task": 1.0, "length": 0.0}, options=RewardSettings(length=SHORT)
+    )
     made = play(1.0)
     orchestrator.score(made)
     assert made[0].rewards == [1.0]
@@ -72,11 +79,18 @@ def test_learned_with_weight_0_needs_no_model():
 
 
 def test_every_shipped_component_can_be_named():
-    of_rows = {*CHECKS, "judge"}  # need a target that they can read, or a server
-    names = [name for name in COMPONENTS if name not in of_rows]
-    orchestrator = RewardOrchestrator(dict.fromkeys(names, 1.0), scorer=lambda rows: [float(len(r)) for r in rows])
-    assert set(orchestrator.components) == set(COMPONENTS) - of_rows
-    made = [group(rollout([call(row=1), say("answer 3")], mask=[True, False, True]), rollout([say("answer 4")]))]
+    of_rows = {*ANSWER_CHECKS, "judge"}  # need a target that they can read, or a server
+    names = [name for name in REWARD_COMPONENTS if name not in of_rows]
+    orchestrator = RewardOrchestrator(
+        dict.fromkeys(names, 1.0), scorer=lambda rows: [float(len(r)) for r in rows]
+    )
+    assert set(orchestrator.components) == set(REWARD_COMPONENTS) - of_rows
+    made = [
+        group(
+            rollout([call(row=1), say("answer 3")], mask=[True, False, True]),
+            rollout([say("answer 4")]),
+        )
+    ]
     asked = []
 
     def embed(rollouts):
@@ -86,8 +100,12 @@ def test_every_shipped_component_can_be_named():
     metrics = orchestrator.score(made, embed=embed)
     assert asked == [2]  # once for all of them
     for name in names:
-        assert math.isfinite(metrics[f"reward/{name}"]) and math.isfinite(metrics[f"reward/weighted/{name}"])
-        assert any(key.startswith(f"reward/{name}/") for key in metrics), name  # each has metrics of its own
+        assert math.isfinite(metrics[f"reward/{name}"]) and math.isfinite(
+            metrics[f"reward/weighted/{name}"]
+        )
+        assert any(key.startswith(f"reward/{name}/") for key in metrics), (
+            name
+        )  # each has metrics of its own
     parts = made[0].rollouts[0].trajectory.rewards
     assert set(parts) == {*names, *(f"weighted/{name}" for name in names)}
     assert made[0].rewards[0] == pytest.approx(sum(parts[f"weighted/{name}"] for name in names))

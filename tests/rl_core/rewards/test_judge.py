@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from helpers.reward_rollouts import group, rollout, say
 
-from rl_core import json_server
+from rl_core import json_client
 from rl_core.errors import RewardError, SettingsError
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import JudgeSettings, RewardSettings
@@ -45,7 +45,11 @@ class Handler(BaseHTTPRequestHandler):
                 server.busy -= 1
 
     def say(self, content, status=200, raw=None, **headers):
-        body = raw if raw is not None else json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+        body = (
+            raw
+            if raw is not None
+            else json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+        )
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -74,10 +78,17 @@ def judge(server, tmp_path):
 
     def run(replies, max_failed_share=0.0, **changed):
         options = {
-            "url": server.url, "model": "j", "retries": 2, "retry_delay_s": 0.01, "cache": str(tmp_path),
-            "prompt": "{prompt}|{completion}|{target}|{gold} {{}}", "timeout_s": 5.0,
-        }  # fmt: skip
-        settings = RewardSettings(judge=JudgeSettings(**{**options, **changed}), max_failed_share=max_failed_share)
+            "url": server.url,
+            "model": "j",
+            "retries": 2,
+            "retry_delay_s": 0.01,
+            "cache": str(tmp_path),
+            "prompt": "{prompt}|{completion}|{target}|{gold} {{}}",
+            "timeout_s": 5.0,
+        }
+        settings = RewardSettings(
+            judge=JudgeSettings(**{**options, **changed}), max_failed_share=max_failed_share
+        )
         made = []
         for seed, reply in enumerate(replies):
             one = rollout([say(reply)], seed=seed)
@@ -90,7 +101,9 @@ def judge(server, tmp_path):
 
 
 def test_scores_are_scaled_asked_for_once_and_kept(server, judge):
-    server.behave = lambda handler, number, text: handler.say(f"First score: 3. In the end\nscore: {len(text) - 8}")
+    server.behave = lambda handler, number, text: handler.say(
+        f"First score: 3. In the end\nscore: {len(text) - 8}"
+    )
     rewards, metrics = judge(["", "a", "a"])
     # prompt "p", target "t", column "g": "p||t|g {}" has 9 characters, "p|a|t|g {}" has 10
     assert rewards == [0.1, 0.2, 0.2]
@@ -98,14 +111,18 @@ def test_scores_are_scaled_asked_for_once_and_kept(server, judge):
     (sent, *_) = server.asked
     assert (sent["model"], sent["temperature"], "url" in sent) == ("j", 0.0, False)
     rewards, metrics = judge(["a", ""])
-    assert (rewards, metrics["reward/judge/cached"], metrics["reward/judge/asked"]) == ([0.2, 0.1], 2.0, 0.0)
+    assert (rewards, metrics["reward/judge/cached"], metrics["reward/judge/asked"]) == (
+        [0.2, 0.1],
+        2.0,
+        0.0,
+    )
     assert len(server.asked) == 2
     judge(["a"], temperature=0.5)  # another question to the server
     assert len(server.asked) == 3
 
 
 def test_passing_failures_are_asked_again(server, judge, monkeypatch):
-    monkeypatch.setattr(json_server, "MAX_WAIT_S", 0.05)  # the server asks for seven seconds
+    monkeypatch.setattr(json_client, "MAX_RETRY_WAIT_S", 0.05)  # the server asks for seven seconds
 
     def behave(handler, number, text):
         if number == 1:
@@ -133,7 +150,9 @@ NONSENSE = {
 @pytest.mark.parametrize("behave", NONSENSE.values(), ids=NONSENSE)
 def test_nonsense_is_never_a_zero(server, judge, behave):
     server.behave = behave
-    with pytest.raises(RewardError, match=r"seed 0.*reward 'judge' could not judge it: .*did not answer in 3 tries"):
+    with pytest.raises(
+        RewardError, match=r"seed 0.*reward 'judge' could not judge it: .*did not answer in 3 tries"
+    ):
         judge(["a"])
     assert len(server.asked) == 3
     server.behave = lambda handler, number, text: handler.say("score: 0")
@@ -172,7 +191,7 @@ def test_a_server_that_hangs_or_trickles_is_given_up(server, judge):
 
 
 def test_a_flood_is_cut_off(server, judge, monkeypatch):
-    monkeypatch.setattr(json_server, "MAX_ANSWER", 2**20)
+    monkeypatch.setattr(json_client, "MAX_REPLY_BYTES", 2**20)
 
     def flood(handler, number, text):
         handler.send_response(200)
@@ -219,8 +238,13 @@ def test_settings_are_checked(judge):
         judge(["a"], url="file:///etc/passwd")
     with pytest.raises(SettingsError, match="has no group"):
         JudgeSettings(pattern="score")
-    options = RewardSettings(judge=JudgeSettings(url="http://127.0.0.1:9", model="j", prompt="{question} {{x}}"))
+    options = RewardSettings(
+        judge=JudgeSettings(url="http://127.0.0.1:9", model="j", prompt="{question} {{x}}")
+    )
     rewards = RewardOrchestrator({"judge": 1.0}, options=options)
     rewards.check_columns(("question",))
-    with pytest.raises(SettingsError, match=r"'{question}' is none of prompt, completion, target, questions; did you"):
+    with pytest.raises(
+        SettingsError,
+        match=r"'{question}' is none of prompt, completion, target, questions; did you",
+    ):
         rewards.check_columns(("questions",))

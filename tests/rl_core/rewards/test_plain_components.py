@@ -5,10 +5,7 @@ from helpers.reward_rollouts import call, rollout, say
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.rewards.format import FormatReward
-from rl_core.rewards.length import LengthReward
-from rl_core.rewards.task import TaskReward
-from rl_core.rewards.tool_use import ToolUseReward
+from rl_core.rewards.components import FormatReward, LengthReward, TaskReward, ToolUseReward
 from rl_core.settings import FormatSettings, LengthSettings, ToolUseSettings
 
 
@@ -24,16 +21,25 @@ def test_tool_use_by_hand():
     four = [call(row=1), call(row=1), call(row=2), call(row=3, error=True)]
     # 1 misuse, 2 beyond 2, 2 different calls that worked: -1 - .5 + .2
     assert reward([rollout([*four, say("answer x")])]) == [pytest.approx(-1.3)]
-    assert reward.metrics == pytest.approx({"misused_turns": 1.0, "excess_calls": 2.0, "bonus": 0.2})
+    assert reward.metrics == pytest.approx(
+        {"misused_turns": 1.0, "excess_calls": 2.0, "bonus": 0.2}
+    )
     three = [call(row=1), call(row=2), call(row=3)]
-    assert reward([rollout(three), rollout([say("?", error=True)]), rollout()]) == pytest.approx([0.0, -1.0, 0.0])
-    assert reward.metrics["bonus"] == pytest.approx(0.25 / 3)  # .3 capped at .25, over three rollouts
+    assert reward([rollout(three), rollout([say("?", error=True)]), rollout()]) == pytest.approx(
+        [0.0, -1.0, 0.0]
+    )
+    assert reward.metrics["bonus"] == pytest.approx(
+        0.25 / 3
+    )  # .3 capped at .25, over three rollouts
 
 
 def test_tool_use_as_it_was_unless_more_is_asked_for():
     reward = ToolUseReward(ToolUseSettings())
     many = [call(row=n) for n in range(9)]
-    assert reward([rollout(many), rollout([*many, say("?", error=True), call(error=True)])]) == [0.0, -2.0]
+    assert reward([rollout(many), rollout([*many, say("?", error=True), call(error=True)])]) == [
+        0.0,
+        -2.0,
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=8), st.integers(0, 4))
@@ -50,9 +56,15 @@ def test_no_sequence_of_calls_earns_more_than_the_cap(calls, max_calls):
 def test_format_by_hand():
     reward = FormatReward(FormatSettings())
     good = [call(), call(error=True), say("answer 3")]  # a tool that failed was called well
-    assert reward([rollout(good), rollout([call(), say("hm", error=True)]), rollout()]) == [1.0, 0.5, 0.0]
+    assert reward([rollout(good), rollout([call(), say("hm", error=True)]), rollout()]) == [
+        1.0,
+        0.5,
+        0.0,
+    ]
     assert reward.metrics == pytest.approx({"malformed_turns": 1 / 3, "perfect": 1 / 3})
-    assert reward([rollout([call(), say("answer 3 and th")], stop="max_tokens")]) == [0.5]  # cut off
+    assert reward([rollout([call(), say("answer 3 and th")], stop="max_tokens")]) == [
+        0.5
+    ]  # cut off
     assert reward([rollout([call(), call()], stop="max_turns")]) == [1.0]
 
 
@@ -64,7 +76,7 @@ def test_format_pattern_takes_the_whole_action():
 
 def test_a_pattern_that_blows_up_costs_a_second_and_is_counted(caplog, monkeypatch):
     """26 letters took `re` half a minute, and each further one doubled it; no signal stops such a match."""
-    monkeypatch.setattr("rl_core.rewards.format.MATCH_S", 0.05)
+    monkeypatch.setattr("rl_core.data.model_text.MATCH_TIME_LIMIT_S", 0.05)
     reward = FormatReward(FormatSettings(pattern="(a|a)*b"))
     fits, endless = say("aab"), say("a" * 60 + "bc")
     assert reward([rollout([fits]), rollout([fits, endless])]) == [1.0, 0.5]
@@ -76,7 +88,9 @@ def test_a_pattern_that_blows_up_costs_a_second_and_is_counted(caplog, monkeypat
 def test_length_by_hand():
     reward = LengthReward(LengthSettings(free=2, limit=6))
     sampled = [0, 2, 3, 4, 6, 9]
-    values = reward([rollout(mask=[True] * n + [False] * 5) for n in sampled])  # observations do not count
+    values = reward(
+        [rollout(mask=[True] * n + [False] * 5) for n in sampled]
+    )  # observations do not count
     assert values == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
     assert reward.metrics == pytest.approx({"tokens": 4.0, "punished": 4 / 6})
 

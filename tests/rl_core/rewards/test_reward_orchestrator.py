@@ -6,9 +6,9 @@ import types
 import pytest
 
 from rl_core.errors import RewardError, SettingsError
-from rl_core.rewards.learned import LearnedReward
+from rl_core.rewards.components import OverlongPenalty
+from rl_core.rewards.model_components import LearnedReward
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rewards.overlong import OverlongPenalty
 from rl_core.rewards.running_stats import RunningNorm
 from rl_core.settings import RewardSettings
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
@@ -59,11 +59,16 @@ def test_weighted_sum_parts_and_metrics():
     assert rewards == [1.75, 0.0, 1.0, -1.5]  # 2 task - 0.25 misuses
     assert [g.rewards for g in made] == [[1.75, 0.0], [1.0, -1.5]]
     assert made[1].rollouts[1].trajectory.rewards == {
-        "task": -0.5, "tool_use": -2.0, "weighted/task": -1.0, "weighted/tool_use": -0.5
-    }  # fmt: skip
+        "task": -0.5,
+        "tool_use": -2.0,
+        "weighted/task": -1.0,
+        "weighted/tool_use": -0.5,
+    }
     assert made[1].rollouts[1].trajectory.reward == -1.5
     assert metrics["reward/mean"] == pytest.approx(0.3125)
-    assert metrics["reward/std"] == pytest.approx(math.sqrt(sum((r - 0.3125) ** 2 for r in rewards) / 4))
+    assert metrics["reward/std"] == pytest.approx(
+        math.sqrt(sum((r - 0.3125) ** 2 for r in rewards) / 4)
+    )
     assert metrics["reward/task"] == 0.25 and metrics["reward/tool_use"] == -0.75
     assert metrics["reward/weighted/task"] == 0.5 and metrics["reward/weighted/tool_use"] == -0.1875
 
@@ -72,9 +77,15 @@ def test_a_penalty_is_added_to_the_total_as_it_is():
     """Limit 4, buffer 2: 2 tokens cost nothing, 3 cost 1/2, 4 cost 1."""
     made = [RolloutGroup([rollout(1.0, ids=[1] * length) for length in (2, 3, 4)])]
     orchestrator = RewardOrchestrator({"task": 2.0}, options=RewardSettings(clip=0.25))
-    metrics = orchestrator.score(made, penalties={"overlong": OverlongPenalty(max_tokens=4, buffer=2)})
+    metrics = orchestrator.score(
+        made, penalties={"overlong": OverlongPenalty(max_tokens=4, buffer=2)}
+    )
     assert made[0].rewards == [0.5, 0.0, -0.5]  # 2 * 0.25, neither clipped nor weighed after it
-    assert made[0].rollouts[2].trajectory.rewards == {"task": 1.0, "weighted/task": 0.5, "overlong": -1.0}
+    assert made[0].rollouts[2].trajectory.rewards == {
+        "task": 1.0,
+        "weighted/task": 0.5,
+        "overlong": -1.0,
+    }
     assert (metrics["reward/overlong"], metrics["reward/mean"]) == (-0.5, 0.0)
     with pytest.raises(AttributeError):
         made[0].rollouts[0].reward = 1.0  # it is the trajectory's
@@ -86,7 +97,9 @@ def test_weights_can_change_during_a_run():
     made.score(played)
     # task 1, .5 and tool_use -1, -2
     assert played[0].rewards == [0.75, 0.0] and played[1].rewards == [0.5, -1.0]
-    with pytest.raises(SettingsError, match=r"rewards\.tsk: no component to weigh; did you mean 'task'"):
+    with pytest.raises(
+        SettingsError, match=r"rewards\.tsk: no component to weigh; did you mean 'task'"
+    ):
         made.set_weights({"tsk": 1.0})
 
 
@@ -99,7 +112,11 @@ def test_scoring_twice_changes_nothing():
 def test_the_environment_reward_stays_in_the_record():
     made = groups()
     RewardOrchestrator({"tool_use": 1.0}).score(made)
-    assert made[0].rollouts[0].trajectory.rewards == {"task": 1.0, "tool_use": -1.0, "weighted/tool_use": -1.0}
+    assert made[0].rollouts[0].trajectory.rewards == {
+        "task": 1.0,
+        "tool_use": -1.0,
+        "weighted/tool_use": -1.0,
+    }
     assert made[0].rollouts[0].reward == -1.0
 
 
@@ -125,8 +142,12 @@ def test_user_functions_that_fail_are_named(user_module, function, message):
     user_module.wrong = function
     made = groups()
     strict = RewardSettings(max_failed_share=0)
-    with pytest.raises(RewardError, match=f"reward 'user_rewards_for_test:wrong' {message}") as caught:
-        RewardOrchestrator({"task": 1.0, "user_rewards_for_test:wrong": 1.0}, options=strict).score(made)
+    with pytest.raises(
+        RewardError, match=f"reward 'user_rewards_for_test:wrong' {message}"
+    ) as caught:
+        RewardOrchestrator({"task": 1.0, "user_rewards_for_test:wrong": 1.0}, options=strict).score(
+            made
+        )
     seed = {"gave nan": 2, "gave 'goo": 1, "raised Z": 2}.get(message[:8])
     assert seed is None or f"level 'easy', seed {seed}, sample 0: reward" in str(caught.value)
     assert [g.rewards for g in made] == [[1.0, 0.0], [0.5, -0.5]]  # nothing half-scored
@@ -139,7 +160,10 @@ def test_user_functions_that_fail_are_named(user_module, function, message):
         ({"taks": 1.0}, "rewards.taks: no such component; did you mean 'task'"),
         ({"learned": 1.0}, "rewards.learned: needs a reward model"),
         ({"no_such_module_here:f": 1.0}, "cannot be imported"),
-        ({"user_rewards_for_test:lenght": 1.0}, "no function 'lenght' there; did you mean 'length'"),
+        (
+            {"user_rewards_for_test:lenght": 1.0},
+            "no function 'lenght' there; did you mean 'length'",
+        ),
         ({"user_rewards_for_test:not_callable": 1.0}, "no function 'not_callable'"),
     ],
 )
@@ -151,13 +175,13 @@ def test_mistakes_are_found_before_anything_is_played(user_module, weights, mess
 def test_running_norm_equals_the_whole_sample():
     norm = RunningNorm()
     for batch in ([1.0, 2.0], [], [6.0], [3.0, 8.0]):
-        norm.update(batch)
+        norm.add_values(batch)
     assert norm.mean == pytest.approx(4.0)  # of 1 2 6 3 8
     assert norm.std == pytest.approx(math.sqrt((9 + 4 + 4 + 1 + 16) / 4))
-    assert norm.normalise([4.0 + norm.std, 4.0]) == pytest.approx([1.0, 0.0])
+    assert norm.normalise_values([4.0 + norm.std, 4.0]) == pytest.approx([1.0, 0.0])
     constant = RunningNorm()
-    constant.update([5.0, 5.0])
-    assert constant.normalise([5.0, 6.0]) == [0.0, 0.0]
+    constant.add_values([5.0, 5.0])
+    assert constant.normalise_values([5.0, 6.0]) == [0.0, 0.0]
 
 
 def test_learned_reward_scores_whole_sequences_and_resumes():
@@ -189,9 +213,13 @@ def test_rollouts_that_are_alike_are_scored_once():
     reward = LearnedReward(lambda rows: seen.append(rows) or [float(sum(row)) for row in rows])
     scores = reward([rollout(0.0, ids=ids) for ids in ((4,), (2,), (4,), (2, 2), (4,))])
     assert seen == [[[0, 4], [0, 2], [0, 2, 2]]]
-    assert reward.norm.count == 5 and reward.norm.mean == pytest.approx(18 / 5)  # sums 4, 2, 4, 4, 4
+    assert reward.norm.count == 5 and reward.norm.mean == pytest.approx(
+        18 / 5
+    )  # sums 4, 2, 4, 4, 4
     assert scores[0] == scores[2] == scores[4] == scores[3] == pytest.approx(0.4 / math.sqrt(0.8))
-    assert scores[1] == pytest.approx(-1.6 / math.sqrt(0.8))  # squares 4 x 0.16 + 2.56 = 3.2, over 4
+    assert scores[1] == pytest.approx(
+        -1.6 / math.sqrt(0.8)
+    )  # squares 4 x 0.16 + 2.56 = 3.2, over 4
 
 
 def test_learned_reward_refuses_bad_scores():
@@ -208,5 +236,8 @@ def test_observations_count_towards_the_length_that_is_punished():
     """Six tokens of room, the last four cost: 2 tokens none, 4 a half, 6 all, whoever wrote them."""
     penalty = OverlongPenalty(max_tokens=6, buffer=4)
     masks = [[True] * 2, [True, False, False, True], [True] + [False] * 5]
-    made = [Rollout([0], list(range(len(mask))), mask, [-1.0] * len(mask), rollout(1.0).trajectory) for mask in masks]
+    made = [
+        Rollout([0], list(range(len(mask))), mask, [-1.0] * len(mask), rollout(1.0).trajectory)
+        for mask in masks
+    ]
     assert penalty(made) == [0.0, -0.5, -1.0]

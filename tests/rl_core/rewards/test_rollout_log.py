@@ -2,12 +2,14 @@
 
 import json
 
-from rl_core.rewards.rollout_log import RecentRollouts, record_all
+from rl_core.rewards.rollout_log import RecentRollouts, build_combined_record
 from rl_core.types import Rollout, Trajectory, Turn
 
 
 def rollout(seed, reward):
-    trajectory = Trajectory("maze", "easy", "walk", seed, "where?", "out", turns=[Turn("go east")], reward=reward)
+    trajectory = Trajectory(
+        "maze", "easy", "walk", seed, "where?", "out", turns=[Turn("go east")], reward=reward
+    )
     return Rollout([1], [2], [True], [0.0], trajectory)
 
 
@@ -18,8 +20,13 @@ def test_the_newest_iterations_are_kept_spread_over_their_rollouts(tmp_path):
         record(iteration, [rollout(seed, 10.0 * iteration + seed) for seed in range(6)])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["iteration"], row["seed"], row["reward"]) for row in rows] == [
-        (2, 0, 20.0), (2, 2, 22.0), (2, 4, 24.0), (3, 0, 30.0), (3, 2, 32.0), (3, 4, 34.0),
-    ]  # fmt: skip
+        (2, 0, 20.0),
+        (2, 2, 22.0),
+        (2, 4, 24.0),
+        (3, 0, 30.0),
+        (3, 2, 32.0),
+        (3, 4, 34.0),
+    ]
     assert rows[0]["turns"][0]["action"] == "go east"
     assert [file.name for file in tmp_path.iterdir()] == ["recent.jsonl"]
 
@@ -35,6 +42,8 @@ def test_fewer_rollouts_than_are_kept_and_none_at_all(tmp_path):
 
 def test_a_folder_that_is_gone_stops_nothing_and_every_record_is_told(tmp_path):
     seen = []
-    record = record_all(RecentRollouts(tmp_path / "none" / "recent.jsonl"), lambda *told: seen.append(told))
+    record = build_combined_record(
+        RecentRollouts(tmp_path / "none" / "recent.jsonl"), lambda *told: seen.append(told)
+    )
     record(3, (rollout(seed, 0.0) for seed in range(2)))
     assert seen[0][0] == 3 and len(seen[0][1]) == 2

@@ -7,7 +7,7 @@ from helpers.reward_rollouts import group, rollout, say
 
 from rl_core.errors import RewardError, SettingsError
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rewards.signature import Signature
+from rl_core.rewards.user_function import RewardSignature
 from rl_core.settings import RewardSettings
 
 
@@ -55,11 +55,17 @@ def test_trl_signature_is_called_as_trl_does():
         assert trainer_state.global_step == 7
         assert sorted(kwargs) == ["hint", "level", "log_extra"]  # not `prompt`
         log_metric("seen", 4)
-        return [1.0 if done == wanted else None for done, wanted in zip(completions, answer, strict=True)]
+        return [
+            1.0 if done == wanted else None
+            for done, wanted in zip(completions, answer, strict=True)
+        ]
 
     of_rows = played(ROWS)
     metrics = RewardOrchestrator({"own": 1.0}, functions={"own": graded}).score([of_rows])
-    assert [one.reward for one in of_rows.rollouts] == [1.0, 0.0]  # None: the function does not apply
+    assert [one.reward for one in of_rows.rollouts] == [
+        1.0,
+        0.0,
+    ]  # None: the function does not apply
     assert metrics["reward/own/skipped"] == 0.5
     assert metrics["reward/own/seen"] == 4.0
 
@@ -95,7 +101,11 @@ def test_a_none_of_an_own_function_is_no_number():
 @pytest.mark.parametrize(
     ("function", "columns", "message"),
     [
-        (lambda trajectories, anwser: [], ("prompt", "answer"), "the column 'anwser', but .* did you mean 'answer'"),
+        (
+            lambda trajectories, anwser: [],
+            ("prompt", "answer"),
+            "the column 'anwser', but .* did you mean 'answer'",
+        ),
         (lambda completions, solution: [], ("prompt", "answer"), "the column 'solution'"),
         (lambda completions, environments: [], ("prompt",), "TRL's own environments"),
         (lambda trajectories, answer: [], (), "no rows of data"),
@@ -110,13 +120,15 @@ def test_a_column_that_no_row_has_is_refused_before_training(function, columns, 
 
 def test_signatures_that_take_no_trajectories_are_refused():
     with pytest.raises(SettingsError, match="first argument is the list of trajectories"):
-        Signature(lambda *, answer: [], "own")
+        RewardSignature(lambda *, answer: [], "own")
     with pytest.raises(SettingsError, match="TRL's signature has `completions`"):
-        Signature(lambda rows, prompts: [], "own")
+        RewardSignature(lambda rows, prompts: [], "own")
 
 
 def test_a_function_in_a_file(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("calls = []\ndef two(trajectories):\n    return [2.0] * len(trajectories)\n")
+    (tmp_path / "mine.py").write_text(
+        "calls = []\ndef two(trajectories):\n    return [2.0] * len(trajectories)\n"
+    )
     monkeypatch.chdir(tmp_path)
     of_rows = played(ROWS)
     metrics = RewardOrchestrator({"mine.py:two": 0.5}).score([of_rows])

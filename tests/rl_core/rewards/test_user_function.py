@@ -24,10 +24,14 @@ def score(monkeypatch):
         module.score = function
         monkeypatch.setitem(sys.modules, module.__name__, module)
         made = [
-            group(*(rollout([say("a")], task=float(n % 2), seed=n) for n in range(start, start + 4)))
+            group(
+                *(rollout([say("a")], task=float(n % 2), seed=n) for n in range(start, start + 4))
+            )
             for start in range(0, count, 4)
         ]
-        metrics = RewardOrchestrator({"task": 1.0, NAME: 0.5}, options=RewardSettings(**options)).score(made)
+        metrics = RewardOrchestrator(
+            {"task": 1.0, NAME: 0.5}, options=RewardSettings(**options)
+        ).score(made)
         return made, metrics
 
     return run
@@ -47,7 +51,10 @@ def seeds(trajectories):
 
 def failing_at(bad, how):
     def function(trajectories):
-        return [how() if trajectory.seed in bad else float(trajectory.seed) for trajectory in trajectories]
+        return [
+            how() if trajectory.seed in bad else float(trajectory.seed)
+            for trajectory in trajectories
+        ]
 
     return function
 
@@ -81,12 +88,16 @@ def test_masked_samples(score, hang, how):
     others = [0 + 0.0, 1 + 0.5, 1 + 1.5], [0 + 2.0, 0 + 3.0, 1 + 3.5]
     assert made[0].rewards == pytest.approx([0.0, 1.5, sum(others[0]) / 3, 2.5])
     assert made[1].rewards == pytest.approx([2.0, sum(others[1]) / 3, 3.0, 4.5])
-    assert flat[2].trajectory.rewards == {"task": 0.0}  # no part that was not computed, nothing weighted
+    assert flat[2].trajectory.rewards == {
+        "task": 0.0
+    }  # no part that was not computed, nothing weighted
     assert flat[2].trajectory.reward == flat[2].reward
     assert metrics["reward/masked_rate"] == 0.25
     kept = [*others[0], *others[1]]
     assert metrics["reward/mean"] == pytest.approx(sum(kept) / 6)
-    assert metrics["reward/user_function_for_test.score"] == pytest.approx((0 + 1 + 3 + 4 + 6 + 7) / 6)
+    assert metrics["reward/user_function_for_test.score"] == pytest.approx(
+        (0 + 1 + 3 + 4 + 6 + 7) / 6
+    )
     assert metrics["reward/task"] == pytest.approx(0.5)  # of all eight
 
 
@@ -100,8 +111,14 @@ def test_masking_is_bounded(score):
     assert [r.is_masked for r in made[0].rollouts] == [False, False, True, False]
     tried = []
     with pytest.raises(RewardError, match="seed 2"):
-        score(failing_at(range(2, 80), lambda: tried.append(1) or 1 / 0), count=80, max_failed_share=0.03)
-    assert len(tried) == 1 + 3  # of all together; then one at a time until the third, 0.03 of 80 being 2.4
+        score(
+            failing_at(range(2, 80), lambda: tried.append(1) or 1 / 0),
+            count=80,
+            max_failed_share=0.03,
+        )
+    assert (
+        len(tried) == 1 + 3
+    )  # of all together; then one at a time until the third, 0.03 of 80 being 2.4
 
 
 def test_of_a_hundred_samples_so_many_may_fail(score):

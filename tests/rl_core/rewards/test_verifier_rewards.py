@@ -17,7 +17,9 @@ def scored(name, replies, target="", row=None, **options):
         one = rollout([call(), say(reply)], seed=seed)
         one.trajectory.target, one.trajectory.row = target, row or {}
         made.append(one)
-    metrics = RewardOrchestrator({name: 2.0}, options=RewardSettings(**options)).score([group(*made)])
+    metrics = RewardOrchestrator({name: 2.0}, options=RewardSettings(**options)).score(
+        [group(*made)]
+    )
     return [one.reward for one in made], metrics
 
 
@@ -27,7 +29,8 @@ def test_the_last_action_is_verified():
     assert metrics["reward/exact"] == 0.5 and metrics["reward/exact/right"] == 0.5
     assert scored("exact", ["x"], row={"gold": "x"}, exact=ExactSettings(column="gold"))[0] == [2.0]
     with pytest.raises(
-        RewardError, match=r"reward 'numeric': verifier 'numeric': the target 'a' holds no number .*seed 0"
+        RewardError,
+        match=r"reward 'numeric': verifier 'numeric': the target 'a' holds no number .*seed 0",
     ):
         scored("numeric", ["1"], target="a")
 
@@ -36,7 +39,10 @@ def test_programs_are_run_at_once_and_partly_right():
     options = CodeSettings(partial=True, timeout_s=20.0)
     tests = ["assert f(1) == 2", "assert f(2) == 4"]
     rewards, metrics = scored(
-        "code", ["def f(x): return 2", "def f(x): return 2 * x", "no program"], row={"tests": tests}, code=options
+        "code",
+        ["def f(x): return 2", "def f(x): return 2 * x", "no program"],
+        row={"tests": tests},
+        code=options,
     )
     assert rewards == [1.0, 2.0, 0.0]
     assert metrics["reward/code/right"] == pytest.approx(1 / 3)
@@ -45,7 +51,9 @@ def test_programs_are_run_at_once_and_partly_right():
 def test_math_in_a_child_process():
     with fakes("math_verify"):
         options = MathSettings(timeout_s=1.0, workers=1)
-        rewards, metrics = scored("math", [r"so $\frac{1}{2}$", "0.5", "HANG 1/2", "none"], target="1/2", math=options)
+        rewards, metrics = scored(
+            "math", [r"so $\frac{1}{2}$", "0.5", "HANG 1/2", "none"], target="1/2", math=options
+        )
         assert rewards == [2.0, 2.0, 0.0, 0.0]
         assert metrics["reward/math/timed_out"] == 1.0
         with pytest.raises(RewardError, match="math-verify reads nothing in the target 'x'"):
@@ -54,7 +62,10 @@ def test_math_in_a_child_process():
 
 def test_the_real_package_tells_equal_expressions():
     if importlib.util.find_spec("math_verify") is None:
-        with pytest.raises(SettingsError, match=r"verifier 'math' needs the package 'math_verify'.*posttrain\[math\]"):
+        with pytest.raises(
+            SettingsError,
+            match=r"verifier 'math' needs the package 'math_verify'.*posttrain\[math\]",
+        ):
             RewardOrchestrator({"math": 1.0})
         return
     replies = [r"Thus \boxed{\frac{2}{4}}", "$x = 0.5$", r"\boxed{\frac{1}{3}}", "I do not know"]
@@ -62,6 +73,11 @@ def test_the_real_package_tells_equal_expressions():
 
 
 def test_a_package_that_does_not_work_is_no_zero(monkeypatch):
-    monkeypatch.setattr("rl_core.environments.answer_checks.MathCheck._probe", ({"target": "2", "text": "3"}, True))
-    with fakes("math_verify"), pytest.raises(RewardError, match=r"verifier .math. does not work here: .* gave False"):
+    monkeypatch.setattr(
+        "rl_core.environments.answer_checks.MathCheck._probe", ({"target": "2", "text": "3"}, True)
+    )
+    with (
+        fakes("math_verify"),
+        pytest.raises(RewardError, match=r"verifier .math. does not work here: .* gave False"),
+    ):
         scored("math", ["1"], target="1")

@@ -7,8 +7,8 @@ import threading
 import pytest
 from helpers.waiting import wait_for
 
-from rl_core.rollout_workers.http_connections import JsonConnections, ServerAway
-from rl_core.rollout_workers.server_dialect import InferenceServer
+from rl_core.json_client import JsonConnections, ServerUnavailable
+from rl_core.rollout_workers.inference_server import InferenceServer
 from rl_core.settings import RolloutSettings, SamplingSettings
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
@@ -76,7 +76,7 @@ def in_thread(call):
     def run():
         try:
             call()
-        except ServerAway as away:
+        except ServerUnavailable as away:
             raised.append(away)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -88,8 +88,8 @@ def test_a_cut_ends_a_request_on_a_used_connection(script):
     """As at Ctrl-C: it is not asked again, as after an idle connection that the server has closed."""
     server = script(OK, SILENCE)
     connections = JsonConnections(server.url)
-    assert connections.get("/", 5.0) == {}
-    thread, raised = in_thread(lambda: connections.post("/", {}, 60.0))
+    assert connections.get_json("/", 5.0) == {}
+    thread, raised = in_thread(lambda: connections.post_json("/", {}, 60.0))
     wait_for(lambda: server.asked == 2, "the second request")
     connections.close()
     thread.join(10)
@@ -99,17 +99,19 @@ def test_a_cut_ends_a_request_on_a_used_connection(script):
 def test_a_cut_ends_a_request_that_has_not_been_sent(script):
     server = script(OK)
     connections = JsonConnections(server.url)
-    before = connections.cuts
+    before = connections.num_closes
     connections.close()
-    with pytest.raises(ServerAway, match="was cut"):
-        connections.post("/", {}, 5.0, before)
-    assert server.asked == 0 and connections.post("/", {}, 5.0) == {}
+    with pytest.raises(ServerUnavailable, match="was cut"):
+        connections.post_json("/", {}, 5.0, before)
+    assert server.asked == 0 and connections.post_json("/", {}, 5.0) == {}
 
 
 def test_a_cut_ends_the_wait_for_a_full_queue(script):
     server = script(BUSY)
     client = InferenceServer(RolloutSettings(workers="server", address=server.address))
-    thread, raised = in_thread(lambda: client.complete("policy", [1], 4, SamplingSettings(), {"seed": 1}, [0]))
+    thread, raised = in_thread(
+        lambda: client.sample_completion("policy", [1], 4, SamplingSettings(), {"seed": 1}, [0])
+    )
     wait_for(lambda: server.asked >= 2, "the second request")
     client.close()
     thread.join(10)
@@ -119,13 +121,13 @@ def test_a_cut_ends_the_wait_for_a_full_queue(script):
 def test_an_idle_connection_that_the_server_closed_is_no_loss(script):
     server = script(bytes([*OK]), OK)
     connections = JsonConnections(server.url)
-    assert connections.get("/", 5.0) == connections.get("/", 5.0) == {}
+    assert connections.get_json("/", 5.0) == connections.get_json("/", 5.0) == {}
     assert server.asked == 2
 
 
 def test_an_answer_that_breaks_off_is_a_loss(script):
     """As of a server that is killed while it sends: no text that is read as far as it goes."""
     server = script(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"choices": [{"token_ids": [1')
-    with pytest.raises(ServerAway, match="IncompleteRead"):
-        JsonConnections(server.url).post("/", {}, 5.0)
+    with pytest.raises(ServerUnavailable, match="IncompleteRead"):
+        JsonConnections(server.url).post_json("/", {}, 5.0)
     assert server.asked == 1

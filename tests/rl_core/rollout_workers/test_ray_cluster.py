@@ -17,14 +17,25 @@ from helpers.worker_cluster import letters_trainer, with_team
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError, WorkerFailed
-from rl_core.rollout_workers import ray_session
-from rl_core.rollout_workers.ray_cluster import RayCluster, check_store
-from rl_core.rollout_workers.ray_session import LEAST_STORE, check_address
-from rl_core.rollout_workers.schedule_replay import ScheduleReplay, read_schedule
-from rl_core.rollout_workers.stream import RolloutStream
+from rl_core.rollout_workers import ray_cluster
+from rl_core.rollout_workers.async_worker_group import (
+    AsyncWorkerGroup,
+    ScheduleReplay,
+    read_schedule,
+)
+from rl_core.rollout_workers.ray_cluster import (
+    MIN_OBJECT_STORE_BYTES,
+    RayCluster,
+    check_cluster_address,
+    check_object_store,
+)
 from rl_core.settings import RolloutSettings
-from rl_core.settings.rollouts import check_ray
-from rl_core.storage.session_folders import SESSION_PREFIX, SessionFolder, reap_session_folders
+from rl_core.settings.rollouts import check_ray_installed
+from rl_core.storage.session_resources import (
+    RAY_PREFIX,
+    SessionFolder,
+    remove_stale_session_folders,
+)
 
 ray = pytest.importorskip("ray")
 
@@ -33,12 +44,14 @@ SETTINGS = RolloutSettings(workers="ray", count=2)
 
 def leftovers():
     """Session folders of ours and files in shared memory."""
-    folders = Path(tempfile.gettempdir()).glob(f"{SESSION_PREFIX}*")
+    folders = Path(tempfile.gettempdir()).glob(f"{RAY_PREFIX}*")
     return {str(path) for path in [*folders, *Path("/dev/shm").glob("plasma*")]}
 
 
 def bits(trainer, iterations):
-    return [comparable(trainer.step()) for _ in range(iterations)], weights(trainer).numpy().tobytes()
+    return [comparable(trainer.step()) for _ in range(iterations)], weights(
+        trainer
+    ).numpy().tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +69,16 @@ def test_actors_give_the_bits_of_one_process_also_where_one_is_killed(tokenizer)
         first, _ = bits(trainer, 3)
         assert signal.getsignal(signal.SIGTERM) is handler
         pid = cluster._ray.get(
-            cluster._handles[0].answer.remote("load", trainer.team._whole(), trainer.team._probe)
+            cluster._handles[0].answer.remote(
+                "load", trainer.worker_group._build_full_update(), trainer.worker_group._probe
+            )
         ).pid
         threading.Timer(0.01, os.kill, (pid, signal.SIGKILL)).start()
         rest, last = bits(trainer, 3)
         assert (first + rest, last) == alone
-        assert trainer.team.lost_workers == 1
+        assert trainer.worker_group.lost_workers == 1
     finally:
-        trainer.team.close()
+        trainer.worker_group.close()
     assert leftovers() == before and not ray.is_initialized()
 
 
@@ -72,15 +87,19 @@ def test_asynchronous_actors_outlive_a_kill_and_are_replayed_bit_for_bit(tokeniz
     before, file = leftovers(), tmp_path / "schedule.jsonl"
 
     def make():
-        trainer = with_team(letters_trainer(tokenizer, importance="token"), RayCluster(SETTINGS), 2, max_staleness=1)
-        team, trainer.team = trainer.team, None
+        trainer = with_team(
+            letters_trainer(tokenizer, importance="token"), RayCluster(SETTINGS), 2, max_staleness=1
+        )
+        team, trainer.worker_group = trainer.worker_group, None
         return trainer, team
 
     trainer, team = make()
-    stream = trainer.stream = RolloutStream(team.settings, team.cluster, team.parts, schedule=file)
+    stream = trainer.stream = AsyncWorkerGroup(
+        team.settings, team.cluster, team.config, schedule=file
+    )
     try:
         rows = [comparable(trainer.step()) for _ in range(3)]
-        worker = stream._seats[0].worker
+        worker = stream._slots[0].worker
         pid = team.cluster._ray.get(worker.answer.remote("process"))
         os.kill(pid, signal.SIGKILL)
         rows += [comparable(trainer.step()) for _ in range(3)]
@@ -88,12 +107,21 @@ def test_asynchronous_actors_outlive_a_kill_and_are_replayed_bit_for_bit(tokeniz
     finally:
         stream.close()
     assert leftovers() == before
-    used = [group["number"] for lines in read_schedule(file).values() for line in lines for group in line["groups"]]
-    assert sorted([*used, *(ticket.number for ticket in stream._open())]) == list(range(stream._next))
+    used = [
+        group["number"]
+        for lines in read_schedule(file).values()
+        for line in lines
+        for group in line["groups"]
+    ]
+    assert sorted([*used, *(ticket.number for ticket in stream._list_open_tasks())]) == list(
+        range(stream._next_number)
+    )
     again, team = make()
-    again.stream = ScheduleReplay(file, team.parts, 1)
+    again.stream = ScheduleReplay(file, team.config, 1)
     for row in rows:
-        assert comparable(again.step()) == {name: row[name] for name in row if not name.startswith("policy/staleness")}
+        assert comparable(again.step()) == {
+            name: row[name] for name in row if not name.startswith("policy/staleness")
+        }
     assert weights(again).numpy().tobytes() == weights(trainer).numpy().tobytes()
 
 
@@ -115,20 +143,24 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_every_node_is_asked_for_its_versions_before_anything_starts(monkeypatch):
     """On a real cluster of one node; another version here is as one there."""
     before = leftovers()
-    session = ray_session.RaySession(None, 1)
-    session.begin()
+    session = ray_cluster.RaySession(None, 1)
+    session.connect_ray()
     try:
-        assert [node["CPU"] for node in session.nodes()] == [1.0]
-        session.check_versions()
-        monkeypatch.setattr(ray_session, "PACKAGES", ("torch", "no-such-package"))
-        session.check_versions()  # neither has it
+        assert [node["CPU"] for node in session.list_node_resources()] == [1.0]
+        session.check_node_versions()
+        monkeypatch.setattr(ray_cluster, "COMPARED_PACKAGES", ("torch", "no-such-package"))
+        session.check_node_versions()  # neither has it
         known = importlib.metadata.version
-        monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "torch" else known(name))
-        with pytest.raises(SettingsError, match=r"a node of the cluster \(.*\) has torch 2.*, this process 9.9"):
-            session.check_versions()
-        monkeypatch.setattr(ray_session, "NODES_S", -1.0)
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name: "9.9" if name == "torch" else known(name)
+        )
+        with pytest.raises(
+            SettingsError, match=r"a node of the cluster \(.*\) has torch 2.*, this process 9.9"
+        ):
+            session.check_node_versions()
+        monkeypatch.setattr(ray_cluster, "NODE_REPLY_TIMEOUT_S", -1.0)
         with pytest.raises(SettingsError, match="1 of 1 nodes of the cluster did not say within"):
-            session.check_versions()
+            session.check_node_versions()
     finally:
         session.close()
     assert leftovers() == before
@@ -136,7 +168,9 @@ def test_every_node_is_asked_for_its_versions_before_anything_starts(monkeypatch
 
 @pytest.mark.slow
 def test_a_killed_driver_leaves_no_process_and_its_folder_goes_at_the_next_start():
-    run = subprocess.run([sys.executable, "-c", DRIVER], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", DRIVER], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     folder = Path(run.stdout.split()[-1])
     assert run.returncode == -signal.SIGKILL and folder.is_dir()
     ends = threading.Event()
@@ -145,7 +179,7 @@ def test_a_killed_driver_leaves_no_process_and_its_folder_goes_at_the_next_start
             break
         ends.wait(0.2)
     assert processes_of(folder) == []
-    assert folder.name in reap_session_folders() and not folder.exists()
+    assert folder.name in remove_stale_session_folders() and not folder.exists()
 
 
 def processes_of(folder):
@@ -162,34 +196,41 @@ def processes_of(folder):
 def test_a_folder_of_a_living_run_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     session = SessionFolder()
-    assert reap_session_folders() == [] and session.path.is_dir()
-    session.abandon()
-    assert reap_session_folders() == [session.path.name] and not session.path.exists()
+    assert remove_stale_session_folders() == [] and session.path.is_dir()
+    session.release_lock()
+    assert remove_stale_session_folders() == [session.path.name] and not session.path.exists()
     other = SessionFolder()
     other.close()
-    assert not other.path.exists() and reap_session_folders() == []
+    assert not other.path.exists() and remove_stale_session_folders() == []
 
 
 def test_a_cluster_that_does_not_answer_is_one_line():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        with pytest.raises(SettingsError, match=rf"address: no Ray cluster answers at 127.0.0.1:{port}"):
-            check_address(f"127.0.0.1:{port}")
-    check_address("auto")
+        with pytest.raises(
+            SettingsError, match=rf"address: no Ray cluster answers at 127.0.0.1:{port}"
+        ):
+            check_cluster_address(f"127.0.0.1:{port}")
+    check_cluster_address("auto")
 
 
 def test_a_store_that_does_not_fit_is_one_line():
-    assert check_store(0) == LEAST_STORE
-    with pytest.raises(SettingsError, match=r"Ray's object store needs [\d,]+ MiB for the weights, and this machine"):
-        check_store(2**50)
+    assert check_object_store(0) == MIN_OBJECT_STORE_BYTES
+    with pytest.raises(
+        SettingsError,
+        match=r"Ray's object store needs [\d,]+ MiB for the weights, and this machine",
+    ):
+        check_object_store(2**50)
 
 
 def test_a_missing_ray_is_one_line(monkeypatch):
-    check_ray()
+    check_ray_installed()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"needs the package ray .*: pip install 'posttrain\[ray\]'"):
-        check_ray()
+    with pytest.raises(
+        SettingsError, match=r"needs the package ray .*: pip install 'posttrain\[ray\]'"
+    ):
+        check_ray_installed()
 
 
 class BusyRay:
@@ -218,7 +259,7 @@ def test_a_busy_machine_gets_more_time_to_start(monkeypatch):
         busy = BusyRay(failures, *message)
         monkeypatch.setitem(sys.modules, "ray", busy)
         cluster = RayCluster(SETTINGS)
-        cluster.open(0)
+        cluster.open_cluster(0)
         assert (busy.started, busy.ended) == (started, failures)
         cluster.close()
     for busy, kind, message in (
@@ -228,5 +269,5 @@ def test_a_busy_machine_gets_more_time_to_start(monkeypatch):
         monkeypatch.setitem(sys.modules, "ray", busy)
         cluster = RayCluster(SETTINGS)
         with pytest.raises(kind, match=message):
-            cluster.open(0)
+            cluster.open_cluster(0)
         cluster.close()

@@ -4,18 +4,27 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_core.settings import LaunchSettings, PolicySettings, RolloutSettings
-from tasks.config import from_dict
-from tasks.pipeline.key import stage_key
+from tasks.config import build_settings
+from tasks.pipeline.stage_key import compute_stage_key
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"count": 2}, "count: 2 is of workers, and there are none in_process"),
-        ({"max_staleness": 1}, "max_staleness: 1 needs rollouts beside the updates; set workers: ray"),
+        (
+            {"max_staleness": 1},
+            "max_staleness: 1 needs rollouts beside the updates; set workers: ray",
+        ),
         ({"address": "127.0.0.1:6379"}, "address: '127.0.0.1:6379' is of workers"),
-        ({"workers": "ray", "address": "head"}, "address: 'head' must be host:port of a Ray cluster's head, or auto"),
-        ({"replay_schedule": "schedule.jsonl"}, "replay_schedule: is of a run with max_staleness above 0"),
+        (
+            {"workers": "ray", "address": "head"},
+            "address: 'head' must be host:port of a Ray cluster's head, or auto",
+        ),
+        (
+            {"replay_schedule": "schedule.jsonl"},
+            "replay_schedule: is of a run with max_staleness above 0",
+        ),
         (
             {"workers": "server", "address": "gpu-1:80000"},
             "address: 'gpu-1:80000' must be host:port of an inference server",
@@ -33,10 +42,16 @@ STALE = RolloutSettings(workers="ray", max_staleness=2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rollouts": STALE}, "max_staleness: 2 learns from rollouts of older weights; set importance"),
+        (
+            {"rollouts": STALE},
+            "max_staleness: 2 learns from rollouts of older weights; set importance",
+        ),
         ({"rollouts": STALE, "algorithm": "ppo"}, r"max_staleness: 2 with a critic \(ppo\)"),
         (
-            {"rollouts": RolloutSettings(workers="ray"), "launch": LaunchSettings(kind="torchrun", processes=2)},
+            {
+                "rollouts": RolloutSettings(workers="ray"),
+                "launch": LaunchSettings(kind="torchrun", processes=2),
+            },
             "rollouts.workers: ray serves a trainer of one process",
         ),
     ],
@@ -47,16 +62,29 @@ def test_what_cannot_learn_is_refused(options, message):
 
 
 def test_the_key_holds_what_decides_numbers():
-    pipeline = from_dict({"name": "x", "stages": {"sft": {}, "prepare_data": {}}}, check_files=False)
+    pipeline = build_settings(
+        {"name": "x", "stages": {"sft": {}, "prepare_data": {}}}, check_files=False
+    )
 
     def key(**options):
-        return stage_key(
-            "policy", PolicySettings(importance="token", rollouts=RolloutSettings(**options)), pipeline, {}
+        return compute_stage_key(
+            "policy",
+            PolicySettings(importance="token", rollouts=RolloutSettings(**options)),
+            pipeline,
+            {},
         )
 
-    apart = {key(independent=True), key(workers="ray"), key(workers="ray", count=3), key(workers="ray", address="auto")}
+    apart = {
+        key(independent=True),
+        key(workers="ray"),
+        key(workers="ray", count=3),
+        key(workers="ray", address="auto"),
+    }
     assert len(apart) == 1
-    late = [key(workers="ray", max_staleness=1), key(workers="ray", max_staleness=1, partial="drop")]
+    late = [
+        key(workers="ray", max_staleness=1),
+        key(workers="ray", max_staleness=1, partial="drop"),
+    ]
     assert len({key(), *apart, *late}) == 4
     assert key(workers="ray", max_staleness=1, count=3) == late[0]
 

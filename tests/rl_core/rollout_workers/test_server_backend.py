@@ -20,10 +20,10 @@ from rl_core.errors import BackendError, SamplerMismatch, SettingsError
 from rl_core.models.causal_lm import save_weights
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
-from rl_core.rollout_workers.server_backend import ServerBackend, _seed_of_turn
-from rl_core.rollout_workers.server_dialect import InferenceServer
-from rl_core.rollout_workers.weight_folders import folder_digest
-from rl_core.rollouts.batching import make_batches, train_row
+from rl_core.rollout_workers.inference_server import InferenceServer
+from rl_core.rollout_workers.server_backend import ServerBackend, _derive_turn_seed
+from rl_core.rollout_workers.server_weights import digest_weight_folder
+from rl_core.rollouts.batching import build_batches, build_train_row
 from rl_core.settings import (
     LoraSettings,
     NumericsGateSettings,
@@ -31,7 +31,11 @@ from rl_core.settings import (
     RolloutSettings,
     SamplingSettings,
 )
-from rl_core.storage.session_folders import WEIGHTS_PREFIX, SessionFolder, reap_session_folders
+from rl_core.storage.session_resources import (
+    WEIGHTS_PREFIX,
+    SessionFolder,
+    remove_stale_session_folders,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +51,12 @@ def server(tokenizer):
 
 def with_vllm(trainer, server, **options):
     backend = ServerBackend(
-        trainer.policy, trainer.renderer.tokenizer, server_settings(server.url, key_variable=None, **options),
-        eos_ids=range(0, trainer.policy.config.vocab_size, 2), max_length=32,
-    )  # fmt: skip
+        trainer.policy,
+        trainer.renderer.tokenizer,
+        server_settings(server.url, key_variable=None, **options),
+        eos_ids=range(0, trainer.policy.config.vocab_size, 2),
+        max_length=32,
+    )
     trainer.backend = trainer.server = trainer._numerics.backend = backend
     return trainer
 
@@ -66,14 +73,28 @@ def test_a_run_on_vllm(tokenizer, server):
     for _ in range(2):
         policy = {name: tensor.clone() for name, tensor in trainer.policy.state_dict().items()}
         metrics = trainer.step()
-        assert metrics["policy/server_difference"] < 1e-4 and metrics["policy/sampler_difference_max"] < 1e-4
-        for name, tensor in server.model.state_dict().items():  # what it sampled from: the weights before the update
+        assert (
+            metrics["policy/server_difference"] < 1e-4
+            and metrics["policy/sampler_difference_max"] < 1e-4
+        )
+        for (
+            name,
+            tensor,
+        ) in (
+            server.model.state_dict().items()
+        ):  # what it sampled from: the weights before the update
             torch.testing.assert_close(tensor, policy[name], atol=0, rtol=0)
     bodies = [body for path, body in server.asked if path == "/v1/completions"]
     rollouts = bodies[-36:]
     assert len({body["seed"] for body in rollouts}) == 36
-    assert all(body["ignore_eos"] and body["stop_token_ids"] == list(range(0, len(tokenizer), 2)) for body in rollouts)
-    assert all(body["temperature"] == 0.8 and body["logprobs"] == 0 and body["return_token_ids"] for body in rollouts)
+    assert all(
+        body["ignore_eos"] and body["stop_token_ids"] == list(range(0, len(tokenizer), 2))
+        for body in rollouts
+    )
+    assert all(
+        body["temperature"] == 0.8 and body["logprobs"] == 0 and body["return_token_ids"]
+        for body in rollouts
+    )
     orders = [body["method"] for path, body in server.asked if path == "/collective_rpc"]
     assert orders.count("posttrain_load_weights") == 2
     assert sum(path == "/reset_prefix_cache" for path, _ in server.asked) == 2
@@ -88,19 +109,23 @@ def test_the_same_seeds_give_the_same_run(tokenizer):
             trainer.step()
             runs.append((sampled(trainer), weights(trainer).numpy().tobytes()))
     assert runs[0] == runs[1]
-    seeds = {_seed_of_turn(seed, drawn) for seed in (0, 1, 2**127) for drawn in (0, 1, 7)}
+    seeds = {_derive_turn_seed(seed, drawn) for seed in (0, 1, 2**127) for drawn in (0, 1, 7)}
     assert len(seeds) == 9 and all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_log_probs_are_those_of_the_trainers_forward_pass(tokenizer, server):
-    trainer = with_vllm(letters_trainer(tokenizer, sampling=SamplingSettings(max_completion_tokens=5)), server)
-    groups = trainer._play(
+    trainer = with_vllm(
+        letters_trainer(tokenizer, sampling=SamplingSettings(max_completion_tokens=5)), server
+    )
+    groups = trainer._play_groups(
         trainer._draw_episodes(np.random.default_rng(0), 4),
-        group_size=3, sampling=trainer.settings.sampling, purpose=("rollouts", 0),
-    )  # fmt: skip
+        group_size=3,
+        sampling=trainer.settings.sampling,
+        purpose=("rollouts", 0),
+    )
     for group in groups:
         for rollout in group.rollouts:
-            (batch,) = make_batches([train_row(rollout)], 100, 0)
+            (batch,) = build_batches([build_train_row(rollout)], 100, 0)
             with torch.no_grad():
                 logprobs = completion_logprobs(trainer.policy, batch)[0][batch.loss_mask_BS]
             np.testing.assert_allclose(rollout.sampler_logprobs, logprobs.numpy(), atol=1e-4)
@@ -112,22 +137,30 @@ def test_an_adapter_for_each_version(tokenizer, server):
     trainer.step(), trainer.step()
     orders = [(path, body["lora_name"]) for path, body in server.asked if "lora_adapter" in path]
     names = [name for path, name in orders if path == "/v1/load_lora_adapter"]
-    assert len(names) == 2 and ("/v1/unload_lora_adapter", names[0]) in orders and list(server.adapters) == [names[1]]
+    assert (
+        len(names) == 2
+        and ("/v1/unload_lora_adapter", names[0]) in orders
+        and list(server.adapters) == [names[1]]
+    )
     rank = LoraSettings(rank=32)
     wide = letters_trainer(tokenizer, model=add_adapter(compiled_model(tokenizer), rank))
-    with pytest.raises(SettingsError, match=r"takes adapters up to rank 16, and model.lora.rank is 32"):
+    with pytest.raises(
+        SettingsError, match=r"takes adapters up to rank 16, and model.lora.rank is 32"
+    ):
         with_vllm(wide, server)
     trainer.server.close()
     assert not server.adapters
 
 
 def test_a_silent_server_does_not_hold_the_end_of_a_run(tokenizer, server, monkeypatch):
-    monkeypatch.setattr("rl_core.rollout_workers.server_weights.CLOSE_S", 0.1)
+    monkeypatch.setattr("rl_core.rollout_workers.server_weights.UNLOAD_TIMEOUT_S", 0.1)
     model = add_adapter(compiled_model(tokenizer), LoraSettings())
     trainer = with_vllm(letters_trainer(tokenizer, model=model), server)
     trainer.step()
     is_over, waited = threading.Event(), []
-    server.before = lambda path, body: waited.append(is_over.wait(20)) if path == "/v1/unload_lora_adapter" else None
+    server.before = lambda path, body: (
+        waited.append(is_over.wait(20)) if path == "/v1/unload_lora_adapter" else None
+    )
     trainer.server.close()
     is_over.set()
     wait_for(lambda: waited, "the end of its silence")
@@ -139,7 +172,9 @@ def test_an_adapter_on_whole_weights_of_an_earlier_run(tokenizer, server):
     trainer.step()
     model = add_adapter(compiled_model(tokenizer), LoraSettings(rank=4))
     late = with_vllm(letters_trainer(tokenizer, model=model), server)
-    with pytest.raises(SettingsError, match=r"holds whole weights of an earlier run .* start it again"):
+    with pytest.raises(
+        SettingsError, match=r"holds whole weights of an earlier run .* start it again"
+    ):
         late.step()
 
 
@@ -149,7 +184,9 @@ def test_sleep_around_updates(tokenizer, server):
     assert server.is_asleep
     trainer.step()
     orders = [path for path, _ in server.asked if path in ("/sleep?level=1", "/wake_up")]
-    assert orders == ["/sleep?level=1", "/wake_up"] * 2 + ["/sleep?level=1"]  # for the gate of the first update, too
+    assert orders == ["/sleep?level=1", "/wake_up"] * 2 + [
+        "/sleep?level=1"
+    ]  # for the gate of the first update, too
     assert server.is_asleep
 
 
@@ -173,7 +210,11 @@ def test_a_server_that_an_earlier_run_left_asleep(tokenizer, server):
 )
 def test_servers_that_are_not_ours(tokenizer, change, options, message):
     vocabulary = options.pop("model", None)
-    model = compiled_model(tokenizer) if vocabulary is None else compiled_model(range_of(tokenizer, vocabulary))
+    model = (
+        compiled_model(tokenizer)
+        if vocabulary is None
+        else compiled_model(range_of(tokenizer, vocabulary))
+    )
     extension = options.pop("extension", True)
     with vllm_stand_in(model, tokenizer, **options) as server:
         for name, value in change.items():
@@ -195,13 +236,18 @@ class range_of:  # noqa: N801  # a tokenizer's size alone
 
 def test_another_version_by_setting(tokenizer, server):
     server.version = "0.31.0"
-    assert with_vllm(letters_trainer(tokenizer), server, version="0.31.0").server.description.version == "0.31.0"
+    assert (
+        with_vllm(letters_trainer(tokenizer), server, version="0.31.0").server.description.version
+        == "0.31.0"
+    )
 
 
 def test_a_server_that_does_not_say_who_answers(tokenizer, server):
     """Started by hand with our workers, and vLLM's usual fingerprint."""
     server.instance = "vllm-0.30.0-0a1b2c3d"
-    with pytest.raises(SettingsError, match=r"cannot be told .* start it with deployments/vllm/start.py"):
+    with pytest.raises(
+        SettingsError, match=r"cannot be told .* start it with deployments/vllm/start.py"
+    ):
         with_vllm(letters_trainer(tokenizer), server).step()
 
 
@@ -222,17 +268,33 @@ def choice_of(change):
     ("change", "error", "message"),
     [
         (lambda a: a["choices"][0].pop("token_ids"), BackendError, "has no token_ids"),
-        (lambda a: a["choices"][0].update(prompt_token_ids=None), BackendError, "has no token_ids, prompt_token_ids"),
-        (lambda a: a["choices"][0].update(logprobs=None), BackendError, "prompt_token_ids or logprobs"),
-        (lambda a: a["choices"][0]["prompt_token_ids"].insert(0, 1), BackendError, "read another prompt"),
+        (
+            lambda a: a["choices"][0].update(prompt_token_ids=None),
+            BackendError,
+            "has no token_ids, prompt_token_ids",
+        ),
+        (
+            lambda a: a["choices"][0].update(logprobs=None),
+            BackendError,
+            "prompt_token_ids or logprobs",
+        ),
+        (
+            lambda a: a["choices"][0]["prompt_token_ids"].insert(0, 1),
+            BackendError,
+            "read another prompt",
+        ),
         (lambda a: a["choices"][0]["token_ids"].append(10**6), BackendError, "log-probs for"),
         (
-            lambda a: a["choices"][0]["logprobs"].update(token_logprobs=[-1.5] * len(a["choices"][0]["token_ids"])),
+            lambda a: a["choices"][0]["logprobs"].update(
+                token_logprobs=[-1.5] * len(a["choices"][0]["token_ids"])
+            ),
             SamplerMismatch,
             r"differ by up to \d",
         ),
         (
-            lambda a: a["choices"][0]["logprobs"].update(token_logprobs=[-9999.0] * len(a["choices"][0]["token_ids"])),
+            lambda a: a["choices"][0]["logprobs"].update(
+                token_logprobs=[-9999.0] * len(a["choices"][0]["token_ids"])
+            ),
             SamplerMismatch,
             "tells -inf as the log-prob of a token that it sampled",
         ),
@@ -250,9 +312,15 @@ def test_answers_that_are_none(tokenizer, server, change, error, message):
 def test_a_rollout_with_a_log_prob_that_is_none(tokenizer, server, value):
     """After the probe has passed: learning from it would make ratios of infinity or NaN."""
     trainer = with_vllm(letters_trainer(tokenizer), server)
-    change = choice_of(lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(0, value))
-    server.before = lambda path, body: change(server, path, body) if body and body.get("max_tokens") == 3 else None
-    with pytest.raises(SamplerMismatch, match=r"tells (-inf|nan) as the log-prob .* None of its rollouts"):
+    change = choice_of(
+        lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].__setitem__(0, value)
+    )
+    server.before = lambda path, body: (
+        change(server, path, body) if body and body.get("max_tokens") == 3 else None
+    )
+    with pytest.raises(
+        SamplerMismatch, match=r"tells (-inf|nan) as the log-prob .* None of its rollouts"
+    ):
         trainer.step()
 
 
@@ -263,7 +331,9 @@ def test_a_folder_that_the_server_does_not_see(tokenizer, server):
         else None
     )
     trainer = with_vllm(letters_trainer(tokenizer), server)
-    with pytest.raises(BackendError, match=r"/elsewhere holds no .* under the same path \(rollouts.server.folder\)"):
+    with pytest.raises(
+        BackendError, match=r"/elsewhere holds no .* under the same path \(rollouts.server.folder\)"
+    ):
         trainer.step()
 
 
@@ -283,14 +353,22 @@ def test_a_prefix_cache_that_is_held_by_requests_of_a_stopped_run(tokenizer, ser
 
     def before(path, body):
         assert path != "/v1/completions" or not held[0], "sampled from a cache that was not emptied"
-        return (200, {"success": not held.pop(0)}) if path == "/reset_prefix_cache" and len(held) > 1 else None
+        return (
+            (200, {"success": not held.pop(0)})
+            if path == "/reset_prefix_cache" and len(held) > 1
+            else None
+        )
 
     server.before = before
     trainer.step()
     assert held == [False] and sum(path == "/reset_prefix_cache" for path, _ in server.asked) >= 3
-    monkeypatch.setattr("rl_core.rollout_workers.server_dialect.FORGET_S", 0.0)
-    server.before = lambda path, body: (200, {"success": False}) if path == "/reset_prefix_cache" else None
-    with pytest.raises(BackendError, match=r"keeps what it computed .* give each run a server of its own"):
+    monkeypatch.setattr("rl_core.rollout_workers.inference_server.CACHE_RESET_TIMEOUT_S", 0.0)
+    server.before = lambda path, body: (
+        (200, {"success": False}) if path == "/reset_prefix_cache" else None
+    )
+    with pytest.raises(
+        BackendError, match=r"keeps what it computed .* give each run a server of its own"
+    ):
         trainer.step()
 
 
@@ -309,7 +387,9 @@ def test_a_server_that_was_started_again(tokenizer, server, is_adapted):
             return letters_trainer(tokenizer)
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            return letters_trainer(tokenizer, model=add_adapter(compiled_model(tokenizer), LoraSettings(rank=4)))
+            return letters_trainer(
+                tokenizer, model=add_adapter(compiled_model(tokenizer), LoraSettings(rank=4))
+            )
 
     trainer = with_vllm(letters(), server, patience_s=5.0)
     trainer.step()
@@ -327,7 +407,11 @@ def test_a_server_that_was_started_again(tokenizer, server, is_adapted):
         if path == "/collective_rpc" and server.instance != INSTANCE:
             status, answer = server._rpc(body)
             [result] = answer["results"]
-            return status, {"results": [result | ({"instance": server.instance} if "instance" in result else {})]}
+            return status, {
+                "results": [
+                    result | ({"instance": server.instance} if "instance" in result else {})
+                ]
+            }
         return None
 
     server.before = restarted
@@ -351,10 +435,15 @@ def test_weights_that_are_others_right_after_an_update(tokenizer, server, weight
 
     server.before = others
     if weights_then:
-        with pytest.raises(SamplerMismatch, match=r"changed by somebody else \(digest 000000000000, ours"):
+        with pytest.raises(
+            SamplerMismatch, match=r"changed by somebody else \(digest 000000000000, ours"
+        ):
             trainer.step()
     else:
-        assert trainer.step()["perf/server_recoveries"] == 1.0 and orders.count("posttrain_load_weights") >= 2
+        assert (
+            trainer.step()["perf/server_recoveries"] == 1.0
+            and orders.count("posttrain_load_weights") >= 2
+        )
 
 
 @pytest.mark.parametrize("status", [500, 502, 503])
@@ -362,10 +451,14 @@ def test_losses_are_bounded(tokenizer, server, status):
     """A server that answers questions, and never a request for tokens: nine times, then one error."""
     trainer = with_vllm(letters_trainer(tokenizer), server)
     trainer.step()
-    server.before = lambda path, body: (status, {"error": {"message": "EngineDeadError", "code": status}}) if (
-        path == "/v1/completions" and body["max_tokens"] == 3
-    ) else None  # fmt: skip
-    with pytest.raises(BackendError, match="9 times within one collection; the same command resumes") as caught:
+    server.before = lambda path, body: (
+        (status, {"error": {"message": "EngineDeadError", "code": status}})
+        if (path == "/v1/completions" and body["max_tokens"] == 3)
+        else None
+    )
+    with pytest.raises(
+        BackendError, match="9 times within one collection; the same command resumes"
+    ) as caught:
         trainer.step()
     assert "EngineDeadError" in str(caught.value) and "\n" not in str(caught.value)
 
@@ -393,7 +486,9 @@ def test_after_a_loss_nothing_more_is_sent(tokenizer, server):
 def empty(answer):
     """As vLLM ends a request that it has not begun when it is stopped."""
     answer["choices"][0].update(token_ids=[], finish_reason="abort")
-    answer["choices"][0]["logprobs"].update(token_logprobs=[], tokens=[], top_logprobs=[], text_offset=[])
+    answer["choices"][0]["logprobs"].update(
+        token_logprobs=[], tokens=[], top_logprobs=[], text_offset=[]
+    )
 
 
 def test_requests_that_a_stopping_server_gives_back(tokenizer, server):
@@ -414,14 +509,16 @@ def test_requests_that_a_stopping_server_gives_back(tokenizer, server):
     assert trainer.step()["perf/server_recoveries"] >= 1.0
     assert sampled(trainer) == sampled(other) and len(given_back) == 5
     server.before = lambda path, body: choice_of(empty)(server, path, body)
-    with pytest.raises(BackendError, match=r"an answer has no token.* 9 times within one collection"):
+    with pytest.raises(
+        BackendError, match=r"an answer has no token.* 9 times within one collection"
+    ):
         trainer.step()
 
 
 @pytest.mark.parametrize("begins", ["/wake_up", "posttrain_load_weights", "/v1/completions"])
 def test_an_engine_that_dies_is_waited_for(tokenizer, server, monkeypatch, begins):
     """Until its server ends, too, vLLM answers everything by 500, orders like requests for tokens."""
-    monkeypatch.setattr("rl_core.rollout_workers.server_backend._ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr("rl_core.rollout_workers.server_backend._RETRY_INTERVAL_S", 0.01)
     trainer = with_vllm(late_updates(tokenizer), server, patience_s=20.0, sleeps=True)
     trainer.step()
     refused = []
@@ -447,9 +544,13 @@ def test_the_extension_digests_as_the_trainer_does(tokenizer, tmp_path):
     for dtype in (torch.float32, torch.bfloat16):
         folder = tmp_path / str(dtype)
         save_weights(model.to(dtype), folder)
-        assert worker.posttrain_read_weights(str(folder))["digest"] == folder_digest(folder)
+        assert worker.posttrain_read_weights(str(folder))["digest"] == digest_weight_folder(folder)
     loaded = worker.posttrain_load_weights(str(tmp_path / "torch.bfloat16"))
-    assert loaded["digest"] == folder_digest(tmp_path / "torch.bfloat16") == worker.posttrain_state()["weights"]
+    assert (
+        loaded["digest"]
+        == digest_weight_folder(tmp_path / "torch.bfloat16")
+        == worker.posttrain_state()["weights"]
+    )
     assert loaded["compared"] > 10 and loaded["differing"] == []
     with pytest.raises(FileNotFoundError, match="holds no"):
         worker.posttrain_load_weights(str(tmp_path / "nothing"))
@@ -463,15 +564,31 @@ def start(*arguments):
 
 def test_start_command(tmp_path):
     done = start(
-        "--python", "env/python", "--model", "base", "--lora-rank", 20, "--sleeps", "--print", "--", "--x", "y z"
+        "--python",
+        "env/python",
+        "--model",
+        "base",
+        "--lora-rank",
+        20,
+        "--sleeps",
+        "--print",
+        "--",
+        "--x",
+        "y z",
     )
     assert done.returncode == 0, done.stderr
     for part in (
-        "VLLM_SERVER_DEV_MODE=1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+        "VLLM_SERVER_DEV_MODE=1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
         "env/python -m vllm.entrypoints.cli.main serve base",
-        "--logprobs-mode processed_logprobs", "--worker-extension-cls posttrain_worker.PosttrainWorker",
-        "--host 127.0.0.1", "--max-lora-rank 32", "--enable-sleep-mode", "--x 'y z'", "--fingerprint-mode custom",
-    ):  # fmt: skip
+        "--logprobs-mode processed_logprobs",
+        "--worker-extension-cls posttrain_worker.PosttrainWorker",
+        "--host 127.0.0.1",
+        "--max-lora-rank 32",
+        "--enable-sleep-mode",
+        "--x 'y z'",
+        "--fingerprint-mode custom",
+    ):
         assert part in done.stdout, part
     instance = done.stdout.partition("POSTTRAIN_INSTANCE=")[2].split()[0]
     assert f"--fingerprint-value {instance}" in done.stdout
@@ -487,8 +604,9 @@ def test_what_was_resolved_for_vllm_computes_as_ours():
         return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
 
     theirs, ours, asked = (
-        pins(f"{path}.txt") for path in ("deployments/vllm/constraints", "constraints", "deployments/vllm/requirements")
-    )  # fmt: skip
+        pins(f"{path}.txt")
+        for path in ("deployments/vllm/constraints", "constraints", "deployments/vllm/requirements")
+    )
     assert all(theirs[name] == asked[name] for name in asked)
     assert {name: theirs[name] for name in ("torch", "transformers", "safetensors")} == {
         name: ours[name] for name in ("torch", "transformers", "safetensors")
@@ -499,8 +617,8 @@ def test_what_was_resolved_for_vllm_computes_as_ours():
 
 def test_nothing_of_a_killed_run_stays(tmp_path):
     killed, alive = SessionFolder(WEIGHTS_PREFIX, tmp_path), SessionFolder(WEIGHTS_PREFIX, tmp_path)
-    killed.abandon()
-    assert reap_session_folders(WEIGHTS_PREFIX, tmp_path) == [killed.path.name]
+    killed.release_lock()
+    assert remove_stale_session_folders(WEIGHTS_PREFIX, tmp_path) == [killed.path.name]
     assert alive.path.is_dir()
     alive.close()
 
@@ -510,7 +628,9 @@ def test_one_process_imports_nothing_of_it():
         "import sys; import rl_core.api.recipes.policy_gradient; from rl_core.settings import PolicySettings; "
         "PolicySettings(); print(*[n for n in sys.modules if 'rollout_workers.server' in n or 'http_conn' in n])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert done.stdout.split() == []
 
 
@@ -522,7 +642,10 @@ def test_one_process_imports_nothing_of_it():
         ({"workers": "server", "address": "a:65536"}, "must be host:port of an inference server"),
         ({"workers": "server", "address": "a:0"}, "must be host:port of an inference server"),
         ({"workers": "server", "address": "a:1", "count": 2}, "count: 2 servers"),
-        ({"workers": "server", "address": "a:1", "independent": True}, "independent: is of the rollout engine"),
+        (
+            {"workers": "server", "address": "a:1", "independent": True},
+            "independent: is of the rollout engine",
+        ),
         (
             {"workers": "server", "address": "a:1", "max_staleness": 1},
             "max_staleness: 1 needs workers that play during",
@@ -542,17 +665,21 @@ def test_keys(monkeypatch, server):
     """As a file that was edited elsewhere gives it, and one that no header takes: http.client would print it."""
     settings = server_settings(server.url, key_variable="POSTTRAIN_TEST_KEY")
     monkeypatch.setenv("POSTTRAIN_TEST_KEY", "abc\r\n")
-    assert InferenceServer(settings).describe().engine == "vllm"
+    assert InferenceServer(settings).describe_server().engine == "vllm"
     for key in ("a\nb", "schlüssel", "a\x7f"):
         monkeypatch.setenv("POSTTRAIN_TEST_KEY", key)
-        with pytest.raises(SettingsError, match="POSTTRAIN_TEST_KEY holds characters that no key has") as caught:
+        with pytest.raises(
+            SettingsError, match="POSTTRAIN_TEST_KEY holds characters that no key has"
+        ) as caught:
             InferenceServer(settings)
         assert key not in str(caught.value)
 
 
 def test_addresses():
     for address, url in (
-        ("127.0.0.1:8000", "http://127.0.0.1:8000"), ("https://host:1/", "https://host:1"),
-        ("[::1]:8", "http://[::1]:8"), ("http-gpu:8000", "http://http-gpu:8000"),
-    ):  # fmt: skip
+        ("127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("https://host:1/", "https://host:1"),
+        ("[::1]:8", "http://[::1]:8"),
+        ("http-gpu:8000", "http://http-gpu:8000"),
+    ):
         assert RolloutSettings(workers="server", address=address).base_url == url

@@ -13,14 +13,24 @@ from helpers.worker_cluster import LocalCluster, compiled_model, letters_trainer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
 from rl_core.errors import DataError, WorkerFailed
-from rl_core.rollout_workers.live_worker import LiveWorker
-from rl_core.rollout_workers.schedule_replay import ScheduleReplay, read_schedule
-from rl_core.rollout_workers.stream import RolloutStream
-from rl_core.rollout_workers.team import _WorkerSeat
-from rl_core.rollout_workers.tickets import Ticket, token_versions
-from rl_core.rollout_workers.weights import all_weights, pack, skeleton
-from rl_core.rollout_workers.worker import WorkerSpec, runtime_versions
-from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollout_workers.async_worker import (
+    AsyncRolloutWorker,
+    RolloutTask,
+    list_token_versions,
+)
+from rl_core.rollout_workers.async_worker_group import (
+    AsyncWorkerGroup,
+    ScheduleReplay,
+    read_schedule,
+)
+from rl_core.rollout_workers.weight_transfer import (
+    collect_unique_weights,
+    copy_without_weights,
+    pack_tensors,
+)
+from rl_core.rollout_workers.worker import WorkerSpec, read_runtime_versions
+from rl_core.rollout_workers.worker_group import _WorkerSlot
+from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import SamplingSettings
 
 
@@ -64,16 +74,25 @@ _CLUSTERS = []
 
 def make_stream(tokenizer, schedule=None, count=2, partial="keep", staleness=2, lose=(), **options):
     """A trainer whose workers are threads of this process."""
-    sampling = SamplingSettings(max_completion_tokens=24, max_turns=4, max_concurrent_steps=64, temperature=1.2)
+    sampling = SamplingSettings(
+        max_completion_tokens=24, max_turns=4, max_concurrent_steps=64, temperature=1.2
+    )
     trainer = letters_trainer(
-        tokenizer, SlowLetters(), context=64, curriculum=LOW, importance="token", sampling=sampling,
-        prompts_per_iteration=4, group_size=3, **options,
-    )  # fmt: skip
+        tokenizer,
+        SlowLetters(),
+        context=64,
+        curriculum=LOW,
+        importance="token",
+        sampling=sampling,
+        prompts_per_iteration=4,
+        group_size=3,
+        **options,
+    )
     cluster = LocalCluster(lose=lose)
     _CLUSTERS.append(cluster)
     with_team(trainer, cluster, count, max_staleness=staleness, partial=partial)
-    team, trainer.team = trainer.team, None
-    trainer.stream = RolloutStream(team.settings, cluster, team.parts, schedule=schedule)
+    team, trainer.worker_group = trainer.worker_group, None
+    trainer.stream = AsyncWorkerGroup(team.settings, cluster, team.config, schedule=schedule)
     return trainer
 
 
@@ -81,12 +100,23 @@ def run(trainer, iterations):
     rows = []
     for _ in range(iterations):
         metrics = comparable(trainer.step())
-        rows.append((metrics, [(r.completion_ids, r.sampler_logprobs) for g in trainer.groups for r in g.rollouts]))
+        rows.append(
+            (
+                metrics,
+                [
+                    (r.completion_ids, r.sampler_logprobs)
+                    for g in trainer.groups
+                    for r in g.rollouts
+                ],
+            )
+        )
     return rows
 
 
 def versions_of(trainer):
-    return [version for g in trainer.groups for r in g.rollouts for version in token_versions(r)]
+    return [
+        version for g in trainer.groups for r in g.rollouts for version in list_token_versions(r)
+    ]
 
 
 @pytest.mark.parametrize("partial", ["keep", "drop"])
@@ -100,16 +130,23 @@ def test_a_recorded_schedule_is_replayed_bit_for_bit(tokenizer, tmp_path, partia
         assert all(iteration - 2 <= version <= iteration for version in versions)
         starts = [r.version_starts for g in trainer.groups for r in g.rollouts]
         mixed += sum(len({version for _, version in start}) > 1 for start in starts)
-    used = [group["number"] for rows_of in read_schedule(file).values() for row in rows_of for group in row["groups"]]
+    used = [
+        group["number"]
+        for rows_of in read_schedule(file).values()
+        for row in rows_of
+        for group in row["groups"]
+    ]
     assert len(used) == len(set(used)) == 8 * 4  # learned from once
     assert (weights(trainer) - untrained).abs().max() > 1e-2  # versions differ
-    open_tickets = [ticket.number for ticket in trainer.stream._open()]
-    assert sorted([*used, *open_tickets]) == list(range(trainer.stream._next))  # and none is lost
+    open_tickets = [ticket.number for ticket in trainer.stream._list_open_tasks()]
+    assert sorted([*used, *open_tickets]) == list(
+        range(trainer.stream._next_number)
+    )  # and none is lost
     assert len(open_tickets) <= 4 * 3
     assert mixed == 0 if partial == "drop" else mixed > 0
 
     again = make_stream(tokenizer, model=compiled_model(tokenizer, 64))
-    again.stream = ScheduleReplay(file, again.stream.parts, 2)
+    again.stream = ScheduleReplay(file, again.stream.config, 2)
     replayed = run(again, 8)
     drawn = ("policy/staleness_mean", "policy/staleness_max")
     assert [row for _, row in replayed] == [row for _, row in rows]
@@ -135,50 +172,67 @@ def test_tickets_under_way_survive_a_kill_and_a_lost_worker(tokenizer, tmp_path)
         part.load_state_dict(state)
     run(resumed, 3)
     assert resumed.stream.lost_workers == 2
-    used = [group["number"] for rows in read_schedule(file).values() for row in rows for group in row["groups"]]
-    open_tickets = [ticket.number for ticket in resumed.stream._open()]
+    used = [
+        group["number"]
+        for rows in read_schedule(file).values()
+        for row in rows
+        for group in row["groups"]
+    ]
+    open_tickets = [ticket.number for ticket in resumed.stream._list_open_tasks()]
     assert len(used) == len(set(used)) == 6 * 4
-    assert sorted([*used, *open_tickets]) == list(range(resumed.stream._next))
-    assert [json.loads(line)["iteration"] for line in file.read_bytes().splitlines()] == list(range(6))
+    assert sorted([*used, *open_tickets]) == list(range(resumed.stream._next_number))
+    assert [json.loads(line)["iteration"] for line in file.read_bytes().splitlines()] == list(
+        range(6)
+    )
     again = make_stream(tokenizer, model=compiled_model(tokenizer, 64))
-    again.stream = ScheduleReplay(file, again.stream.parts, 2)
+    again.stream = ScheduleReplay(file, again.stream.config, 2)
     run(again, 6)
     assert weights(again).numpy().tobytes() == weights(resumed).numpy().tobytes()
 
 
-def test_a_group_that_became_too_old_goes_to_another_worker_than_the_one_that_was_too_slow(tokenizer):
+def test_a_group_that_became_too_old_goes_to_another_worker_than_the_one_that_was_too_slow(
+    tokenizer,
+):
     trainer = make_stream(tokenizer, staleness=1)
     stream = trainer.stream
-    stream._seats = [_WorkerSeat(number, number) for number in range(2)]
+    stream._slots = [_WorkerSlot(number, number) for number in range(2)]
     given = []
     stream.cluster = SimpleNamespace(
-        call=lambda worker, method, tickets, *_: given.append((worker, [t.number for t in tickets])),
-        wait=lambda calls, timeout_s: calls, result=lambda call: None,
-    )  # fmt: skip
+        call=lambda worker, method, tickets, *_: given.append(
+            (worker, [t.number for t in tickets])
+        ),
+        wait=lambda calls, timeout_s: calls,
+        result=lambda call: None,
+    )
 
     def ticket(number, plays=0):
-        return Ticket(number, EpisodeRequest(number, "low"), 3, 1.0, 5, plays)
+        return RolloutTask(number, EpisodeRequest(number, "low"), 3, 1.0, 5, plays)
 
-    stream._players = {0: 0, 1: 1, 2: 0}  # each was too slow for one of them
+    stream._last_workers = {0: 0, 1: 1, 2: 0}  # each was too slow for one of them
     stream._queue.extend([ticket(0, 1), ticket(1, 1), ticket(2, 2), ticket(3), ticket(4)])
-    stream._hand_out(1, SamplingSettings())  # 2 under way at a time, so 1 each
+    stream._assign_tasks(1, SamplingSettings())  # 2 under way at a time, so 1 each
     # 0 and 1 change places; an iteration will wait for 2, so it goes beyond the share; 3 and 4 wait
     assert given == [(0, [1]), (1, [0, 2])] and [t.number for t in stream._queue] == [3, 4]
 
 
 def test_a_worker_that_does_not_answer_is_replaced(tokenizer, monkeypatch):
-    monkeypatch.setattr("rl_core.rollout_workers.stream.HUNG_S", 0.2)
-    monkeypatch.setattr("rl_core.rollout_workers.heartbeats.HUNG_S", 0.2)
+    monkeypatch.setattr("rl_core.rollout_workers.cluster.HEARTBEAT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("rl_core.rollout_workers.cluster.HEARTBEAT_TIMEOUT_S", 0.2)
     trainer = make_stream(tokenizer)
     run(trainer, 1)
     cluster, told = trainer.stream.cluster, []
     trainer.stream.on_event = told.append
     cluster.hung = [cluster.workers[1]]
     run(trainer, 3)
-    assert trainer.stream.lost_workers == 1 and "rollout worker 1 was lost (no sign of life for 120 s)" in told[0]
+    assert (
+        trainer.stream.lost_workers == 1
+        and "rollout worker 1 was lost (no sign of life for 120 s)" in told[0]
+    )
 
 
-@pytest.mark.parametrize("text", [b"", b"{}\n", b'{"iteration": 0, "part": 0, "groups": [{"number": 1}]}\n', b"\xff\n"])
+@pytest.mark.parametrize(
+    "text", [b"", b"{}\n", b'{"iteration": 0, "part": 0, "groups": [{"number": 1}]}\n', b"\xff\n"]
+)
 def test_a_file_that_is_no_schedule_is_refused(tmp_path, text):
     file = tmp_path / "schedule.jsonl"
     file.write_bytes(text)
@@ -193,10 +247,12 @@ def test_what_is_finished_is_told_at_once_and_an_error_too(tokenizer):
     assert worker.collect(0.2).finished == [] and time.monotonic() - began >= 0.2
     with ThreadPoolExecutor(1) as thread:
         told = thread.submit(worker.collect, 60.0)
-        worker.begin([ticket(0, 1)], SamplingSettings(max_completion_tokens=16, max_turns=2), 1, "keep")
-        assert [finished.ticket.number for finished in told.result(20).finished] == [0]
+        worker.begin(
+            [ticket(0, 1)], SamplingSettings(max_completion_tokens=16, max_turns=2), 1, "keep"
+        )
+        assert [finished.task.number for finished in told.result(20).finished] == [0]
         told = thread.submit(worker.collect, 60.0)
-        worker._end(WorkerFailed("ended by the test"))
+        worker._record_error(WorkerFailed("ended by the test"))
         with pytest.raises(WorkerFailed, match="ended by the test"):
             told.result(20)
         worker._error = None
@@ -227,15 +283,26 @@ class OneSlowEpisode(LetterEpisode):
 
 def live_worker(tokenizer, context=64):
     trainer = with_team(
-        letters_trainer(tokenizer, OneSlow(), context=context, model=compiled_model(tokenizer, context)),
-        LocalCluster(), 1, max_staleness=1,
-    )  # fmt: skip
-    parts = trainer.team.parts
+        letters_trainer(
+            tokenizer, OneSlow(), context=context, model=compiled_model(tokenizer, context)
+        ),
+        LocalCluster(),
+        1,
+        max_staleness=1,
+    )
+    parts = trainer.worker_group.config
     spec = WorkerSpec(
-        skeleton(parts.model), "cpu", parts.renderer, parts.environment, list(parts.eos_ids), parts.pad_id, context, 1,
-        runtime_versions(),
-    )  # fmt: skip
-    return LiveWorker(spec, pack(all_weights(parts.model)))
+        copy_without_weights(parts.model),
+        "cpu",
+        parts.renderer,
+        parts.environment,
+        list(parts.eos_ids),
+        parts.pad_id,
+        context,
+        1,
+        read_runtime_versions(),
+    )
+    return AsyncRolloutWorker(spec, pack_tensors(collect_unique_weights(parts.model)))
 
 
 def played(worker, tickets, at_once, sampling):
@@ -250,28 +317,38 @@ def played(worker, tickets, at_once, sampling):
 
 
 def ticket(number, seed, temperature=1.0):
-    return Ticket(number, EpisodeRequest("low", seed), 2, temperature, 7 + number)
+    return RolloutTask(number, EpisodeRequest("low", seed), 2, temperature, 7 + number)
 
 
 def test_the_next_ticket_begins_when_one_has_ended_not_when_all_have(tokenizer):
     sampling = SamplingSettings(max_completion_tokens=16, max_turns=2, max_concurrent_steps=8)
     worker = live_worker(tokenizer)
     worker.version = 0
-    runs, make = [], worker._play_groups
-    worker._play_groups = lambda groups, *more: (runs.append(len(groups)), make(groups, *more))
+    runs, make = [], worker._run_groups
+    worker._run_groups = lambda groups, *more: (runs.append(len(groups)), make(groups, *more))
     done = played(worker, [ticket(number, number) for number in range(6)], 2, sampling)
     assert done == [1, 2, 3, 4, 5, 0] and runs == [2]
 
 
-def test_a_ticket_of_another_temperature_or_too_long_a_prompt_waits_for_the_next_run(tokenizer, monkeypatch):
+def test_a_ticket_of_another_temperature_or_too_long_a_prompt_waits_for_the_next_run(
+    tokenizer, monkeypatch
+):
     sampling = SamplingSettings(max_completion_tokens=16, max_turns=2, max_concurrent_steps=8)
     worker = live_worker(tokenizer)
     worker.version = 0
     tickets = [ticket(0, 0), ticket(1, 1), ticket(2, 2, 0.5), ticket(3, 3)]
     assert played(worker, tickets, 2, sampling)[-1] == 3
     refused = []
-    monkeypatch.setattr("rl_core.inference.versioned_run.LiveRun.fits", lambda run, sequence: bool(refused.append(1)))
+    monkeypatch.setattr(
+        "rl_core.inference.versioned_run.StreamingEngineRun.can_fit",
+        lambda run, sequence: bool(refused.append(1)),
+    )
     worker = live_worker(tokenizer)
     worker.version = 0
-    assert sorted(played(worker, [ticket(number, number) for number in range(4)], 2, sampling)) == [0, 1, 2, 3]
+    assert sorted(played(worker, [ticket(number, number) for number in range(4)], 2, sampling)) == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert len(refused) >= 1

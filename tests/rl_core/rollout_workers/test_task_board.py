@@ -4,9 +4,13 @@ import dataclasses
 
 import pytest
 
-from rl_core.rollout_workers.heartbeats import EVERY_S, HUNG_S, Heartbeats
-from rl_core.rollout_workers.task_board import TaskBoard
-from rl_core.rollout_workers.worker import PlayedTask, PlayTask
+from rl_core.rollout_workers.cluster import (
+    HEARTBEAT_INTERVAL_S,
+    HEARTBEAT_TIMEOUT_S,
+    HeartbeatMonitor,
+)
+from rl_core.rollout_workers.worker import FinishedRolloutBatch, RolloutBatch
+from rl_core.rollout_workers.worker_group import TaskQueue
 
 
 class Clock:
@@ -22,53 +26,59 @@ def clock():
 
 
 def board_of(count, clock):
-    return TaskBoard([PlayTask([number], [], 1, None, 0, 0) for number in range(count)], clock)
+    return TaskQueue([RolloutBatch([number], [], 1, None, 0, 0) for number in range(count)], clock)
 
 
 def played(number):
-    return PlayedTask([number], [], [])
+    return FinishedRolloutBatch([number], [], [])
 
 
 def test_a_task_that_takes_three_times_as_long_as_any_other_is_played_by_a_second_worker(clock):
     board = board_of(3, clock)
-    assert [board.next(), board.next()] == [0, 1]  # one fast worker, one slow
+    assert [board.start_next_task(), board.start_next_task()] == [0, 1]  # one fast worker, one slow
     clock.now = 1.0
-    board.ended(0, played(0))
-    assert board.next() == 2
+    board.record_result(0, played(0))
+    assert board.start_next_task() == 2
     clock.now = 2.0
-    board.ended(2, played(2))
-    assert board.next() is None  # 1 has taken 2 s, and the longest that has finished 1 s
+    board.record_result(2, played(2))
+    assert board.start_next_task() is None  # 1 has taken 2 s, and the longest that has finished 1 s
     clock.now = 3.0
-    assert board.next() is None
+    assert board.start_next_task() is None
     clock.now = 3.01
-    assert board.next() == 1 and board.next() is None  # not a third time
+    assert board.start_next_task() == 1 and board.start_next_task() is None  # not a third time
     assert not board.is_over
     first, second = played(1), dataclasses.replace(played(1), failed=["other"])
-    board.ended(1, first)
-    assert board.is_over and board.is_played(1)
-    board.ended(1, second)  # the slow one, later
-    assert board.results[1] is first and [result.indices for result in board.results] == [[0], [1], [2]]
+    board.record_result(1, first)
+    assert board.is_over and board.is_finished(1)
+    board.record_result(1, second)  # the slow one, later
+    assert board.results[1] is first and [result.indices for result in board.results] == [
+        [0],
+        [1],
+        [2],
+    ]
 
 
 def test_nothing_is_late_before_anything_has_finished(clock):
     board = board_of(1, clock)
-    assert board.next() == 0
+    assert board.start_next_task() == 0
     clock.now = 1e6
-    assert board.next() is None
+    assert board.start_next_task() is None
 
 
 def test_a_lost_task_is_played_again_unless_another_one_plays_it(clock):
     board = board_of(2, clock)
-    assert [board.next(), board.next()] == [0, 1]
+    assert [board.start_next_task(), board.start_next_task()] == [0, 1]
     clock.now = 1.0
-    board.ended(0, played(0))
+    board.record_result(0, played(0))
     clock.now = 9.0
-    assert board.next() == 1
-    assert not board.lost(1) and board.next() == 1  # one goes on, and another free worker joins it
-    assert not board.lost(1) and board.lost(1)  # both are gone
-    assert board.next() == 1 and board.next() is None
-    board.ended(1, played(1))
-    assert not board.lost(1) and board.is_over
+    assert board.start_next_task() == 1
+    assert (
+        not board.record_lost_worker(1) and board.start_next_task() == 1
+    )  # one goes on, and another free worker joins it
+    assert not board.record_lost_worker(1) and board.record_lost_worker(1)  # both are gone
+    assert board.start_next_task() == 1 and board.start_next_task() is None
+    board.record_result(1, played(1))
+    assert not board.record_lost_worker(1) and board.is_over
 
 
 class Silent:
@@ -77,7 +87,7 @@ class Silent:
     def __init__(self):
         self.asked, self.dumb = [], set()
 
-    def ping(self, worker):
+    def ping_worker(self, worker):
         self.asked.append(worker)
         return worker
 
@@ -87,15 +97,15 @@ class Silent:
 
 def test_workers_are_asked_now_and_then_and_one_that_does_not_answer_is_told(clock):
     cluster = Silent()
-    beats, workers = Heartbeats(cluster, clock), [(0, "a"), (1, "b")]
-    assert beats.silent(workers) == [] and cluster.asked == []
-    clock.now = EVERY_S
+    beats, workers = HeartbeatMonitor(cluster, clock), [(0, "a"), (1, "b")]
+    assert beats.list_unresponsive(workers) == [] and cluster.asked == []
+    clock.now = HEARTBEAT_INTERVAL_S
     cluster.dumb = {"b"}
-    assert beats.silent(workers) == [] and cluster.asked == ["a", "b"]
+    assert beats.list_unresponsive(workers) == [] and cluster.asked == ["a", "b"]
     clock.now += 1
-    assert beats.silent(workers) == []
-    clock.now = EVERY_S + HUNG_S
-    assert beats.silent(workers) == [1]
+    assert beats.list_unresponsive(workers) == []
+    clock.now = HEARTBEAT_INTERVAL_S + HEARTBEAT_TIMEOUT_S
+    assert beats.list_unresponsive(workers) == [1]
     assert cluster.asked == ["a", "b", "a"]
-    beats.forget(1)
-    assert beats.silent(workers) == [], "another worker has the number"
+    beats.forget_worker(1)
+    assert beats.list_unresponsive(workers) == [], "another worker has the number"

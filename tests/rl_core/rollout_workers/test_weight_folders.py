@@ -8,7 +8,7 @@ from helpers.worker_cluster import compiled_model
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.models.lora import add_adapter
-from rl_core.rollout_workers.weight_folders import WeightFolders
+from rl_core.rollout_workers.server_weights import WeightFolders
 from rl_core.settings import LoraSettings
 
 
@@ -30,26 +30,36 @@ def small_files():
 
 
 @pytest.mark.parametrize("is_adapted", [False, True])
-def test_a_disk_that_refuses_is_one_line_and_leaves_nothing(tokenizer, tmp_path, small_files, is_adapted):
+def test_a_disk_that_refuses_is_one_line_and_leaves_nothing(
+    tokenizer, tmp_path, small_files, is_adapted
+):
     model = compiled_model(tokenizer)
-    folders = WeightFolders(add_adapter(model, LoraSettings(rank=4)) if is_adapted else model, str(tmp_path))
-    before = folders.write()
+    folders = WeightFolders(
+        add_adapter(model, LoraSettings(rank=4)) if is_adapted else model, str(tmp_path)
+    )
+    before = folders.write_version()
     small_files()
-    with pytest.raises(CheckpointError, match=r"cannot be written .*; make room, or set rollouts.server.folder"):
-        folders.write()
-    assert [folder.name for folder in before.path.parent.iterdir() if folder.is_dir()] == ["version-0"]
+    with pytest.raises(
+        CheckpointError, match=r"cannot be written .*; make room, or set rollouts.server.folder"
+    ):
+        folders.write_version()
+    assert [folder.name for folder in before.path.parent.iterdir() if folder.is_dir()] == [
+        "version-0"
+    ]
     folders.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_newest_version_alone_stays(tokenizer, tmp_path):
     folders = WeightFolders(compiled_model(tokenizer), str(tmp_path))
-    first, second = folders.write(), folders.write()
+    first, second = folders.write_version(), folders.write_version()
     assert first.digest == second.digest and not first.path.exists() and second.path.is_dir()
     folders.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_not_there(tokenizer, tmp_path):
-    with pytest.raises(SettingsError, match=r"rollouts.server.folder: .*/nowhere cannot be written"):
-        WeightFolders(compiled_model(tokenizer), str(tmp_path / "nowhere")).write()
+    with pytest.raises(
+        SettingsError, match=r"rollouts.server.folder: .*/nowhere cannot be written"
+    ):
+        WeightFolders(compiled_model(tokenizer), str(tmp_path / "nowhere")).write_version()

@@ -12,22 +12,31 @@ from helpers.typed_episodes import EOS, Looking, LookThenAnswer, Renderer, Typis
 
 from rl_core.environments.environment import Episode, Step
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
-from rl_core.inference.engine import make_backend
+from rl_core.inference.engine import create_rollout_backend
 from rl_core.inference.sampling import RolloutSequence
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.rollouts.batching import make_batches
-from rl_core.rollouts.collect import EpisodeRequest, collect
+from rl_core.rollouts.batching import build_batches
+from rl_core.rollouts.collect import collect_rollouts
+from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import SamplingSettings
 from rl_core.types import Message, StopReason, ToolCall, Trajectory, Turn
 
 
-def play(script: Callable[[RolloutSequence, int], str | list[int]], *, seed: int = 3, **options: Any) -> object:
+def play(
+    script: Callable[[RolloutSequence, int], str | list[int]], *, seed: int = 3, **options: Any
+) -> object:
     sampling = SamplingSettings(**{"max_completion_tokens": 30, "max_turns": 4, **options})
-    (group,) = collect(
-        Looking(), Typist(script), Renderer(), [EpisodeRequest("easy", seed)],
-        group_size=1, sampling=sampling, seed=0, policy_version=5,
-    )  # fmt: skip
+    (group,) = collect_rollouts(
+        Looking(),
+        Typist(script),
+        Renderer(),
+        [EpisodeRequest("easy", seed)],
+        group_size=1,
+        sampling=sampling,
+        seed=0,
+        policy_version=5,
+    )
     (rollout,) = group.rollouts
     return rollout
 
@@ -38,7 +47,9 @@ def test_an_episode_by_hand() -> None:
     pieces = [("L", True), ("OOOP", False), ("LX", True), ("OOOP", False), ("A", True)]
     ids, mask = [], []
     for text, sampled in pieces:
-        piece = r.action_ids(text) if sampled else r.prompt_ids([Message(role="tool", content=text)])
+        piece = (
+            r.action_ids(text) if sampled else r.prompt_ids([Message(role="tool", content=text)])
+        )
         ids += piece
         mask += [sampled] * len(piece)
     assert rollout.prompt_ids == [ord(c) - 32 for c in "SQ3"]
@@ -46,11 +57,22 @@ def test_an_episode_by_hand() -> None:
     assert rollout.sampler_logprobs == [-0.5 * m for m in mask]
     assert (rollout.reward, rollout.is_truncated, rollout.success) == (0.5, False, True)
     t = rollout.trajectory
-    assert (t.environment, t.level, t.kind, t.seed, t.prompt, t.target) == ("looking", "easy", "letters", 3, "Q3", "A")
+    assert (t.environment, t.level, t.kind, t.seed, t.prompt, t.target) == (
+        "looking",
+        "easy",
+        "letters",
+        3,
+        "Q3",
+        "A",
+    )
     assert [turn.action for turn in t.turns] == ["L", "LX", "A"]
     assert [turn.observation for turn in t.turns] == ["OOO\nP", "OOO\nP", None]
     assert [turn.is_error for turn in t.turns] == [False, True, False]
-    assert [turn.tool_call for turn in t.turns] == [ToolCall("look", {}), ToolCall("look", {}), None]
+    assert [turn.tool_call for turn in t.turns] == [
+        ToolCall("look", {}),
+        ToolCall("look", {}),
+        None,
+    ]
     assert [turn.num_tokens for turn in t.turns] == [2, 3, 2]
     assert (t.answer, t.success, t.reward, t.rewards) == ("A", True, 0.5, {"task": 0.5})
     assert (t.stop_reason, t.num_prompt_tokens, t.num_completion_tokens, t.num_action_tokens) == (
@@ -71,7 +93,9 @@ def test_stop_texts_are_looked_for_in_the_newest_tokens() -> None:
         return "A"
 
     play(script, max_completion_tokens=30, stop=("END", "Z"))
-    assert asked.index(True) == 62 and not any(asked[62 + 30 :])  # "END" is complete at its third letter
+    assert asked.index(True) == 62 and not any(
+        asked[62 + 30 :]
+    )  # "END" is complete at its third letter
 
 
 def test_wrong_answer() -> None:
@@ -86,9 +110,15 @@ def test_wrong_answer() -> None:
 
 def test_turn_limit() -> None:
     rollout = play(lambda sequence, turn: "L", max_turns=2)
-    assert rollout.trajectory.stop_reason == StopReason.MAX_TURNS and rollout.is_truncated and not rollout.success
+    assert (
+        rollout.trajectory.stop_reason == StopReason.MAX_TURNS
+        and rollout.is_truncated
+        and not rollout.success
+    )
     assert len(rollout.trajectory.turns) == 2 and rollout.trajectory.turns[-1].observation is None
-    assert rollout.loss_mask == [True, True, *[False] * 4, True, True], "no observation after the last action"
+    assert rollout.loss_mask == [True, True, *[False] * 4, True, True], (
+        "no observation after the last action"
+    )
 
 
 @pytest.mark.parametrize(("room", "turns"), [(7, 2), (6, 1)])
@@ -96,7 +126,9 @@ def test_an_observation_that_leaves_no_room_ends_the_episode(room: int, turns: i
     """'L' and its end token are 2 tokens, the observation 4: of 7 tokens one is left to act, of 6 none."""
     rollout = play(lambda sequence, turn: "L" if turn == 0 else [33], max_completion_tokens=room)
     assert rollout.trajectory.stop_reason == StopReason.MAX_TOKENS and rollout.is_truncated
-    assert len(rollout.trajectory.turns) == turns and len(rollout.completion_ids) == (7 if turns == 2 else 2)
+    assert len(rollout.trajectory.turns) == turns and len(rollout.completion_ids) == (
+        7 if turns == 2 else 2
+    )
 
 
 def test_the_context_is_a_limit_too() -> None:
@@ -104,10 +136,15 @@ def test_the_context_is_a_limit_too() -> None:
     def script(sequence: RolloutSequence, turn: int) -> str | list[int]:
         return "L" if turn == 0 else [33]
 
-    rollout = play(script, seed=32, max_completion_tokens=100)  # 4 + 2 + 33 = 39 of 40: room for one token
+    rollout = play(
+        script, seed=32, max_completion_tokens=100
+    )  # 4 + 2 + 33 = 39 of 40: room for one token
     assert len(rollout.trajectory.turns) == 2
     rollout = play(script, seed=33, max_completion_tokens=100)
-    assert len(rollout.trajectory.turns) == 1 and rollout.trajectory.stop_reason == StopReason.MAX_TOKENS
+    assert (
+        len(rollout.trajectory.turns) == 1
+        and rollout.trajectory.stop_reason == StopReason.MAX_TOKENS
+    )
 
 
 def test_a_cut_action_is_not_shown_to_the_environment() -> None:
@@ -118,7 +155,11 @@ def test_a_cut_action_is_not_shown_to_the_environment() -> None:
 
 def test_truncation_by_the_environment() -> None:
     rollout = play(lambda sequence, turn: "TRUNCATE")
-    assert rollout.trajectory.stop_reason == StopReason.ENVIRONMENT and rollout.is_truncated and rollout.reward == -1.0
+    assert (
+        rollout.trajectory.stop_reason == StopReason.ENVIRONMENT
+        and rollout.is_truncated
+        and rollout.reward == -1.0
+    )
 
 
 def test_groups_and_seeds() -> None:
@@ -126,15 +167,29 @@ def test_groups_and_seeds() -> None:
     backend = Typist(lambda sequence, turn: "A")
 
     def seeds(requests: list[EpisodeRequest], seed: int = 0) -> list[int]:
-        groups = collect(Looking(), backend, Renderer(), requests, group_size=2, sampling=SamplingSettings(), seed=seed)
+        groups = collect_rollouts(
+            Looking(),
+            backend,
+            Renderer(),
+            requests,
+            group_size=2,
+            sampling=SamplingSettings(),
+            seed=seed,
+        )
         assert [len(group.rollouts) for group in groups] == [2] * len(requests)
-        assert [[r.trajectory.sample for r in g.rollouts] for g in groups] == [[0, 1]] * len(requests)
-        assert [g.rollouts[0].trajectory.level for g in groups] == [request.level for request in requests]
+        assert [[r.trajectory.sample for r in g.rollouts] for g in groups] == [[0, 1]] * len(
+            requests
+        )
+        assert [g.rollouts[0].trajectory.level for g in groups] == [
+            request.level for request in requests
+        ]
         return [sequence.seed for sequence in backend.sequences]
 
     together = seeds([easy, hard, easy])
     assert len(set(together)) == 6, "an episode requested twice gets new samples"
-    assert seeds([hard]) == together[2:4] and seeds([easy]) == together[:2], "whatever else is played beside it"
+    assert seeds([hard]) == together[2:4] and seeds([easy]) == together[:2], (
+        "whatever else is played beside it"
+    )
     assert not set(seeds([easy], seed=1)) & set(together)
 
 
@@ -163,7 +218,9 @@ class Faulty(Looking):
                     raise SystemExit(0)
                 if fault == "type":
                     return "done"  # type: ignore[return-value]
-                return Step(terminated=fault != "endless", reward=float("nan") if fault == "nan" else 0.0)
+                return Step(
+                    terminated=fault != "endless", reward=float("nan") if fault == "nan" else 0.0
+                )
 
         return Broken(seed, level)
 
@@ -183,41 +240,62 @@ class Faulty(Looking):
 )
 def test_faults_name_the_episode(fault: str, message: str) -> None:
     with pytest.raises(EnvironmentFault, match=message) as caught:
-        collect(
-            Faulty(fault), Typist(lambda sequence, turn: "A"), Renderer(), [EpisodeRequest("hard", 7)],
-            group_size=2, sampling=SamplingSettings(), seed=0,
-        )  # fmt: skip
+        collect_rollouts(
+            Faulty(fault),
+            Typist(lambda sequence, turn: "A"),
+            Renderer(),
+            [EpisodeRequest("hard", 7)],
+            group_size=2,
+            sampling=SamplingSettings(),
+            seed=0,
+        )
     assert "environment 'looking', level 'hard', seed 7" in str(caught.value)
 
 
 def test_unknown_levels_and_long_prompts() -> None:
     def run(request: EpisodeRequest, backend: Typist) -> None:
-        collect(Looking(), backend, Renderer(), [request], group_size=1, sampling=SamplingSettings(), seed=0)
+        collect_rollouts(
+            Looking(),
+            backend,
+            Renderer(),
+            [request],
+            group_size=1,
+            sampling=SamplingSettings(),
+            seed=0,
+        )
 
     with pytest.raises(SettingsError, match="no level 'esy'; did you mean 'easy'"):
         run(EpisodeRequest("esy", 1), Typist(lambda sequence, turn: "A"))
     cramped = Typist(lambda sequence, turn: "A")
     cramped.max_length = 3
-    with pytest.raises(DataError, match="seed 1: a prompt of 3 tokens leaves no room in a context of 3"):
+    with pytest.raises(
+        DataError, match="seed 1: a prompt of 3 tokens leaves no room in a context of 3"
+    ):
         run(EpisodeRequest("easy", 1), cramped)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
-@pytest.mark.parametrize("backend_class", [make_backend, TransformersBackend])
-def test_with_a_model_the_trainer_sees_the_same_logprobs(backend_class: Any, temperature: float) -> None:
+@pytest.mark.parametrize("backend_class", [create_rollout_backend, TransformersBackend])
+def test_with_a_model_the_trainer_sees_the_same_logprobs(
+    backend_class: Any, temperature: float
+) -> None:
     """Nothing between sampling and training changes a token, and a rollout does not depend on its neighbours."""
     model = make_model("llama")
     with torch.no_grad():
-        model.lm_head.weight[EOS] += model.lm_head.weight[ord("L") - 32]  # ends often, so that episodes have turns
+        model.lm_head.weight[EOS] += model.lm_head.weight[
+            ord("L") - 32
+        ]  # ends often, so that episodes have turns
     backend = backend_class(model, eos_ids=[EOS], pad_id=0, max_length=64)
     requests = [EpisodeRequest("easy", seed) for seed in range(1, 9)]
 
     def run(requests: list[EpisodeRequest], slots: int) -> list[list[list[int]]]:
         sampling = SamplingSettings(max_completion_tokens=24, slots=slots, temperature=temperature)
-        groups = collect(Looking(), backend, Renderer(), requests, group_size=3, sampling=sampling, seed=4)
+        groups = collect_rollouts(
+            Looking(), backend, Renderer(), requests, group_size=3, sampling=sampling, seed=4
+        )
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         assert {rollout.temperature for rollout in rollouts} == {temperature}
-        for batch in make_batches(rollouts, 200, 0):
+        for batch in build_batches(rollouts, 200, 0):
             with torch.no_grad():
                 logprobs_BS, _ = completion_logprobs(model, batch)
             torch.testing.assert_close(logprobs_BS, batch.sampler_logprobs_BS, atol=1e-4, rtol=0)
@@ -227,7 +305,9 @@ def test_with_a_model_the_trainer_sees_the_same_logprobs(backend_class: Any, tem
     assert run(requests, 5) == everything
     assert run(requests[3:5], 100) == everything[3:5]
     if temperature >= 1:
-        assert len({tuple(ids) for group in everything for ids in group}) > 20, "samples of a group differ"
+        assert len({tuple(ids) for group in everything for ids in group}) > 20, (
+            "samples of a group differ"
+        )
 
 
 class Telling(LookThenAnswer):
@@ -249,15 +329,25 @@ class Tells(Looking):
         return Telling(seed, level)
 
 
-def test_info_and_further_calls_are_kept_and_episodes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_and_further_calls_are_kept_and_episodes_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Telling, "closed", [])
-    groups = collect(
-        Tells(), Typist(lambda sequence, turn: ["L", "A"][turn]), Renderer(), [EpisodeRequest("easy", 2)],
-        group_size=2, sampling=SamplingSettings(max_turns=4, max_completion_tokens=40), seed=0,
-    )  # fmt: skip
+    groups = collect_rollouts(
+        Tells(),
+        Typist(lambda sequence, turn: ["L", "A"][turn]),
+        Renderer(),
+        [EpisodeRequest("easy", 2)],
+        group_size=2,
+        sampling=SamplingSettings(max_turns=4, max_completion_tokens=40),
+        seed=0,
+    )
     assert Telling.closed == [2, 2]
     played = groups[0].rollouts[0].trajectory
-    assert [turn.info["said"] for turn in played.turns] == ["L", "A"] and played.info == {"said": "A", "number": "nan"}
+    assert [turn.info["said"] for turn in played.turns] == ["L", "A"] and played.info == {
+        "said": "A",
+        "number": "nan",
+    }
     assert played.turns[0].calls == [ToolCall("look", {}), ToolCall("again", {"x": "?"})]
     again = Trajectory.from_json(played.to_json())
     assert again == played

@@ -17,26 +17,40 @@ from helpers.chat_templates import OPENS_AND_STRIPS, OPENS_KEEPS_LAST, family
 from helpers.letters import make_trainer
 from helpers.teacher_server import serving
 from helpers.tiny import weights_digest
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.environments.environment import Environment, Episode, Step
-from rl_core.environments.step_pool import NewContext
+from rl_core.environments.step_pool import ReplacementContext
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, SettingsError
-from rl_core.inference.engine import make_backend
+from rl_core.inference.engine import create_rollout_backend
 from rl_core.inference.sampling import check_observation
 from rl_core.inference.teacher import LocalTeacher, ServedTeacher
 from rl_core.inference.transformers_backend import TransformersBackend
+from rl_core.models.hidden_states import compute_turn_embeddings
 from rl_core.models.logprobs import check_contexts, completion_logprobs
 from rl_core.models.lora import add_adapter
-from rl_core.models.turn_states import turn_states
-from rl_core.rollouts.batching import TrainRow, make_batches, train_row
-from rl_core.rollouts.collect import EpisodeRequest, collect
-from rl_core.rollouts.token_files import read_rollouts, write_tokens
-from rl_core.settings import LoraSettings, ModelSettings, ReplaySettings, SamplingSettings, TeacherSettings
-from rl_core.thoughts.episodes import read_episode
-from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample
+from rl_core.rollouts.batching import TrainRow, build_batches, build_train_row
+from rl_core.rollouts.collect import collect_rollouts
+from rl_core.rollouts.episode_sequence import EpisodeRequest
+from rl_core.rollouts.rollout_files import read_rollouts, write_tokens
+from rl_core.settings import (
+    LoraSettings,
+    ModelSettings,
+    ReplaySettings,
+    SamplingSettings,
+    TeacherSettings,
+)
+from rl_core.thoughts.episodes import read_thought_episode
+from rl_core.trainers.policy_gradient.samples import ReplayBuffer, TrainingSample
 from rl_core.types import Rollout, StopReason, Trajectory
 
 THINK = ("<think>", "</think>")
@@ -80,9 +94,17 @@ def tokenizer(template=OPENS_AND_STRIPS):
 
 def llama(words, **options):
     config = LlamaConfig(
-        vocab_size=len(words), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.3, pad_token_id=0, **options,
-    )  # fmt: skip
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        pad_token_id=0,
+        **options,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return LlamaForCausalLM(config).eval()
@@ -90,16 +112,27 @@ def llama(words, **options):
 
 def ends_of(words):
     """Every fourth token ends an action, so that an untrained policy writes some tokens, and closes some thoughts."""
-    return [token for token in range(0, len(words), 4) if token != words.convert_tokens_to_ids("</think>")]
+    return [
+        token
+        for token in range(0, len(words), 4)
+        if token != words.convert_tokens_to_ids("</think>")
+    ]
 
 
 def play(backend, words, environment=None, history="template", requests=6, **options):
-    sampling = SamplingSettings(**{"max_completion_tokens": 120, "max_turns": 6, "temperature": 0.7, **options})
+    sampling = SamplingSettings(
+        **{"max_completion_tokens": 120, "max_turns": 6, "temperature": 0.7, **options}
+    )
     renderer = ChatRenderer(words, ModelSettings(history_thoughts=history))
-    found = collect(
-        environment or Chats(), backend, renderer, [EpisodeRequest("low", seed) for seed in range(requests)],
-        group_size=4, sampling=sampling, seed=3,
-    )  # fmt: skip
+    found = collect_rollouts(
+        environment or Chats(),
+        backend,
+        renderer,
+        [EpisodeRequest("low", seed) for seed in range(requests)],
+        group_size=4,
+        sampling=sampling,
+        seed=3,
+    )
     return [rollout for group in found for rollout in group.rollouts]
 
 
@@ -117,14 +150,16 @@ def contexts(rollout):
 def alone(model, ids, mask, temperature):
     """Log-probs of the sampled tokens of one context, by transformers."""
     with torch.no_grad():
-        log_p_SV = (model(input_ids=torch.tensor([ids])).logits[0].double() / temperature).log_softmax(-1)
+        log_p_SV = (
+            model(input_ids=torch.tensor([ids])).logits[0].double() / temperature
+        ).log_softmax(-1)
     return [float(log_p_SV[place - 1, ids[place]]) for place in range(len(ids)) if mask[place]]
 
 
 def backends(model, words, max_length=256):
     ends = ends_of(words)
     return (
-        make_backend(model, eos_ids=ends, pad_id=0, max_length=max_length),
+        create_rollout_backend(model, eos_ids=ends, pad_id=0, max_length=max_length),
         TransformersBackend(model, eos_ids=ends, pad_id=0, max_length=max_length),
     )
 
@@ -139,15 +174,21 @@ def played(words):
     return play(backends(llama(words), words)[0], words)
 
 
-def test_each_prompt_is_the_template_s_own_and_the_turns_after_it_are_kept_as_sampled(words, played):
+def test_each_prompt_is_the_template_s_own_and_the_turns_after_it_are_kept_as_sampled(
+    words, played
+):
     renderer, begun = ChatRenderer(words), 0
     for rollout in played:
-        messages: list[dict[str, Any]] = [{"role": "user", "content": f"answer {rollout.trajectory.seed}"}]
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": f"answer {rollout.trajectory.seed}"}
+        ]
         actions = iter(rollout.trajectory.turns)
         read: list[int] = []  # what the policy has before it
         for index, (ids, mask, _) in enumerate(contexts(rollout)):
             if index:
-                read = words.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)["input_ids"]
+                read = words.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=True
+                )["input_ids"]
                 assert ids[: len(read)] == read and not any(mask[: len(read)]) and mask[len(read)]
                 begun += 1
             place = mask.index(True)
@@ -197,7 +238,7 @@ def test_sampler_and_trainer_agree_with_each_context_alone(words, kind):
             for ids, mask, logprobs in contexts(rollout):
                 found = [value for value, sampled in zip(logprobs, mask, strict=True) if sampled]
                 np.testing.assert_allclose(found, alone(model, ids, mask, 0.7), atol=1e-4)
-        for batch in make_batches(rollouts, 600, 0):
+        for batch in build_batches(rollouts, 600, 0):
             with torch.no_grad():
                 logprobs_BS = completion_logprobs(model, batch)[0]
             assert torch.allclose(logprobs_BS, batch.sampler_logprobs_BS, atol=1e-4)
@@ -209,22 +250,32 @@ def test_the_gradient_is_the_sum_over_contexts(words, played):
 
     def gradient(rows):
         model.zero_grad()
-        for batch in make_batches(rows, 10_000, 0):
+        for batch in build_batches(rows, 10_000, 0):
             completion_logprobs(model, batch)[0].sum().backward()
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
-    apart = [TrainRow(ids[:1], ids[1:], mask[1:], lp[1:], 0.7) for row in rows for ids, mask, lp in contexts(row)]
+    apart = [
+        TrainRow(ids[:1], ids[1:], mask[1:], lp[1:], 0.7)
+        for row in rows
+        for ids, mask, lp in contexts(row)
+    ]
     together, apart = gradient(rows), gradient(apart)
     assert float((together - apart).abs().max()) < 1e-5 * float(apart.abs().max())
-    mixed = gradient([replace(train_row(row), context_starts=()) for row in rows])
-    assert float((together - mixed).abs().max()) > 1e-2 * float(apart.abs().max()), "as one sequence it is another"
+    mixed = gradient([replace(build_train_row(row), context_starts=()) for row in rows])
+    assert float((together - mixed).abs().max()) > 1e-2 * float(apart.abs().max()), (
+        "as one sequence it is another"
+    )
 
 
-@pytest.mark.parametrize("options", [{"slots": 5}, {"slots": 3, "rejoin": "ready"}, {"repetition_penalty": 1.3}])
+@pytest.mark.parametrize(
+    "options", [{"slots": 5}, {"slots": 3, "rejoin": "ready"}, {"repetition_penalty": 1.3}]
+)
 def test_slots_waiting_environments_and_penalties_change_nothing_else(words, options):
     model = llama(words)
     environment = SlowChats() if "rejoin" in options else Chats()
-    engine, transformers = (play(backend, words, environment, **options) for backend in backends(model, words))
+    engine, transformers = (
+        play(backend, words, environment, **options) for backend in backends(model, words)
+    )
     assert any(rollout.context_starts for rollout in engine)
     assert [r.completion_ids for r in engine] == [r.completion_ids for r in transformers]
     for ours, theirs in zip(engine, transformers, strict=True):
@@ -263,9 +314,15 @@ def test_history_as_it_was_sampled_is_one_context(words):
 
 def trainer_of(words, **options):
     trainer = make_trainer(
-        words, Chats(), model=llama(words), learning_rate=1e-3, prompts_per_iteration=3, group_size=4,
-        sampling=SamplingSettings(max_completion_tokens=100, max_turns=6, temperature=0.7), **options,
-    )  # fmt: skip
+        words,
+        Chats(),
+        model=llama(words),
+        learning_rate=1e-3,
+        prompts_per_iteration=3,
+        group_size=4,
+        sampling=SamplingSettings(max_completion_tokens=100, max_turns=6, temperature=0.7),
+        **options,
+    )
     trainer.renderer = ChatRenderer(words, ModelSettings(history_thoughts="template"))
     trainer.backend = backends(trainer.policy, words)[0]
     return trainer
@@ -292,12 +349,14 @@ def test_training_sees_the_sampler_s_policy_and_resumes_with_replayed_contexts(w
 
 
 def test_the_replay_buffer_keeps_contexts(played):
-    samples = [Sample(train_row(rollout), 1.0, False, 0.5) for rollout in played]
+    samples = [TrainingSample(build_train_row(rollout), 1.0, False, 0.5) for rollout in played]
     buffer, other = (ReplayBuffer(ReplaySettings(share=1.0, iterations=1)) for _ in range(2))
-    buffer.add([samples])
+    buffer.add_groups([samples])
     other.load_state_dict(buffer.state_dict())
-    (group,) = other.draw(np.random.default_rng(0), 1)
-    assert [list(sample.row.context_starts) for sample in group] == [r.context_starts for r in played]
+    (group,) = other.draw_groups(np.random.default_rng(0), 1)
+    assert [list(sample.row.context_starts) for sample in group] == [
+        r.context_starts for r in played
+    ]
 
 
 def test_tokens_on_disk_keep_contexts(played, tmp_path):
@@ -314,22 +373,30 @@ def test_tokens_on_disk_keep_contexts(played, tmp_path):
 def test_teachers_judge_each_context_alone(words, played):
     model = llama(words)
     chosen = [rollout for rollout in played if rollout.context_starts][:3]
-    rows = [replace(train_row(rollout), temperature=1.0) for rollout in chosen]
-    (batch,) = make_batches(rows, 10_000, 0)
-    local = LocalTeacher(model, context=max(len(ids) for r in played for ids, _, _ in contexts(r))).logprobs(batch)
+    rows = [replace(build_train_row(rollout), temperature=1.0) for rollout in chosen]
+    (batch,) = build_batches(rows, 10_000, 0)
+    local = LocalTeacher(
+        model, context=max(len(ids) for r in played for ids, _, _ in contexts(r))
+    ).compute_logprobs(batch)
     with serving(model) as (url, asked):
-        served = ServedTeacher(TeacherSettings(url=url, model="m", api="echo")).logprobs(batch)
+        served = ServedTeacher(TeacherSettings(url=url, model="m", api="echo")).compute_logprobs(
+            batch
+        )
     assert len(asked) == sum(1 + len(row.context_starts) for row in rows)
     assert torch.allclose(local, served, atol=1e-4)
     for place, index in enumerate(batch.rows):
-        expected = [value for ids, mask, _ in contexts(chosen[index]) for value in alone(model, ids, mask, 1.0)]
+        expected = [
+            value
+            for ids, mask, _ in contexts(chosen[index])
+            for value in alone(model, ids, mask, 1.0)
+        ]
         np.testing.assert_allclose(local[place][batch.loss_mask_BS[place]], expected, atol=1e-4)
 
 
 def test_states_of_a_turn_are_those_of_its_context(words, played):
     model = llama(words)
     rollout = next(r for r in played if r.context_starts)
-    (states,) = turn_states(model, [rollout], pad_id=0)
+    (states,) = compute_turn_embeddings(model, [rollout], pad_id=0)
     ids, mask, _ = list(contexts(rollout))[-1]
     with torch.no_grad():
         hidden_SH = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
@@ -346,10 +413,14 @@ class Forgetful:
     def __init__(self, limit):
         self.actions, self._limit = [], limit
 
-    def advance(self, action_ids, logprobs, hit_limit):
+    def take_action(self, action_ids, logprobs, hit_limit):
         self.actions.append(action_ids)
         left = self._limit - sum(map(len, self.actions))
-        return None if hit_limit or left < 1 else NewContext([1], 1 + (left if len(self.actions) < 3 else 40))
+        return (
+            None
+            if hit_limit or left < 1
+            else ReplacementContext([1], 1 + (left if len(self.actions) < 3 else 40))
+        )
 
     def should_stop(self, action_ids):
         return False
@@ -360,33 +431,51 @@ def test_contexts_together_sample_no_more_than_the_sequence_may(words, kind):
     """Beyond its random numbers a sequence drew zeros, or those of another one."""
     options = dict(eos_ids=range(0, len(words), 2), pad_id=0, max_length=64)
     model = llama(words)
-    backend = make_backend(model, **options) if kind == "engine" else TransformersBackend(model, **options)
+    backend = (
+        create_rollout_backend(model, **options)
+        if kind == "engine"
+        else TransformersBackend(model, **options)
+    )
     sequence = Forgetful(40)
     with pytest.raises(DataError, match=r"cannot go on to 41 where \d+ more tokens may be sampled"):
-        backend.run([sequence], SamplingSettings(max_completion_tokens=40, temperature=1.0))
+        backend.run_sequences(
+            [sequence], SamplingSettings(max_completion_tokens=40, temperature=1.0)
+        )
     assert len(sequence.actions) == 3
 
 
 def test_what_reads_one_sequence_refuses_several(played):
     several = next(r for r in played if r.context_starts)
     one = replace(several, context_starts=[])
-    with pytest.raises(SettingsError, match=r"^model.history_thoughts: the training of thoughts takes one sequence"):
-        read_episode(Chats(), None, several)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match=r"^model.history_thoughts: a preference pair takes one sequence"):
+    with pytest.raises(
+        SettingsError, match=r"^model.history_thoughts: the training of thoughts takes one sequence"
+    ):
+        read_thought_episode(Chats(), None, several)  # type: ignore[arg-type]
+    with pytest.raises(
+        SettingsError, match=r"^model.history_thoughts: a preference pair takes one sequence"
+    ):
         several.check_one_context("a preference pair")
     one.check_one_context("a preference pair")
     torch.manual_seed(0)
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(SettingsError, match=r"^model.history_thoughts: template gives episodes of several contexts"):
+    mamba = MambaForCausalLM(
+        MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
+    )
+    with pytest.raises(
+        SettingsError, match=r"^model.history_thoughts: template gives episodes of several contexts"
+    ):
         check_contexts(mamba)
 
 
 def test_a_context_that_cannot_go_on_is_refused():
-    check_observation(NewContext([1, 2], 3), room=1, context=3, hit_limit=False, draws=1)
+    check_observation(ReplacementContext([1, 2], 3), room=1, context=3, hit_limit=False, draws=1)
     for ids, limit, draws in (([], 3, 3), ([1, 2, 3], 3, 3), ([1, 2], 4, 3), ([1], 3, 1)):
         with pytest.raises(DataError, match=r"cannot go on to"):
-            check_observation(NewContext(ids, limit), room=9, context=3, hit_limit=False, draws=draws)
+            check_observation(
+                ReplacementContext(ids, limit), room=9, context=3, hit_limit=False, draws=draws
+            )
     trajectory = Trajectory("e", "l", "k", 0, "", "")
     wrong = Rollout([1], [2, 3], [True, True], [0.0, 0.0], trajectory, context_starts=[2])
-    with pytest.raises(DataError, match=r"row 0: context_starts \[2\] have to rise within 2 tokens"):
-        make_batches([wrong], 100, 0)
+    with pytest.raises(
+        DataError, match=r"row 0: context_starts \[2\] have to rise within 2 tokens"
+    ):
+        build_batches([wrong], 100, 0)

@@ -10,17 +10,22 @@ import pytest
 from helpers.typed_episodes import Looking, LookThenAnswer, Renderer, Typist
 
 from rl_core.environments.environment import Episode, Step
-from rl_core.environments.failed_episodes import EpisodeFailures, FailedEpisode, error_trace
+from rl_core.environments.failed_episodes import (
+    EpisodeFailureMonitor,
+    FailedEpisode,
+    format_error_trace,
+)
 from rl_core.errors import DataError, EnvironmentFault
 from rl_core.inference.sampling import RolloutSequence
-from rl_core.rollouts.collect import EpisodeRequest, collect
-from rl_core.rollouts.failed_episode_file import (
-    KEPT_EPISODES,
+from rl_core.rollouts.collect import collect_rollouts
+from rl_core.rollouts.episode_sequence import EpisodeRequest
+from rl_core.rollouts.replay import replay_episode
+from rl_core.rollouts.rollout_files import (
+    MAX_FAILED_EPISODES,
     EpisodeName,
     FailedEpisodeFile,
     read_failed_episodes,
 )
-from rl_core.rollouts.replay import replay_episode
 from rl_core.settings import SamplingSettings
 from rl_core.types import Message, StopReason, Trajectory, Turn
 
@@ -61,23 +66,38 @@ def by_sample(*scripts: list[str]):
 
 
 def play(script, requests, group_size=3, **options):
-    failures = EpisodeFailures(options.pop("max_failed_share", 0.1))
+    failures = EpisodeFailureMonitor(options.pop("max_failed_share", 0.1))
     kept: list[FailedEpisode] = []
-    failures.keep = lambda episode: kept.append(episode) or "look"
-    groups = collect(
-        Breaking(), Typist(script), Renderer(), requests,
-        group_size=group_size, sampling=SamplingSettings(**options), seed=0, failures=failures,
-    )  # fmt: skip
+    failures.store_episode = lambda episode: kept.append(episode) or "look"
+    groups = collect_rollouts(
+        Breaking(),
+        Typist(script),
+        Renderer(),
+        requests,
+        group_size=group_size,
+        sampling=SamplingSettings(**options),
+        seed=0,
+        failures=failures,
+    )
     return groups, failures, kept
 
 
-@pytest.mark.parametrize(("fatal", "error"), [("X", "KeyError: 'cell'"), ("M", f"ValueError: {BAD}")])
+@pytest.mark.parametrize(
+    ("fatal", "error"), [("X", "KeyError: 'cell'"), ("M", f"ValueError: {BAD}")]
+)
 def test_failed_samples_are_left_out_of_their_groups_and_kept_whole(fatal: str, error: str) -> None:
     script = by_sample(["A"], ["L", fatal], ["L", "B"])
     groups, failures, kept = play(script, [EpisodeRequest("easy", 1), EpisodeRequest("hard", 2)])
-    assert [[rollout.trajectory.sample for rollout in group.rollouts] for group in groups] == [[0, 2], [0, 2]]
+    assert [[rollout.trajectory.sample for rollout in group.rollouts] for group in groups] == [
+        [0, 2],
+        [0, 2],
+    ]
     assert [group.rewards for group in groups] == [[1.0, -0.25]] * 2
-    assert failures.settle() == (2, 6) and failures.settle() == (0, 0) and failures.total == 2
+    assert (
+        failures.take_counts() == (2, 6)
+        and failures.take_counts() == (0, 0)
+        and failures.total == 2
+    )
     assert [(e.trajectory.level, e.trajectory.seed, e.trajectory.sample) for e in kept] == [
         ("easy", 1, 1),
         ("hard", 2, 1),
@@ -92,7 +112,9 @@ def test_failed_samples_are_left_out_of_their_groups_and_kept_whole(fatal: str, 
 
 
 def test_an_episode_that_cannot_be_made_leaves_an_empty_group() -> None:
-    groups, failures, kept = play(by_sample(["A"]), [EpisodeRequest("easy", 13), EpisodeRequest("easy", 1)], 2)
+    groups, failures, kept = play(
+        by_sample(["A"]), [EpisodeRequest("easy", 13), EpisodeRequest("easy", 1)], 2
+    )
     assert [len(group.rollouts) for group in groups] == [0, 2]
     assert [(episode.failed_in, episode.error) for episode in kept] == [
         ("the environment's episode()", "OSError: no such grid")
@@ -101,21 +123,26 @@ def test_an_episode_that_cannot_be_made_leaves_an_empty_group() -> None:
 
 
 def test_the_share_is_of_ten_collections_and_of_fifty_episodes_at_least() -> None:
-    failures = EpisodeFailures(0.1)
-    assert not failures.too_many(0, 8) and not failures.too_many(5, 8)  # 5 = 0.1 of 50
-    assert failures.too_many(6, 8) and failures.too_many(3, 3)  # nothing left
+    failures = EpisodeFailureMonitor(0.1)
+    assert not failures.has_too_many(0, 8) and not failures.has_too_many(5, 8)  # 5 = 0.1 of 50
+    assert failures.has_too_many(6, 8) and failures.has_too_many(3, 3)  # nothing left
     for _ in range(9):
-        failures.close([], 20)
-    assert not failures.too_many(20, 40) and failures.too_many(23, 40)  # 0.1 of 180 + 40 = 22
-    failures.close([], 20)  # the tenth: the first one leaves the window
-    again = EpisodeFailures(0.1)
+        failures.close_collection([], 20)
+    assert not failures.has_too_many(20, 40) and failures.has_too_many(
+        23, 40
+    )  # 0.1 of 180 + 40 = 22
+    failures.close_collection([], 20)  # the tenth: the first one leaves the window
+    again = EpisodeFailureMonitor(0.1)
     again.load_state_dict(failures.state_dict())
-    assert [again.too_many(count, 40) for count in (22, 23)] == [False, True] and again.total == 0
-    strict, never = EpisodeFailures(0.0), EpisodeFailures(1.0)
-    assert strict.too_many(1, 10_000) and not strict.too_many(0, 10)
-    assert not never.too_many(9_999, 10_000) and never.too_many(10, 10)
+    assert [again.has_too_many(count, 40) for count in (22, 23)] == [
+        False,
+        True,
+    ] and again.total == 0
+    strict, never = EpisodeFailureMonitor(0.0), EpisodeFailureMonitor(1.0)
+    assert strict.has_too_many(1, 10_000) and not strict.has_too_many(0, 10)
+    assert not never.has_too_many(9_999, 10_000) and never.has_too_many(10, 10)
     never.is_refill = True
-    assert not never.too_many(10, 10)
+    assert not never.has_too_many(10, 10)
 
 
 def test_too_many_failures_stop_at_once_and_say_where_to_look() -> None:
@@ -139,8 +166,14 @@ def test_without_an_account_the_setting_bounds_one_call() -> None:
     script = by_sample(["A"], ["X"])
     sampling = SamplingSettings(max_failed_share=0.0)
     with pytest.raises(EnvironmentFault, match="max_failed_share allows 0"):
-        collect(
-            Breaking(), Typist(script), Renderer(), [EpisodeRequest("easy", 1)], group_size=2, sampling=sampling, seed=0
+        collect_rollouts(
+            Breaking(),
+            Typist(script),
+            Renderer(),
+            [EpisodeRequest("easy", 1)],
+            group_size=2,
+            sampling=sampling,
+            seed=0,
         )
 
 
@@ -148,12 +181,14 @@ def test_addresses_are_left_out_of_traces() -> None:
     try:
         raise ValueError(object())
     except ValueError as error:
-        text = error_trace(error)
+        text = format_error_trace(error)
     assert "0x..." in text and "0x7" not in text
 
 
 def failed(iteration: int, seed: int, error: str = "KeyError: 'cell'") -> FailedEpisode:
-    trajectory = Trajectory(environment="e", level="a/b", kind="", seed=seed, prompt="p", target="", turns=[Turn("X")])
+    trajectory = Trajectory(
+        environment="e", level="a/b", kind="", seed=seed, prompt="p", target="", turns=[Turn("X")]
+    )
     return FailedEpisode(trajectory, [], "step 1 of the environment", error, iteration=iteration)
 
 
@@ -162,21 +197,25 @@ def test_a_resumed_run_writes_the_same_file_and_keeps_the_first_ones(tmp_path: P
     cut = FailedEpisodeFile(tmp_path / "cut.jsonl", "policy")
     for iteration in range(4):
         for file in (whole, cut):
-            assert str(file.add(failed(iteration, 10 + iteration), str(iteration))) == (
+            assert str(file.append_episode(failed(iteration, 10 + iteration), str(iteration))) == (
                 f"policy/{iteration}/a/b/{10 + iteration}/0"
             )
     again = FailedEpisodeFile(tmp_path / "cut.jsonl", "policy")  # resumed after iteration 1
     for iteration in (2, 3):
-        again.add(failed(iteration, 10 + iteration), str(iteration))
+        again.append_episode(failed(iteration, 10 + iteration), str(iteration))
     assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     FailedEpisodeFile(tmp_path / "cut.jsonl", "policy")(3, [])  # nothing failed this time
     assert [name for name, _ in read_failed_episodes(tmp_path / "cut.jsonl")] == [
         f"policy/{iteration}/a/b/{10 + iteration}/0" for iteration in range(3)
     ]
-    names = [whole.add(failed(9, seed), "9") for seed in range(KEPT_EPISODES)]
-    assert sum(name is not None for name in names) == KEPT_EPISODES - 4
+    names = [whole.append_episode(failed(9, seed), "9") for seed in range(MAX_FAILED_EPISODES)]
+    assert sum(name is not None for name in names) == MAX_FAILED_EPISODES - 4
     found = list(read_failed_episodes(tmp_path / "whole.jsonl"))
-    assert len(found) == KEPT_EPISODES and found[0][1].iteration == 0 and found[0][1].trajectory.turns[0].action == "X"
+    assert (
+        len(found) == MAX_FAILED_EPISODES
+        and found[0][1].iteration == 0
+        and found[0][1].trajectory.turns[0].action == "X"
+    )
 
 
 def test_names_of_episodes() -> None:
@@ -201,10 +240,14 @@ def test_a_failed_episode_fails_again_in_the_same_way() -> None:
         outcome = replay_episode(Breaking(), episode)
         assert outcome.differences == [] and outcome.error == episode.error
     assert [episode.error for episode in kept] == [
-        "KeyError: 'cell'", "step returned reward nan, not a finite reward", f"ValueError: {BAD}"
-    ]  # fmt: skip
+        "KeyError: 'cell'",
+        "step returned reward nan, not a finite reward",
+        f"ValueError: {BAD}",
+    ]
     outcome = replay_episode(Looking(), kept[0])  # mended meanwhile
-    assert outcome.differences == ["error in step 2 of the environment: recorded KeyError: 'cell', now none"]
+    assert outcome.differences == [
+        "error in step 2 of the environment: recorded KeyError: 'cell', now none"
+    ]
 
 
 def test_an_episode_that_ended_well_is_compared_turn_by_turn() -> None:
@@ -256,7 +299,9 @@ def test_a_reward_function_of_chance_is_named() -> None:
         "mine:other": lambda trajectories: [t.rewards["task"] + 1.25 for t in trajectories],
     }
     found = replay_episode(Breaking(), played, functions).differences
-    assert found[0].startswith("reward 'mine:score' gave 0.134") and found[0].endswith("for the same trajectory")
+    assert found[0].startswith("reward 'mine:score' gave 0.134") and found[0].endswith(
+        "for the same trajectory"
+    )
     assert found[1].startswith("reward 'mine:score': recorded 0.5, now 0.134")
     assert found[2:] == []  # task -0.25 + 1 = 0.75, and 1.25 make the 2.0 that was recorded
 
@@ -268,4 +313,6 @@ def test_a_reward_function_of_chance_is_named() -> None:
     nan = FailedEpisode(played, [], "reward 'mine:score'", "gave nan, no finite number")
     assert replay_episode(Breaking(), nan, {"mine:score": lambda ts: [math.nan]}).differences == []
     mended = replay_episode(Breaking(), nan, {"mine:score": lambda ts: [0.25]}).differences
-    assert mended == ["error of reward 'mine:score': recorded gave nan, no finite number, now gave 0.25"]
+    assert mended == [
+        "error of reward 'mine:score': recorded gave nan, no finite number, now gave 0.25"
+    ]

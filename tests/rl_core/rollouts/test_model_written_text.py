@@ -11,48 +11,108 @@ from hypothesis import strategies as st
 
 from rl_core.analysis import analyze, read_trajectories, write_trajectories
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.model_text import MAX_DEPTH, plain_json, printable
+from rl_core.data.model_text import MAX_DEPTH, convert_to_plain_json, replace_unprintable
 from rl_core.data.tokenizer import train_tokenizer
-from rl_core.environments.calculator import CALCULATOR
+from rl_core.environments.calculator import CALCULATOR, extract_final_answer
 from rl_core.environments.environment import Environment, Episode, Step
-from rl_core.environments.external_scoring import read_tagged_answer
-from rl_core.environments.solutions import read_final
-from rl_core.environments.step_pool import resolve
-from rl_core.environments.tool_question import QuestionEpisode
+from rl_core.environments.question_episodes import QuestionEpisode, read_tagged_answer
+from rl_core.environments.step_pool import wait_for_observation
 from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import ToolMisuse
 from rl_core.readers import read_trajectories as read_table
-from rl_core.rewards.coherence import CoherenceReward
-from rl_core.rewards.format import FormatReward
+from rl_core.rewards.components import FormatReward, ToolUseReward
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord
-from rl_core.rewards.tool_use import ToolUseReward
-from rl_core.rollouts.collect import EpisodeRequest, collect
-from rl_core.settings import AnalysisSettings, CoherenceSettings, FormatSettings, SamplingSettings, ToolUseSettings
+from rl_core.rewards.state_components import CoherenceReward
+from rl_core.rollouts.collect import collect_rollouts
+from rl_core.rollouts.episode_sequence import EpisodeRequest
+from rl_core.settings import (
+    AnalysisSettings,
+    CoherenceSettings,
+    FormatSettings,
+    SamplingSettings,
+    ToolUseSettings,
+)
 from rl_core.types import ToolCall
 
 ENDS_TRAINING = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
 DIGITS = "9" * 5000
-TOOLS = Toolset([CALCULATOR, Tool("zoom", "part", {"row": int, "col": float, "why": str}, lambda row, col, why: why)])
+TOOLS = Toolset(
+    [
+        CALCULATOR,
+        Tool("zoom", "part", {"row": int, "col": float, "why": str}, lambda row, col, why: why),
+    ]
+)
 PIECES = [
-    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "<answer>",
-    "</answer>", "answer ", "#### ", "calculator ", "zoom ", '{"name": "zoom", "arguments": ',
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "answer ",
+    "#### ",
+    "calculator ",
+    "zoom ",
+    '{"name": "zoom", "arguments": ',
     '{"name": "calculator", ',
-    '"arguments": {"row": 1, "col": 1, "why": "\\ud800"}}', '"function": ', '"parameters": ', "{", "}", "[", "]", '"',
-    ":", ",", "\\ud800", "\\udc00", "\\u0000", "\0", "\x1b[2J", "\u2028", "\r", "\n", "\x85", DIGITS, "1e999",
-    "-1e-999", "NaN", "-Infinity", "1" + "/3" * 90, "(" * 40, "[" * 900, "]" * 900, '{"a":' * 600, "é" * 50,
+    '"arguments": {"row": 1, "col": 1, "why": "\\ud800"}}',
+    '"function": ',
+    '"parameters": ',
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    ":",
+    ",",
+    "\\ud800",
+    "\\udc00",
+    "\\u0000",
+    "\0",
+    "\x1b[2J",
+    "\u2028",
+    "\r",
+    "\n",
+    "\x85",
+    DIGITS,
+    "1e999",
+    "-1e-999",
+    "NaN",
+    "-Infinity",
+    "1" + "/3" * 90,
+    "(" * 40,
+    "[" * 900,
+    "]" * 900,
+    '{"a":' * 600,
+    "é" * 50,
     "\U0001f600",
-    '{"row": 1, "row": 2, "col": 0, "why": ""}', "null", "true", " ", "%" * 99, "**9**9**9", "<|im_end|>",
-]  # fmt: skip
+    '{"row": 1, "row": 2, "col": 0, "why": ""}',
+    "null",
+    "true",
+    " ",
+    "%" * 99,
+    "**9**9**9",
+    "<|im_end|>",
+]
 hostile_text = st.one_of(
     st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=8)), max_size=9).map("".join),
     st.recursive(
         st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9)),
-        lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=9), inner, max_size=4)),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=9), inner, max_size=4)
+        ),
         max_leaves=12,
-    ).map(lambda value: f'<tool_call>{{"name": "zoom", "arguments": {json.dumps(value)}}}</tool_call>'),
+    ).map(
+        lambda value: f'<tool_call>{{"name": "zoom", "arguments": {json.dumps(value)}}}</tool_call>'
+    ),
 )
 bounded = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 
@@ -76,7 +136,10 @@ class ParrotEpisode(Episode):
             value = text
         said = value if isinstance(value, str) else repr(value)[:200]
         call = ToolCall(
-            said[:20], value if isinstance(value, dict) else {"value": value, "\ud800": math.nan, "n": 9**9999}
+            said[:20],
+            value
+            if isinstance(value, dict)
+            else {"value": value, "\ud800": math.nan, "n": 9**9999},
         )
         message = {"role": "tool", "content": said, "name": said[:5]}
         return Step(messages=[message], tool_call=call, answer=said, success=False)
@@ -104,21 +167,38 @@ def play(environment, renderer, text):
 
         def run(self, sequences, sampling):
             for sequence in sequences:
-                ids = renderer.action_ids(printable(text))  # sampled ids spell no surrogate
-                while resolve(sequence.advance(ids, [-0.5] * len(ids), False)) is not None:
+                ids = renderer.action_ids(
+                    replace_unprintable(text)
+                )  # sampled ids spell no surrogate
+                while (
+                    wait_for_observation(sequence.advance(ids, [-0.5] * len(ids), False))
+                    is not None
+                ):
                     pass
 
     sampling = SamplingSettings(max_completion_tokens=10**6, max_turns=2)
-    (group,) = collect(
-        environment, Typist(), renderer, [EpisodeRequest("easy", 1)], group_size=1, sampling=sampling, seed=0
+    (group,) = collect_rollouts(
+        environment,
+        Typist(),
+        renderer,
+        [EpisodeRequest("easy", 1)],
+        group_size=1,
+        sampling=sampling,
+        seed=0,
     )
     return group.rollouts[0]
 
 
 @bounded
 @example(ENDS_TRAINING)
-@example('<tool_call>{"name": "zoom", "arguments": {"row": ' + "[" * 480 + "]" * 480 + "}}</tool_call>")
-@example('<tool_call>{"name": "zoom", "arguments": {"row": ' + "9" * 4300 + ', "col": 1, "why": ""}}</tool_call>')
+@example(
+    '<tool_call>{"name": "zoom", "arguments": {"row": ' + "[" * 480 + "]" * 480 + "}}</tool_call>"
+)
+@example(
+    '<tool_call>{"name": "zoom", "arguments": {"row": '
+    + "9" * 4300
+    + ', "col": 1, "why": ""}}</tool_call>'
+)
 @given(hostile_text)
 def test_a_call_is_read_or_refused_in_words_that_can_be_written(text):
     try:
@@ -127,17 +207,21 @@ def test_a_call_is_read_or_refused_in_words_that_can_be_written(text):
     except ToolMisuse as misuse:
         said = str(misuse)
     assert len(said.encode("utf-8")) < 4000  # lone surrogates have no UTF-8
-    for answer in (read_final(text), read_tagged_answer(text)):
+    for answer in (extract_final_answer(text), read_tagged_answer(text)):
         assert answer is None or len(answer) <= len(text)
 
 
 def test_half_of_a_surrogate_pair_in_a_call_is_misuse():
     with pytest.raises(ToolMisuse, match="half of a surrogate pair"):
         TOOLS.parse(ENDS_TRAINING)
-    inner = json.dumps({"row": 1, "col": 1, "why": "\ud800"})  # arguments as JSON text, as OpenAI writes them
+    inner = json.dumps(
+        {"row": 1, "col": 1, "why": "\ud800"}
+    )  # arguments as JSON text, as OpenAI writes them
     with pytest.raises(ToolMisuse, match="half of a surrogate pair"):
         TOOLS.parse(json.dumps({"name": "zoom", "arguments": inner}))
-    call = TOOLS.parse('{"name": "zoom", "arguments": {"row": 1, "col": 1, "why": "\\ud83d\\ude00"}}')
+    call = TOOLS.parse(
+        '{"name": "zoom", "arguments": {"row": 1, "col": 1, "why": "\\ud83d\\ude00"}}'
+    )
     assert call.arguments["why"] == "\U0001f600"  # a whole pair is a character
 
 
@@ -149,7 +233,9 @@ def test_half_of_a_surrogate_pair_in_a_call_is_misuse():
 @example("9" * 4300)
 @example("answer ")  # ends one of the episodes
 @given(text=hostile_text)
-def test_whatever_is_written_is_played_stored_read_back_scored_and_reported(renderer, tmp_path_factory, text):
+def test_whatever_is_written_is_played_stored_read_back_scored_and_reported(
+    renderer, tmp_path_factory, text
+):
     folder = tmp_path_factory.mktemp("run")
     played = [play(environment, renderer, text) for environment in (Questions(), Parrot())]
     kept = folder / "trajectories.jsonl"
@@ -160,7 +246,9 @@ def test_whatever_is_written_is_played_stored_read_back_scored_and_reported(rend
     RewardRecord(folder / "rewards.jsonl")(0, played)
     turns = sum(len(rollout.trajectory.turns) for rollout in played)
     for table in (read_table(kept), read_table(folder / "recent_rollouts.jsonl", turns=True)):
-        assert len(table) == (turns if "turn" in table else len(played)) and table.to_csv().encode("utf-8")
+        assert len(table) == (turns if "turn" in table else len(played)) and table.to_csv().encode(
+            "utf-8"
+        )
     values = [
         *FormatReward(FormatSettings(pattern=r"(\w|\s)*"))(played),
         *ToolUseReward(ToolUseSettings(bonus=0.1))(played),
@@ -177,9 +265,10 @@ def test_hostile_trajectories_are_analysed(tmp_path, renderer):
         trajectory.turns[0].action += "\ud800"  # as files of older versions may hold
     write_trajectories(tmp_path / "t.jsonl", played)
     found = analyze(
-        {"one": tmp_path / "t.jsonl", "two": tmp_path / "t.jsonl"}, tmp_path / "out",
+        {"one": tmp_path / "t.jsonl", "two": tmp_path / "t.jsonl"},
+        tmp_path / "out",
         AnalysisSettings(bootstrap_samples=100, side_by_side=len(texts)),
-    )  # fmt: skip
+    )
     page = found.report.read_text(encoding="utf-8")
     assert page.count("<article ") == len(texts) and "<script" not in page and "\0" not in page
 
@@ -189,14 +278,29 @@ def test_plain_json_by_hand():
     for _ in range(500):
         value.append([])
         value = value[0]
-    found = plain_json({"a": "x\ud800\0", 1: math.inf, "n": 2**1024, "t": (True, None, 1.5), "deep": deep, "o": {1j}})
-    assert found["a"] == "x?\ufffd" and found["1"] == "inf" and found["n"] == "(an integer of 1025 bits)"
+    found = convert_to_plain_json(
+        {
+            "a": "x\ud800\0",
+            1: math.inf,
+            "n": 2**1024,
+            "t": (True, None, 1.5),
+            "deep": deep,
+            "o": {1j},
+        }
+    )
+    assert (
+        found["a"] == "x?\ufffd"
+        and found["1"] == "inf"
+        and found["n"] == "(an integer of 1025 bits)"
+    )
     assert found["t"] == [True, None, 1.5] and found["o"] == "{1j}"
     assert json.dumps(found["deep"]).count("[") == MAX_DEPTH - 1
-    assert plain_json(found) == found  # nothing is left to replace
+    assert convert_to_plain_json(found) == found  # nothing is left to replace
 
 
 def test_tags_that_are_opened_and_not_closed_are_read_in_one_pass():
     assert read_tagged_answer("<answer>a<answer>b</answer> <answer> c\n</answer><answer>d") == "c"
     assert read_tagged_answer("<answer>" * 9 + "\nanswer 4") == "4"
-    assert read_tagged_answer("<answer>" * 200_000) is None  # by pattern: the square of 1.6 million characters
+    assert (
+        read_tagged_answer("<answer>" * 200_000) is None
+    )  # by pattern: the square of 1.6 million characters

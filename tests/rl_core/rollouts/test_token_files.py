@@ -2,7 +2,7 @@ import pytest
 
 from rl_core.analysis import write_trajectories
 from rl_core.errors import DataError
-from rl_core.rollouts.token_files import read_rollouts, tokens_path, write_tokens
+from rl_core.rollouts.rollout_files import build_tokens_path, read_rollouts, write_tokens
 from rl_core.types import Rollout, Trajectory
 
 MASKS = ([True, True, False, True], [False, True], [True])
@@ -12,10 +12,19 @@ def rollouts():
     made = []
     for number, mask in enumerate(MASKS):
         trajectory = Trajectory(
-            "fake", "easy", "k", number, "p", "t", num_completion_tokens=len(mask), num_action_tokens=sum(mask),
+            "fake",
+            "easy",
+            "k",
+            number,
+            "p",
+            "t",
+            num_completion_tokens=len(mask),
+            num_action_tokens=sum(mask),
             temperature=0.5 * number,
-        )  # fmt: skip
-        made.append(Rollout([7, number], list(range(len(mask))), mask, [0.0] * len(mask), trajectory))
+        )
+        made.append(
+            Rollout([7, number], list(range(len(mask))), mask, [0.0] * len(mask), trajectory)
+        )
     return made
 
 
@@ -23,12 +32,12 @@ def rollouts():
 def path(tmp_path):
     path = tmp_path / "trajectories_sft.jsonl"
     write_trajectories(path, [rollout.trajectory for rollout in rollouts()])
-    write_tokens(tokens_path(path), rollouts())
+    write_tokens(build_tokens_path(path), rollouts())
     return path
 
 
 def test_tokens_and_masks_come_back(path):
-    assert tokens_path(path).name == "tokens_sft.jsonl"
+    assert build_tokens_path(path).name == "tokens_sft.jsonl"
     assert read_rollouts(path, 10) == rollouts()
     assert read_rollouts(path, 2) == rollouts()[:2]
     assert read_rollouts(path, 0) == []
@@ -36,18 +45,20 @@ def test_tokens_and_masks_come_back(path):
 
 
 def test_a_file_of_before_temperatures_were_kept_has_log_probs_at_1(path):
-    path.write_text(path.read_text().replace(', "temperature": 0.5', "").replace(',"temperature":0.5', ""))
+    path.write_text(
+        path.read_text().replace(', "temperature": 0.5', "").replace(',"temperature":0.5', "")
+    )
     assert [rollout.temperature for rollout in read_rollouts(path, 2)] == [0.0, 1.0]
 
 
 def test_files_that_do_not_belong_together(path):
-    lines = tokens_path(path).read_text().splitlines(keepends=True)
-    tokens_path(path).write_text("".join(lines[1:]))
+    lines = build_tokens_path(path).read_text().splitlines(keepends=True)
+    build_tokens_path(path).write_text("".join(lines[1:]))
     with pytest.raises(DataError, match=r"tokens_sft.jsonl:1: 2 tokens, but the trajectory has 4"):
         read_rollouts(path, 3)
-    tokens_path(path).write_text("".join(lines[:2]))
+    build_tokens_path(path).write_text("".join(lines[:2]))
     with pytest.raises(DataError, match=r"tokens_sft.jsonl:3: 0 tokens"):
         read_rollouts(path, 3)
-    tokens_path(path).write_text('{"prompt": [1]}\n')
+    build_tokens_path(path).write_text('{"prompt": [1]}\n')
     with pytest.raises(DataError, match=r"tokens_sft.jsonl:1: this is no line of a tokens file"):
         read_rollouts(path, 3)

@@ -13,14 +13,16 @@ from helpers.typed_episodes import EOS, Looking, LookThenAnswer, Renderer, Typis
 
 from rl_core.cpu import fused_decode
 from rl_core.environments.environment import Environment, Episode, Step
-from rl_core.environments.step_pool import PendingTurn, StepPool, wait_for_any
+from rl_core.environments.step_pool import PendingTurn, StepPool, wait_for_any_turn
 from rl_core.errors import EnvironmentFault
-from rl_core.inference import decoder, engine_run
+from rl_core.inference import decoder
+from rl_core.inference import engine as engine_run
 from rl_core.inference.engine import Engine
 from rl_core.inference.sampling import RolloutSequence
-from rl_core.inference.slot_table import STEPS
+from rl_core.inference.slot_table import MAX_COMPILED_STEPS
 from rl_core.inference.transformers_backend import TransformersBackend
-from rl_core.rollouts.collect import EpisodeRequest, collect
+from rl_core.rollouts.collect import collect_rollouts
+from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import SamplingSettings
 from rl_core.types import Message
 
@@ -39,9 +41,13 @@ class Slow(ScriptedSequence):
     pool: StepPool
     work: Callable[[], None]
 
-    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> object:
-        observation = super().advance(action_ids, logprobs, hit_limit)
-        return observation if hit_limit else PendingTurn(self.pool.submit("s", self.work), lambda _: observation)
+    def take_action(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> object:
+        observation = super().take_action(action_ids, logprobs, hit_limit)
+        return (
+            observation
+            if hit_limit
+            else PendingTurn(self.pool.submit_call("s", self.work), lambda _: observation)
+        )
 
 
 def slow_sessions(pool: StepPool, work: Callable[[int], None]) -> list[Slow]:
@@ -63,7 +69,7 @@ class CountingPool(StepPool):
         super().__init__(max_concurrent, timeout_s)
         self.lock, self.running, self.most = threading.Lock(), 0, 0
 
-    def submit(self, what: str, function: Callable, *args: object) -> object:
+    def submit_call(self, what: str, function: Callable, *args: object) -> object:
         def counted() -> object:
             with self.lock:
                 self.running += 1
@@ -74,14 +80,17 @@ class CountingPool(StepPool):
                 with self.lock:
                     self.running -= 1
 
-        return super().submit(what, counted)
+        return super().submit_call(what, counted)
 
 
 def test_the_pool_runs_as_many_as_it_may_and_no_more() -> None:
     barrier = threading.Barrier(3)
     with CountingPool(3) as pool:
-        calls = [pool.submit("c", lambda index=index: (barrier.wait(PATIENCE_S), index)[1]) for index in range(9)]
-        assert [call.result() for call in calls] == list(range(9))
+        calls = [
+            pool.submit_call("c", lambda index=index: (barrier.wait(PATIENCE_S), index)[1])
+            for index in range(9)
+        ]
+        assert [call.wait_for_result() for call in calls] == list(range(9))
     assert pool.most == 3
 
 
@@ -90,13 +99,13 @@ def test_an_idle_thread_is_used_again_and_all_end_with_the_pool() -> None:
     with StepPool(8, PATIENCE_S) as pool:
         seen = []
         for _ in range(3):
-            seen.append(pool.submit("c", threading.current_thread).result())
+            seen.append(pool.submit_call("c", threading.current_thread).wait_for_result())
             assert pool._idle.acquire(timeout=PATIENCE_S), "the thread says that it waits again"
             pool._idle.release()
         assert seen == [seen[0]] * 3
         gate = threading.Barrier(2)
-        two = [pool.submit("c", gate.wait, PATIENCE_S) for _ in range(2)]
-        assert sorted(call.result() for call in two) == [0, 1]
+        two = [pool.submit_call("c", gate.wait, PATIENCE_S) for _ in range(2)]
+        assert sorted(call.wait_for_result() for call in two) == [0, 1]
         threads = set(threading.enumerate()) - before
         assert len(threads) == 2 and seen[0] in threads
     for thread in threads:
@@ -109,35 +118,38 @@ def test_a_failing_call_raises_where_its_result_is_asked_for_and_the_pool_goes_o
         raise KeyError("cell")
 
     with StepPool(1, PATIENCE_S) as pool:
-        failing, fine = pool.submit("c", fail), pool.submit("c", lambda: 3)
-        assert fine.result() == 3
+        failing, fine = pool.submit_call("c", fail), pool.submit_call("c", lambda: 3)
+        assert fine.wait_for_result() == 3
         with pytest.raises(KeyError, match="cell"):
-            failing.result()
+            failing.wait_for_result()
 
 
 def test_what_has_not_begun_is_not_overdue_and_never_begins_after_the_end() -> None:
     release, began = threading.Event(), []
     with StepPool(1, PATIENCE_S) as pool:
-        hanging = pool.submit("first", release.wait, PATIENCE_S)
-        waiting = pool.submit("second", began.append, 1)
-        assert not waiting.done() and not hanging.done()
+        hanging = pool.submit_call("first", release.wait, PATIENCE_S)
+        waiting = pool.submit_call("second", began.append, 1)
+        assert not waiting.is_done() and not hanging.is_done()
     release.set()
-    hanging.result()
+    hanging.wait_for_result()
     assert not waiting.future.done() and began == []
 
 
 def test_a_call_behind_one_that_hangs_does_not_wait_for_ever() -> None:
     release = threading.Event()
     with StepPool(1, 0.05) as pool:
-        hanging = pool.submit("first", release.wait, PATIENCE_S)
-        waiting = [pool.submit("later", lambda number=number: number) for number in (2, 3)]
-        assert [call.result() for call in waiting] == [2, 3]  # a new thread took the place of the one that hangs
+        hanging = pool.submit_call("first", release.wait, PATIENCE_S)
+        waiting = [pool.submit_call("later", lambda number=number: number) for number in (2, 3)]
+        assert [call.wait_for_result() for call in waiting] == [
+            2,
+            3,
+        ]  # a new thread took the place of the one that hangs
         turns = [PendingTurn(hanging, lambda result: [1])]
-        wait_for_any(turns)
+        wait_for_any_turn(turns)
         with pytest.raises(EnvironmentFault, match=r"first has not returned within 0\.05 s"):
-            hanging.result()
+            hanging.wait_for_result()
         release.set()  # the late thread ends, and takes no call
-        assert pool.submit("last", lambda: 4).result() == 4
+        assert pool.submit_call("last", lambda: 4).wait_for_result() == 4
 
 
 @pytest.mark.parametrize("cls", BACKENDS)
@@ -152,14 +164,14 @@ def test_all_episodes_wait_at_the_same_time(cls: type) -> None:
 
     plain = [ScriptedSequence(s.prompt_ids, s.seed) for s in make_sessions()]
     backend = backend_of(cls)
-    backend.run(plain, sampling())
+    backend.run_sequences(plain, sampling())
     assert not any(hit for s in plain for _, hit in s.turns[:1]), "every sequence takes a step"
     with CountingPool(32) as pool:
         sequences = slow_sessions(pool, work)
-        backend.run(sequences, sampling())
+        backend.run_sequences(sequences, sampling())
     assert pool.most == 12
     expected = make_sessions()
-    backend.run(expected, sampling())
+    backend.run_sequences(expected, sampling())
     assert [s.turns for s in sequences] == [s.turns for s in expected]
     assert sum(len(s.turns) > 1 for s in sequences) >= 3
 
@@ -170,7 +182,7 @@ def test_the_order_in_which_steps_finish_changes_no_bit(cls: type, slots: int) -
     def run(delay: Callable[[int], float]) -> list[tuple]:
         with StepPool(32, PATIENCE_S) as pool:
             sequences = slow_sessions(pool, lambda index: time.sleep(delay(index)))
-            backend_of(cls).run(sequences, sampling(slots=slots))
+            backend_of(cls).run_sequences(sequences, sampling(slots=slots))
         return [played(sequence) for sequence in sequences]
 
     forward = run(lambda index: 0.002 * index)
@@ -189,13 +201,17 @@ def test_ready_sessions_play_to_their_end_while_one_still_waits(slots: int) -> N
             waited.append(others_over.wait(PATIENCE_S))
 
     class Watched(Slow):
-        def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> object:
-            turnover = super().advance(action_ids, logprobs, hit_limit)
+        def take_action(
+            self, action_ids: list[int], logprobs: list[float], hit_limit: bool
+        ) -> object:
+            turnover = super().take_action(action_ids, logprobs, hit_limit)
             if turnover is None:
                 self.end()
                 return None
             finish = turnover._finish
-            turnover._finish = lambda step: observation if (observation := finish(step)) is not None else self.end()
+            turnover._finish = lambda step: (
+                observation if (observation := finish(step)) is not None else self.end()
+            )
             return turnover
 
         def end(self) -> None:
@@ -208,24 +224,31 @@ def test_ready_sessions_play_to_their_end_while_one_still_waits(slots: int) -> N
         sequences = slow_sessions(pool, work)
         for sequence in sequences:
             sequence.__class__ = Watched
-        backend_of(Engine).run(sequences, sampling(slots=slots, rejoin="ready"))
+        backend_of(Engine).run_sequences(sequences, sampling(slots=slots, rejoin="ready"))
     assert waited == [True] and len(over) == 12
     expected = make_sessions()
-    backend_of(Engine).run(expected, sampling(slots=slots))
-    assert [s.turns for s in sequences] == [s.turns for s in expected], "who waits for whom changes no token"
+    backend_of(Engine).run_sequences(expected, sampling(slots=slots))
+    assert [s.turns for s in sequences] == [s.turns for s in expected], (
+        "who waits for whom changes no token"
+    )
 
 
-@pytest.mark.skipif(fused_decode.load() is None, reason="needs a C compiler")
-@pytest.mark.parametrize(("step_s", "steps"), [(1e-5, STEPS), (4.9e-4, 4), (0.01, 1)])
+@pytest.mark.skipif(fused_decode.load_decode_kernels() is None, reason="needs a C compiler")
+@pytest.mark.parametrize(("step_s", "steps"), [(1e-5, MAX_COMPILED_STEPS), (4.9e-4, 4), (0.01, 1)])
 def test_as_many_tokens_are_sampled_before_a_look_at_slow_tools_as_take_two_milliseconds(
     monkeypatch: pytest.MonkeyPatch, step_s: float, steps: int
 ) -> None:
     model = make_model("llama", head_dim=16)
     engine = Engine(model, eos_ids=EOS_IDS, pad_id=0, max_length=128)
     now, asked = [0.0], dict[bool, list[int]]({True: [], False: []})
-    sample_steps, steps_at_once = decoder.Decoder.sample_steps, engine_run.EngineRun._steps_at_once
+    sample_steps, steps_at_once = (
+        decoder.Decoder.sample_steps,
+        engine_run.EngineRun._count_compiled_steps,
+    )
 
-    def sample(self: decoder.Decoder, states: object, count: int, is_end_V: object, steps: int) -> None:
+    def sample(
+        self: decoder.Decoder, states: object, count: int, is_end_V: object, steps: int
+    ) -> None:
         now[0] += step_s * steps
         sample_steps(self, states, count, is_end_V, steps)  # type: ignore[arg-type]
 
@@ -235,13 +258,13 @@ def test_as_many_tokens_are_sampled_before_a_look_at_slow_tools_as_take_two_mill
 
     with StepPool(32, PATIENCE_S) as pool, monkeypatch.context() as patch:
         patch.setattr(decoder.Decoder, "sample_steps", sample)
-        patch.setattr(engine_run.EngineRun, "_steps_at_once", at_once)
+        patch.setattr(engine_run.EngineRun, "_count_compiled_steps", at_once)
         patch.setattr(engine_run.time, "perf_counter", lambda: now[0])
         sequences = slow_sessions(pool, lambda index: time.sleep(0.02))
-        engine.run(sequences, sampling(rejoin="ready"))
-    assert set(asked[False]) == {STEPS} and set(asked[True]) == {steps}
+        engine.run_sequences(sequences, sampling(rejoin="ready"))
+    assert set(asked[False]) == {MAX_COMPILED_STEPS} and set(asked[True]) == {steps}
     expected = make_sessions()
-    engine.run(expected, sampling())
+    engine.run_sequences(expected, sampling())
     assert [played(s)[:2] for s in sequences] == [played(s)[:2] for s in expected]
 
 
@@ -260,7 +283,9 @@ class Scripted(Looking):
         environment = self
 
         class Working(LookThenAnswer):
-            looks = seed % 3 if self.looks else 0  # turns that are looks, whatever a random model types
+            looks = (
+                seed % 3 if self.looks else 0
+            )  # turns that are looks, whatever a random model types
 
             def reset(self) -> list[Message]:
                 if environment.on == "reset":
@@ -276,16 +301,26 @@ class Scripted(Looking):
         return Working(seed, level)
 
 
-def play(environment: Environment, backend: object, count: int = 4, group_size: int = 2, **options: object) -> list:
+def play(
+    environment: Environment,
+    backend: object,
+    count: int = 4,
+    group_size: int = 2,
+    **options: object,
+) -> list:
     settings = SamplingSettings(**{"max_completion_tokens": 24, **options})
     requests = [EpisodeRequest("easy", seed) for seed in range(1, count + 1)]
-    groups = collect(environment, backend, Renderer(), requests, group_size=group_size, sampling=settings, seed=4)
+    groups = collect_rollouts(
+        environment, backend, Renderer(), requests, group_size=group_size, sampling=settings, seed=4
+    )
     return [rollout for group in groups for rollout in group.rollouts]
 
 
 def test_resets_happen_side_by_side_too() -> None:
     barrier = threading.Barrier(8)
-    rollouts = play(Scripted("reset", lambda: barrier.wait(PATIENCE_S)), Typist(lambda sequence, turn: "A"))
+    rollouts = play(
+        Scripted("reset", lambda: barrier.wait(PATIENCE_S)), Typist(lambda sequence, turn: "A")
+    )
     assert [rollout.trajectory.seed for rollout in rollouts] == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
@@ -294,7 +329,11 @@ def test_non_blocking_environments_stay_on_the_callers_thread() -> None:
     for blocking in (False, True):
         environment = Scripted("step", lambda: threads.append(threading.current_thread()), blocking)
         play(environment, Typist(lambda sequence, turn: "A"), count=1, group_size=1)
-    assert threads[0] is threading.current_thread() and threads[1] is not threads[0] and threads[1].daemon
+    assert (
+        threads[0] is threading.current_thread()
+        and threads[1] is not threads[0]
+        and threads[1].daemon
+    )
 
 
 def test_blocking_episodes_give_the_same_rollouts_as_non_blocking_ones() -> None:
@@ -326,7 +365,10 @@ def no_collection() -> Iterator[None]:
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize(
     ("on", "what", "place"),
-    [("step", "a step", "step 1 of the environment"), ("reset", "its reset", "the environment's reset")],
+    [
+        ("step", "a step", "step 1 of the environment"),
+        ("reset", "its reset", "the environment's reset"),
+    ],
 )
 @pytest.mark.parametrize("rejoin", ["together", "ready"])
 def test_an_episode_that_hangs_is_named(on: str, what: str, place: str, rejoin: str) -> None:
@@ -337,7 +379,12 @@ def test_an_episode_that_hangs_is_named(on: str, what: str, place: str, rejoin: 
 
     try:
         with pytest.raises(EnvironmentFault) as caught:
-            play(Scripted(on, lambda: release.wait(PATIENCE_S)), Typist(script), count=1, step_timeout_s=0.05)
+            play(
+                Scripted(on, lambda: release.wait(PATIENCE_S)),
+                Typist(script),
+                count=1,
+                step_timeout_s=0.05,
+            )
         assert str(caught.value) == (
             "2 of the newest 2 episodes failed (nothing is left to use). The first of this round: environment "
             f"'looking', level 'easy', seed 1, sample 0: {place}: {what} has not returned within 0.05 s "
@@ -345,8 +392,11 @@ def test_an_episode_that_hangs_is_named(on: str, what: str, place: str, rejoin: 
         )
         with pytest.raises(EnvironmentFault, match="level 'easy', seed 1, sample "):
             play(
-                Scripted(on, lambda: release.wait(PATIENCE_S)), backend_of(Engine),
-                count=1, step_timeout_s=0.05, rejoin=rejoin,
-            )  # fmt: skip
+                Scripted(on, lambda: release.wait(PATIENCE_S)),
+                backend_of(Engine),
+                count=1,
+                step_timeout_s=0.05,
+                rejoin=rejoin,
+            )
     finally:
         release.set()

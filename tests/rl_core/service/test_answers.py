@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.service import VOCAB, loss_request, make_engine, new_run, random_data, step_request
 
-from rl_core.service.losses_by_name import LOSSES, REFUSED
+from rl_core.service.loss_registry import LOSSES, UNSUPPORTED_LOSSES
 from rl_core.service.requests import Datum
 
 PAGE = Path(__file__).parents[3] / "docs" / "service.md"
@@ -28,15 +28,23 @@ def data_for(name, seed=0, rows=4):
     for index, datum in enumerate(random_data(seed, rows, policy=name != "cross_entropy")):
         size = len(datum.tokens)
         mask = (rng.random(size) < 0.7).astype(np.float32)
-        more = {"rewards": rng.standard_normal(size).astype(np.float32) * mask, "mask": mask,
-                "ref_logprobs": -np.ones(size, np.float32), "preferred": np.array([index % 2])}  # fmt: skip
+        more = {
+            "rewards": rng.standard_normal(size).astype(np.float32) * mask,
+            "mask": mask,
+            "ref_logprobs": -np.ones(size, np.float32),
+            "preferred": np.array([index % 2]),
+        }
         inputs = {**datum.inputs, **more}
-        data.append(Datum(datum.tokens, {key: inputs[key] for key in LOSSES[name].inputs if key in inputs}))
+        data.append(
+            Datum(datum.tokens, {key: inputs[key] for key in LOSSES[name].inputs if key in inputs})
+        )
     return tuple(data)
 
 
 def answer_of(engine, name, data, **options):
-    (answer,) = engine.forward_backward([loss_request("r", data, name, loss_fn_config=options, forward_only=True)])
+    (answer,) = engine.forward_backward(
+        [loss_request("r", data, name, loss_fn_config=options, forward_only=True)]
+    )
     if isinstance(answer, Exception):
         raise answer
     return answer
@@ -51,9 +59,14 @@ def test_outputs_and_at_least_13_metrics(engine, name):
     assert all(math.isfinite(value) for value in answer.metrics.values())
     for datum, output in zip(data, answer.outputs, strict=True):
         for key, array in output.items():
-            assert array.dtype == np.float32 and array.shape == ((1,) if key == "scores" else datum.tokens.shape)
+            assert array.dtype == np.float32 and array.shape == (
+                (1,) if key == "scores" else datum.tokens.shape
+            )
         assert ("scores" if name == "reward_modeling" else "logprobs") in output
-    extra = {"enhanced_ppo": {"values", "returns", "advantages", "entropy"}, "conservative_ppo": {"entropy"}}
+    extra = {
+        "enhanced_ppo": {"values", "returns", "advantages", "entropy"},
+        "conservative_ppo": {"entropy"},
+    }
     assert extra.get(name, set()) <= set(answer.outputs[0])
 
 
@@ -61,7 +74,10 @@ def test_metrics_of_a_clipped_loss_by_hand(engine):
     data = data_for("ppo", 3)
     answer = answer_of(engine, "ppo", data)
     p = np.concatenate([output["logprobs"] for output in answer.outputs]).astype(float)
-    q, a = (np.concatenate([datum.inputs[key] for datum in data]).astype(float) for key in ("logprobs", "advantages"))
+    q, a = (
+        np.concatenate([datum.inputs[key] for datum in data]).astype(float)
+        for key in ("logprobs", "advantages")
+    )
     r, used = np.exp(p - q), a != 0
     low, high = (r < 0.8) & (a < 0), (r > 1.2) & (a > 0)
     expected = {
@@ -79,7 +95,9 @@ def test_metrics_of_a_clipped_loss_by_hand(engine):
         "sampler_difference:max": np.abs(p - q).max(),
     }
     assert {key: answer.metrics[key] for key in expected} == pytest.approx(expected, rel=1e-5)
-    assert answer.metrics["loss_per_token:mean"] == pytest.approx(expected["loss:sum"] / used.sum(), rel=1e-5)
+    assert answer.metrics["loss_per_token:mean"] == pytest.approx(
+        expected["loss:sum"] / used.sum(), rel=1e-5
+    )
 
 
 def test_metrics_of_values_and_pairs_by_hand(engine):
@@ -87,18 +105,23 @@ def test_metrics_of_values_and_pairs_by_hand(engine):
     answer = answer_of(engine, "enhanced_ppo", data, entropy_coef=0.1)
     used = np.concatenate([datum.inputs["mask"] for datum in data]) != 0
     v, returns, h = (
-        np.concatenate([output[key] for output in answer.outputs])[used] for key in ("values", "returns", "entropy")
+        np.concatenate([output[key] for output in answer.outputs])[used]
+        for key in ("values", "returns", "entropy")
     )
     assert (v == 0).all()  # the head starts at 0
     assert answer.metrics["value_loss:mean"] == pytest.approx(0.5 * (returns**2).mean(), rel=1e-5)
     assert answer.metrics["explained_variance:mean"] == pytest.approx(0, abs=1e-6)
-    assert answer.metrics["entropy:mean"] == pytest.approx(h.mean(), rel=1e-5) and 0 < h.mean() < math.log(VOCAB)
+    assert answer.metrics["entropy:mean"] == pytest.approx(
+        h.mean(), rel=1e-5
+    ) and 0 < h.mean() < math.log(VOCAB)
     pairs = answer_of(engine, "reward_modeling", data_for("reward_modeling"))
     scores = np.array([float(output["scores"][0]) for output in pairs.outputs])
     margin = scores[1::2] - scores[::2]
     assert pairs.metrics["margin:mean"] == pytest.approx(margin.mean(), rel=1e-5)
     assert pairs.metrics["accuracy:mean"] == (margin > 0).mean()
-    assert pairs.metrics["ranking_loss:mean"] == pytest.approx(np.log1p(np.exp(-margin)).mean(), rel=1e-5)
+    assert pairs.metrics["ranking_loss:mean"] == pytest.approx(
+        np.log1p(np.exp(-margin)).mean(), rel=1e-5
+    )
 
 
 def test_pairs_stay_together_however_small_the_parts_are(engine, base_folder):
@@ -112,21 +135,35 @@ def test_pairs_stay_together_however_small_the_parts_are(engine, base_folder):
 def test_soft_targets_are_sums_over_targets(engine):
     rng = np.random.default_rng(0)
     tokens = rng.integers(2, VOCAB, 7)
-    targets, weights = rng.integers(0, VOCAB, (7, 3)), rng.standard_normal((7, 3)).astype(np.float32)
-    soft = answer_of(engine, "cross_entropy", (Datum(tokens, {"target_tokens": targets, "weights": weights}),))
+    targets, weights = (
+        rng.integers(0, VOCAB, (7, 3)),
+        rng.standard_normal((7, 3)).astype(np.float32),
+    )
+    soft = answer_of(
+        engine, "cross_entropy", (Datum(tokens, {"target_tokens": targets, "weights": weights}),)
+    )
     single = [
-        answer_of(engine, "cross_entropy", (Datum(tokens, {"target_tokens": targets[:, k], "weights": weights[:, k]}),))
+        answer_of(
+            engine,
+            "cross_entropy",
+            (Datum(tokens, {"target_tokens": targets[:, k], "weights": weights[:, k]}),),
+        )
         for k in range(3)
     ]
     assert soft.loss == pytest.approx(sum(answer.loss for answer in single), rel=1e-5)
     assert soft.outputs[0]["logprobs"].shape == (7, 3)
     for k, answer in enumerate(single):
-        assert np.allclose(soft.outputs[0]["logprobs"][:, k], answer.outputs[0]["logprobs"], atol=1e-6)
+        assert np.allclose(
+            soft.outputs[0]["logprobs"][:, k], answer.outputs[0]["logprobs"], atol=1e-6
+        )
     mixed = answer_of(
-        engine, "cross_entropy",
-        (Datum(tokens, {"target_tokens": targets, "weights": weights}),
-         Datum(tokens, {"target_tokens": targets[:, 0], "weights": weights[:, 0]})),
-    )  # fmt: skip
+        engine,
+        "cross_entropy",
+        (
+            Datum(tokens, {"target_tokens": targets, "weights": weights}),
+            Datum(tokens, {"target_tokens": targets[:, 0], "weights": weights[:, 0]}),
+        ),
+    )
     assert mixed.loss == pytest.approx(soft.loss + single[0].loss, rel=1e-5)
     assert [output["logprobs"].shape for output in mixed.outputs] == [(7, 3), (7,)]
 
@@ -159,10 +196,20 @@ def test_heads_learn(base_folder, name):
 def test_temperature_is_that_of_the_distribution(engine):
     data = data_for("ppo", 1)
     at_two = answer_of(engine, "ppo", data, temperature=2.0).outputs[0]["logprobs"]
-    logits = answer_of(engine, "cross_entropy", tuple(
-        Datum(datum.tokens, {"target_tokens": np.tile(np.arange(VOCAB), (len(datum.tokens), 1)),
-                             "weights": np.zeros((len(datum.tokens), VOCAB), np.float32)}) for datum in data[:1]
-    )).outputs[0]["logprobs"]  # fmt: skip
+    logits = answer_of(
+        engine,
+        "cross_entropy",
+        tuple(
+            Datum(
+                datum.tokens,
+                {
+                    "target_tokens": np.tile(np.arange(VOCAB), (len(datum.tokens), 1)),
+                    "weights": np.zeros((len(datum.tokens), VOCAB), np.float32),
+                },
+            )
+            for datum in data[:1]
+        ),
+    ).outputs[0]["logprobs"]
     expected = logits / 2 - np.log(np.exp(logits / 2).sum(-1, keepdims=True))
     chosen = data[0].inputs["target_tokens"]
     assert np.allclose(at_two, expected[np.arange(len(chosen)), chosen], atol=1e-5)
@@ -177,8 +224,10 @@ def test_the_page_names_every_loss_input_option_and_default():
     page = PAGE.read_text()
     for name, loss in LOSSES.items():
         for option, described in loss.options.items():
-            if option == "temperature" or (option.startswith("clip") and "the clips of ppo" in rows[name]):
+            if option == "temperature" or (
+                option.startswith("clip") and "the clips of ppo" in rows[name]
+            ):
                 continue
             assert re.search(rf"`{option}` \({described.default:g}[;)]", rows[name]), (name, option)
         assert all(f"`{given}`" in page for given in loss.inputs)
-    assert all(f"`{name}`" in page for name in REFUSED)
+    assert all(f"`{name}`" in page for name in UNSUPPORTED_LOSSES)

@@ -44,7 +44,9 @@ def test_a_run_in_a_batch_is_the_run_alone(base_folder, threads):
     try:
         together = engine_with(base_folder, RANKS)
         assert together.base_info("base").batches_runs
-        answers = together.forward_backward([requests_of(name, index) for index, name in enumerate(RANKS)])
+        answers = together.forward_backward(
+            [requests_of(name, index) for index, name in enumerate(RANKS)]
+        )
     finally:
         torch.set_num_threads(1)
     for index, name in enumerate(RANKS):
@@ -52,7 +54,9 @@ def test_a_run_in_a_batch_is_the_run_alone(base_folder, threads):
         (answer,) = alone.forward_backward([requests_of(name, index)])
         assert plain(answer) == plain(answers[index])
         assert len(together.state_dict(name)["gradient"]) > 20
-        assert bits(together.state_dict(name)["gradient"]) == bits(alone.state_dict(name)["gradient"])
+        assert bits(together.state_dict(name)["gradient"]) == bits(
+            alone.state_dict(name)["gradient"]
+        )
 
 
 @needs_compiled_code
@@ -65,21 +69,29 @@ def test_equal_sequences_of_two_runs_share_nothing(base_folder):
     for name, answer in zip(("a", "c"), answers, strict=True):
         alone = engine_with(base_folder, [name])
         assert plain(alone.forward_backward([loss_request(name, data)])[0]) == plain(answer)
-        assert bits(together.state_dict(name)["gradient"]) == bits(alone.state_dict(name)["gradient"])
+        assert bits(together.state_dict(name)["gradient"]) == bits(
+            alone.state_dict(name)["gradient"]
+        )
 
 
 @needs_compiled_code
 @pytest.mark.parametrize(
-    "family", [(Qwen2Config, Qwen2ForCausalLM), (Qwen3Config, Qwen3ForCausalLM)], ids=["qwen2", "qwen3"]
+    "family",
+    [(Qwen2Config, Qwen2ForCausalLM), (Qwen3Config, Qwen3ForCausalLM)],
+    ids=["qwen2", "qwen3"],
 )
 def test_other_families_keep_runs_apart_too(tmp_path, family):
-    folder = make_base(tmp_path / "base", config_class=family[0], model_class=family[1], tie_word_embeddings=True)
+    folder = make_base(
+        tmp_path / "base", config_class=family[0], model_class=family[1], tie_word_embeddings=True
+    )
     together = engine_with(folder, RANKS)
     together.forward_backward([requests_of(name, index) for index, name in enumerate(RANKS)])
     for index, name in enumerate(RANKS):
         alone = engine_with(folder, [name])
         alone.forward_backward([requests_of(name, index)])
-        assert bits(together.state_dict(name)["gradient"]) == bits(alone.state_dict(name)["gradient"])
+        assert bits(together.state_dict(name)["gradient"]) == bits(
+            alone.state_dict(name)["gradient"]
+        )
 
 
 def test_the_runs_do_share_a_pass_and_settings_forbid_it(base_folder, monkeypatch):
@@ -103,7 +115,7 @@ def test_the_gradient_is_autograds_of_the_merged_model(base_folder):
     engine = engine_with(base_folder, ["a"])
     data = random_data(5, 4)
     engine.forward_backward([loss_request("a", data)])
-    run = engine._run("a")
+    run = engine._find_run("a")
     found = engine.state_dict("a")["gradient"]
     _, expected = merged_gradient(run, data)
     assert set(found) == set(expected)
@@ -118,7 +130,9 @@ def test_interleaved_tenants_get_the_bits_of_a_run_alone(base_folder):
 
     def work(engine, names, rounds=3):
         for number in range(rounds):
-            engine.forward_backward([requests_of(name, 10 * number + sorted(RANKS).index(name)) for name in names])
+            engine.forward_backward(
+                [requests_of(name, 10 * number + sorted(RANKS).index(name)) for name in names]
+            )
             for name in names:
                 engine.optim_step(step_request(name))
         return {name: bits(engine.state_dict(name)) for name in names}
@@ -143,7 +157,10 @@ def several_targets(seed):
     """Datums of two targets at each token."""
     data = random_data(seed, 3)
     return tuple(
-        Datum(one.tokens, {name: np.stack([row, row[::-1]], axis=1) for name, row in one.inputs.items()})
+        Datum(
+            one.tokens,
+            {name: np.stack([row, row[::-1]], axis=1) for name, row in one.inputs.items()},
+        )
         for one in data
     )
 
@@ -154,7 +171,11 @@ def advantages_and_values(seed):
     for one in random_data(seed, 3, policy=True):
         rewards = np.zeros(len(one.tokens), np.float32)
         rewards[-1] = 1.0
-        inputs = {"target_tokens": one.inputs["target_tokens"], "logprobs": one.inputs["logprobs"], "rewards": rewards}
+        inputs = {
+            "target_tokens": one.inputs["target_tokens"],
+            "logprobs": one.inputs["logprobs"],
+            "rewards": rewards,
+        }
         data.append(Datum(one.tokens, inputs))
     return tuple(data)
 
@@ -164,10 +185,15 @@ def mixed_requests():
     return {
         "plain": loss_request("plain", random_data(0, 3)),
         "no head": loss_request("no head", random_data(1, 3)),
-        "warm": loss_request("warm", random_data(2, 3, policy=True), "ppo", loss_fn_config={"temperature": 0.7}),
+        "warm": loss_request(
+            "warm", random_data(2, 3, policy=True), "ppo", loss_fn_config={"temperature": 0.7}
+        ),
         "several": loss_request("several", several_targets(3)),
         "entropy": loss_request(
-            "entropy", advantages_and_values(4), "enhanced_ppo", loss_fn_config={"entropy_coef": 0.1}
+            "entropy",
+            advantages_and_values(4),
+            "enhanced_ppo",
+            loss_fn_config={"entropy_coef": 0.1},
         ),
         "long": loss_request("long", random_data(5, 6)),
     }
@@ -178,19 +204,21 @@ def mixed_requests():
 def test_runs_that_share_the_head_get_the_bits_of_a_run_alone(base_folder, monkeypatch, chunk):
     """The tokens of all fit into one chunk of the head; those of some; a run has chunks of its own."""
     sizes = []
-    original = batched_pass.selected_logprobs
+    original = batched_pass.compute_selected_logprobs
 
     def noting(hidden_NH, *more, **options):
         sizes.append(len(hidden_NH))
         return original(hidden_NH, *more, **options, chunk_tokens=chunk)
 
-    monkeypatch.setattr(batched_pass, "selected_logprobs", noting)
-    monkeypatch.setattr(batched_pass, "default_chunk_tokens", lambda device, vocab_size: chunk)
+    monkeypatch.setattr(batched_pass, "compute_selected_logprobs", noting)
+    monkeypatch.setattr(batched_pass, "compute_chunk_tokens", lambda device, vocab_size: chunk)
 
     def engine_of(names):
         engine = make_engine(base_folder)
         for name in names:
-            new_run(engine, name, rank=2 + len(name), seed=len(name), train_unembed=name != "no head")
+            new_run(
+                engine, name, rank=2 + len(name), seed=len(name), train_unembed=name != "no head"
+            )
         return engine
 
     requests = mixed_requests()
@@ -210,11 +238,16 @@ def test_runs_that_share_the_head_get_the_bits_of_a_run_alone(base_folder, monke
 
 def test_gradients_add_up_over_requests_and_parts(base_folder):
     data = random_data(3, 6)
-    whole, parts = engine_with(base_folder, ["a"]), engine_with(base_folder, ["a"], micro_batch_tokens=12)
+    whole, parts = (
+        engine_with(base_folder, ["a"]),
+        engine_with(base_folder, ["a"], micro_batch_tokens=12),
+    )
     whole.forward_backward([loss_request("a", data)])
     answers = parts.forward_backward([loss_request("a", data[:2]), loss_request("a", data[2:])])
     for name, gradient in whole.state_dict("a")["gradient"].items():
-        error = (gradient - parts.state_dict("a")["gradient"][name]).abs().max() / gradient.abs().max()
+        error = (
+            gradient - parts.state_dict("a")["gradient"][name]
+        ).abs().max() / gradient.abs().max()
         assert float(error) < 2e-6, name  # of the largest number: sums of another order round anew
     assert [len(answer.outputs) for answer in answers] == [2, 4]
 
@@ -231,15 +264,30 @@ def test_a_fault_of_one_request_is_its_own(base_folder):
     """A bad one beside two good ones, and one whose loss is refused in the middle of a pass."""
     engine = engine_with(base_folder, RANKS)
     rewards = [
-        Datum(d.tokens, {"target_tokens": d.inputs["target_tokens"], "logprobs": d.inputs["weights"],
-                         "rewards": np.ones(len(d.tokens), np.float32), "mask": np.zeros(len(d.tokens), np.float32)})
+        Datum(
+            d.tokens,
+            {
+                "target_tokens": d.inputs["target_tokens"],
+                "logprobs": d.inputs["weights"],
+                "rewards": np.ones(len(d.tokens), np.float32),
+                "mask": np.zeros(len(d.tokens), np.float32),
+            },
+        )
         for d in random_data(1)
-    ]  # fmt: skip
+    ]
     answers = engine.forward_backward(
-        [requests_of("a", 0), loss_request("b", tuple(rewards), "enhanced_ppo"), loss_request("none", random_data(0))]
+        [
+            requests_of("a", 0),
+            loss_request("b", tuple(rewards), "enhanced_ppo"),
+            loss_request("none", random_data(0)),
+        ]
     )
     assert answers[0].loss != 0 and len(answers[0].outputs) == 3
-    assert isinstance(answers[1], ServiceError) and answers[1].category == "user" and "reward" in str(answers[1])
+    assert (
+        isinstance(answers[1], ServiceError)
+        and answers[1].category == "user"
+        and "reward" in str(answers[1])
+    )
     assert isinstance(answers[2], ServiceError) and "no training run 'none'" in str(answers[2])
     assert engine.state_dict("b")["gradient"] == {} and engine.state_dict("a")["gradient"]
 
@@ -248,13 +296,13 @@ def test_a_whole_model_is_trained_beside_adapters(base_folder):
     engine = engine_with(base_folder, ["a"])
     engine.create_model(CreateModel(model_id="full", base="base", adapter=None))
     before = bits(engine.state_dict("a")["model"])
-    base = bits(dict(engine._base("base").model.state_dict()))
+    base = bits(dict(engine._load_base_model("base").model.state_dict()))
     first, _ = engine.forward_backward([requests_of("full", 0), requests_of("a", 0)])
     engine.optim_step(step_request("full"))
     (second,) = engine.forward_backward([requests_of("full", 0, forward_only=True)])
     assert second.loss < first.loss
     assert bits(engine.state_dict("a")["model"]) == before
-    assert bits(dict(engine._base("base").model.state_dict())) == base
+    assert bits(dict(engine._load_base_model("base").model.state_dict())) == base
 
 
 @needs_compiled_code
@@ -263,5 +311,8 @@ def test_a_gradient_keeps_no_memory_of_the_other_runs(base_folder):
     together = engine_with(base_folder, RANKS)
     together.forward_backward([requests_of(name, index) for index, name in enumerate(RANKS)])
     for run in together._runs.values():
-        parts = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in run.gradient.values()}
+        parts = {
+            part.untyped_storage()._cdata: part.untyped_storage().nbytes()
+            for part in run.gradient.values()
+        }
         assert 0 < sum(parts.values()) <= 4 * run.num_trained

@@ -52,7 +52,9 @@ def trained(folder, names):
     assert not engine.base_info("base").batches_runs
     assert "is of another family than Llama, Qwen2, Qwen3" in engine.base_info("base").note
     for seed in (1, 2):
-        found = engine.forward_backward([loss_request(name, random_data(seed * RANKS[name])) for name in names])
+        found = engine.forward_backward(
+            [loss_request(name, random_data(seed * RANKS[name])) for name in names]
+        )
         assert not any(isinstance(one, ServiceError) for one in found), found
         if seed == 1:
             engine.optim_steps([step_request(name) for name in names])
@@ -69,11 +71,14 @@ def test_the_gradient_is_autograds_of_the_merged_model(folder):
     """Against torch in float64, to float32's rounding of the largest number of the gradient."""
     engine, data = engine_with(folder, ["a"]), random_data(5, 3)
     (answer,) = engine.forward_backward([loss_request("a", data)])
-    run, found = engine._run("a"), engine.state_dict("a")["gradient"]
+    run, found = engine._find_run("a"), engine.state_dict("a")["gradient"]
     loss, expected = merged_gradient(run, data)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     assert set(found) == set(expected) and largest > 1e-3
-    assert max(float((found[name].double() - expected[name]).abs().max()) for name in found) < 5e-6 * largest
+    assert (
+        max(float((found[name].double() - expected[name]).abs().max()) for name in found)
+        < 5e-6 * largest
+    )
     assert answer.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
 
 
@@ -81,7 +86,9 @@ def test_layers_that_take_no_adapter_are_named_and_all_weights_are_trained(tmp_p
     """GPT-2's layers are no linear ones; by default an adapter would have trained its head alone, silently."""
     folder = make_base(tmp_path / "base", config_class=GPT2Config, model_class=GPT2LMHeadModel)
     engine = make_engine(folder)
-    with pytest.raises(ServiceError, match=r"'base' \(GPT2LMHeadModel\) has no linear layers for train_attn"):
+    with pytest.raises(
+        ServiceError, match=r"'base' \(GPT2LMHeadModel\) has no linear layers for train_attn"
+    ):
         engine.create_model(CreateModel(model_id="a", base="base", adapter=AdapterConfig(rank=2)))
     engine.create_model(CreateModel(model_id="full", base="base", adapter=None))
     losses = []
@@ -95,4 +102,6 @@ def test_layers_that_take_no_adapter_are_named_and_all_weights_are_trained(tmp_p
 def test_a_head_that_caps_logits_is_refused(tmp_path):
     folder = make_base(tmp_path / "base", config_class=Gemma2Config, model_class=Gemma2ForCausalLM)
     with pytest.raises(ServiceError, match="base model 'base' cannot be served"):
-        make_engine(folder).create_model(CreateModel(model_id="a", base="base", adapter=AdapterConfig(rank=2)))
+        make_engine(folder).create_model(
+            CreateModel(model_id="a", base="base", adapter=AdapterConfig(rank=2))
+        )

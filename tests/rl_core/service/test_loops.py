@@ -10,7 +10,14 @@ from helpers.service import CONTEXT, make_base, make_engine
 from peft import get_peft_model_state_dict
 
 from rl_core.models import causal_lm
-from rl_core.service.requests import AdamParameters, AdapterConfig, CreateModel, Datum, ForwardBackward, OptimStep
+from rl_core.service.requests import (
+    AdamParameters,
+    AdapterConfig,
+    CreateModel,
+    Datum,
+    ForwardBackward,
+    OptimStep,
+)
 from rl_core.settings import LoraSettings, ModelSettings, SFTSettings
 from rl_core.trainers.sft import SFTTrainer
 
@@ -29,7 +36,9 @@ def one_step(engine, data, loss, learning_rate, **options):
     (answer,) = engine.forward_backward(
         [ForwardBackward(model_id="r", data=tuple(data), loss_fn=loss, loss_fn_config=options)]
     )
-    engine.optim_step(OptimStep(model_id="r", adam=AdamParameters(learning_rate=learning_rate, **ADAM)))
+    engine.optim_step(
+        OptimStep(model_id="r", adam=AdamParameters(learning_rate=learning_rate, **ADAM))
+    )
     return answer
 
 
@@ -37,8 +46,10 @@ def test_sft_with_an_adapter(base_folder):
     engine = make_engine(base_folder)
     config = AdapterConfig(rank=4, alpha=8.0, train_unembed=False)
     engine.create_model(CreateModel(model_id="r", base="base", adapter=config))
-    settings = ModelSettings(device="cpu", lora=LoraSettings(rank=4, alpha=8.0, target_modules=LINEARS))
-    model, tokenizer = causal_lm.load(base_folder, settings)
+    settings = ModelSettings(
+        device="cpu", lora=LoraSettings(rank=4, alpha=8.0, target_modules=LINEARS)
+    )
+    model, tokenizer = causal_lm.load_model(base_folder, settings)
     ours = {name: p for name, p in model.named_parameters() if "lora_" in name}
     start = engine.state_dict("r")["model"]
     with torch.no_grad():
@@ -50,22 +61,40 @@ def test_sft_with_an_adapter(base_folder):
         ids = rng.integers(2, 60, int(rng.integers(4, 20))).tolist()
         rows.append((ids, [False, *(rng.random(len(ids) - 2) < 0.7).tolist(), True]))
     trainer = SFTTrainer(
-        model, tokenizer.pad_token_id, rows, [], seed=0,
-        settings=SFTSettings(epochs=2, batch_size=4, learning_rate=5e-3, warmup_steps=0, schedule="constant",
-                             weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8, max_grad_norm=1.0, packing=False),
-    )  # fmt: skip
+        model,
+        tokenizer.pad_token_id,
+        rows,
+        [],
+        seed=0,
+        settings=SFTSettings(
+            epochs=2,
+            batch_size=4,
+            learning_rate=5e-3,
+            warmup_steps=0,
+            schedule="constant",
+            weight_decay=0.0,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            max_grad_norm=1.0,
+            packing=False,
+        ),
+    )
     order = copy.deepcopy(trainer.order)
     losses = []
     for _ in range(6):
-        batch = [rows[index] for index in order.next()]
+        batch = [rows[index] for index in order.next_batch()]
         count = sum(sum(mask) for _, mask in batch)
         data = [shifted(ids, weights=np.array(mask[1:]) / count) for ids, mask in batch]
-        losses.append((trainer.step()["train/loss"], one_step(engine, data, "cross_entropy", 5e-3).loss))
+        losses.append(
+            (trainer.step()["train/loss"], one_step(engine, data, "cross_entropy", 5e-3).loss)
+        )
     assert np.allclose(*np.array(losses).T, rtol=0, atol=1e-5)
     assert losses[0][0] - losses[-1][0] > 0.01  # it learned
     after = engine.state_dict("r")["model"]
     for name, tensor in get_peft_model_state_dict(model).items():
-        assert torch.allclose(tensor, after[name.removeprefix("base_model.model.")], atol=1e-5), name
+        assert torch.allclose(tensor, after[name.removeprefix("base_model.model.")], atol=1e-5), (
+            name
+        )
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "cispo"])
@@ -74,18 +103,37 @@ def test_policy_gradient_on_all_weights(tmp_path, algorithm):
     folder = make_base(tmp_path / "base")
     engine = make_engine(folder)
     engine.create_model(CreateModel(model_id="r", base="base", adapter=None))
-    model, tokenizer = causal_lm.load(folder, ModelSettings(device="cpu"))
+    model, tokenizer = causal_lm.load_model(folder, ModelSettings(device="cpu"))
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     trainer = make_trainer(
-        tokenizer, Parity(), model=model, algorithm=algorithm, epochs=2, learning_rate=2e-3, weight_decay=0.0,
-        kl_coef=0.0, loss_aggregation="token_mean", max_grad_norm=1.0, betas=(0.9, 0.95), eps=1e-8, schedule="constant",
-        clip_eps=0.2, clip_eps_high=0.2,
-    )  # fmt: skip
-    thresholds = {"clip_low_threshold": 0.8 if algorithm == "grpo" else 0.0, "clip_high_threshold": 1.2}
+        tokenizer,
+        Parity(),
+        model=model,
+        algorithm=algorithm,
+        epochs=2,
+        learning_rate=2e-3,
+        weight_decay=0.0,
+        kl_coef=0.0,
+        loss_aggregation="token_mean",
+        max_grad_norm=1.0,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        schedule="constant",
+        clip_eps=0.2,
+        clip_eps_high=0.2,
+    )
+    thresholds = {
+        "clip_low_threshold": 0.8 if algorithm == "grpo" else 0.0,
+        "clip_high_threshold": 1.2,
+    }
     for _ in range(3):
         metrics = trainer.step()
         groups = [group for group in trainer.groups if group.rollouts]
-        pairs = [(r, a) for group in groups for r, a in zip(group.rollouts, group.advantages, strict=True)]
+        pairs = [
+            (r, a)
+            for group in groups
+            for r, a in zip(group.rollouts, group.advantages, strict=True)
+        ]
         count = sum(sum(rollout.loss_mask) for rollout, _ in pairs)
         losses, kls = [], []
         for _ in range(2):
@@ -97,7 +145,9 @@ def test_policy_gradient_on_all_weights(tmp_path, algorithm):
                 ids = [*rollout.prompt_ids, *rollout.completion_ids]
                 assert len(ids) <= CONTEXT
                 data.append(shifted(ids, logprobs=q, advantages=mask * advantage / count))
-            answer = one_step(engine, data, {"grpo": "ppo"}.get(algorithm, algorithm), 2e-3, **thresholds)
+            answer = one_step(
+                engine, data, {"grpo": "ppo"}.get(algorithm, algorithm), 2e-3, **thresholds
+            )
             losses.append(answer.loss)
             kls.append(answer.metrics["update_kl:mean"])
         assert np.mean(losses) == pytest.approx(metrics["policy/loss"], abs=1e-5)
@@ -106,5 +156,9 @@ def test_policy_gradient_on_all_weights(tmp_path, algorithm):
     moved = 0.0
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter.detach(), after[name], atol=2e-5), name
-        moved += float((parameter.detach() - engine._base("base").model.get_parameter(name)).abs().max())
+        moved += float(
+            (parameter.detach() - engine._load_base_model("base").model.get_parameter(name))
+            .abs()
+            .max()
+        )
     assert moved > 0.01

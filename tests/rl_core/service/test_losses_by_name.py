@@ -7,7 +7,7 @@ from oracles import service_oracles
 
 from rl_core.errors import DataError, ServiceError
 from rl_core.service.loss_function import LossInputs
-from rl_core.service.losses_by_name import LOSSES, REFUSED, loss_named
+from rl_core.service.loss_registry import LOSSES, UNSUPPORTED_LOSSES, find_loss
 
 LENGTHS = (5, 1, 7, 3)
 
@@ -22,9 +22,18 @@ def draw(name, seed):
         current.append(q + spread * rng.standard_normal(size) * 0.9)
         row = {"logprobs": q, "advantages": rng.standard_normal(size) * (rng.random(size) < 0.7)}
         row |= {"weights": rng.standard_normal(size) * (rng.random(size) < 0.8)}
-        row |= {"clip_low_threshold": rng.uniform(0.3, 0.9, size), "clip_high_threshold": rng.uniform(1.1, 3, size)}
-        row |= {"sequence_ratio_mask": (rng.random(size) < 0.8).astype(float), "mask": (rng.random(size) < 0.8) * 1.0}
-        row |= {"rewards": rng.standard_normal(size) * row["mask"], "values": rng.standard_normal(size)}
+        row |= {
+            "clip_low_threshold": rng.uniform(0.3, 0.9, size),
+            "clip_high_threshold": rng.uniform(1.1, 3, size),
+        }
+        row |= {
+            "sequence_ratio_mask": (rng.random(size) < 0.8).astype(float),
+            "mask": (rng.random(size) < 0.8) * 1.0,
+        }
+        row |= {
+            "rewards": rng.standard_normal(size) * row["mask"],
+            "values": rng.standard_normal(size),
+        }
         row |= {"ref_logprobs": q + 0.3 * rng.standard_normal(size)}
         row |= {"margin": rng.random(1), "preferred": np.array([float(len(rows) % 2 == seed % 2)])}
         rows.append(row)
@@ -32,7 +41,9 @@ def draw(name, seed):
     if name == "conservative_ppo":
         rows = [{key: value for key, value in row.items() if key != "mask"} for row in rows]
     if seed % 2:  # thresholds by the options
-        rows = [{key: value for key, value in row.items() if not key.startswith("clip")} for row in rows]
+        rows = [
+            {key: value for key, value in row.items() if not key.startswith("clip")} for row in rows
+        ]
     return [{key: value for key, value in row.items() if key in kept} for row in rows], current
 
 
@@ -73,7 +84,13 @@ def slopes(function, arrays, step=1e-6):
 def options_of(name, seed):
     rng = np.random.default_rng(seed)
     options = {key: option.default for key, option in LOSSES[name].options.items()}
-    for key, value in {"entropy_coef": 0.3, "kl_coef": 0.4, "gamma": 0.9, "scale": 0.7, "beta": 0.2}.items():
+    for key, value in {
+        "entropy_coef": 0.3,
+        "kl_coef": 0.4,
+        "gamma": 0.9,
+        "scale": 0.7,
+        "beta": 0.2,
+    }.items():
         if key in options:
             options[key] = value * float(rng.uniform(0.5, 1))
     return options
@@ -105,7 +122,9 @@ def test_loss_and_gradient_are_the_formulas(name, seed):
     for key, leaf in leaves.items():
         wanted = padded(slopes(expected, moved[key]))
         found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * (1 + float(wanted.abs().max()))), key
+        assert torch.allclose(
+            found, wanted, rtol=1e-5, atol=1e-5 * (1 + float(wanted.abs().max()))
+        ), key
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -131,37 +150,46 @@ def test_values_by_hand():
         p = q + np.log(2.0)
         every = {key: option.default for key, option in LOSSES[name].options.items()} | options
         return float(
-            LOSSES[name].loss(LossInputs(a.bool() | True, every, {"logprobs": q, "advantages": a}, logprobs=p))
+            LOSSES[name].loss(
+                LossInputs(a.bool() | True, every, {"logprobs": q, "advantages": a}, logprobs=p)
+            )
         )
 
-    assert loss("importance_sampling", 1.0) == pytest.approx(-2) and loss("importance_sampling", -1.0) == pytest.approx(
-        2
-    )
+    assert loss("importance_sampling", 1.0) == pytest.approx(-2) and loss(
+        "importance_sampling", -1.0
+    ) == pytest.approx(2)
     assert loss("ppo", 1.0) == pytest.approx(-1.2) and loss("ppo", -1.0) == pytest.approx(2)
     p = np.log(2.0) - 2
-    assert loss("cispo", 1.0) == pytest.approx(-2 * p) and loss("cispo", 1.0, clip_high_threshold=1.5) == pytest.approx(
-        -1.5 * p
-    )
+    assert loss("cispo", 1.0) == pytest.approx(-2 * p) and loss(
+        "cispo", 1.0, clip_high_threshold=1.5
+    ) == pytest.approx(-1.5 * p)
     assert loss("dro", 1.0) == pytest.approx(-(p - 0.025 * np.log(2.0) ** 2))
-    assert loss("gspo", 1.0) == pytest.approx(-(1 + 4e-4)) and loss("gspo", -1.0) == pytest.approx(2)
+    assert loss("gspo", 1.0) == pytest.approx(-(1 + 4e-4)) and loss("gspo", -1.0) == pytest.approx(
+        2
+    )
 
 
 def test_log_ratios_are_held_within_20():
     # p - q = 25: r = exp(20), and no gradient
     p = torch.tensor([[25.0]], dtype=torch.float64, requires_grad=True)
-    inputs = {"logprobs": torch.zeros(1, 1, dtype=torch.float64), "advantages": torch.ones(1, 1, dtype=torch.float64)}
-    loss = LOSSES["importance_sampling"].loss(LossInputs(torch.ones(1, 1, dtype=torch.bool), {}, inputs, logprobs=p))
+    inputs = {
+        "logprobs": torch.zeros(1, 1, dtype=torch.float64),
+        "advantages": torch.ones(1, 1, dtype=torch.float64),
+    }
+    loss = LOSSES["importance_sampling"].loss(
+        LossInputs(torch.ones(1, 1, dtype=torch.bool), {}, inputs, logprobs=p)
+    )
     loss.backward()
     assert float(loss.detach()) == pytest.approx(-np.exp(20.0)) and float(p.grad) == 0
 
 
 def test_refused_and_unknown_names():
-    for name in REFUSED:
+    for name in UNSUPPORTED_LOSSES:
         with pytest.raises(ServiceError, match=f"'{name}' is not supported") as refused:
-            loss_named(name)
+            find_loss(name)
         assert refused.value.category == "user"
     with pytest.raises(ServiceError, match="there is no 'pp0'; did you mean 'ppo'"):
-        loss_named("pp0")
+        find_loss("pp0")
 
 
 def test_a_kl_term_needs_a_reference_and_thresholds_an_order():
@@ -170,7 +198,13 @@ def test_a_kl_term_needs_a_reference_and_thresholds_an_order():
     options = options_of("conservative_ppo", 0) | {"kl_coef": 0.1}
     with pytest.raises(DataError, match="needs ref_logprobs"):
         LOSSES["conservative_ppo"].loss(
-            given("conservative_ppo", rows, options, logprobs=padded(current), entropy_BT=padded(current))
+            given(
+                "conservative_ppo",
+                rows,
+                options,
+                logprobs=padded(current),
+                entropy_BT=padded(current),
+            )
         )
     rows, current = draw("ppo", 0)
     rows[0]["clip_low_threshold"][0] = 9.0

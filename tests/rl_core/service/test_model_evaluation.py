@@ -6,17 +6,32 @@ import numpy as np
 import pytest
 import torch
 from helpers.model_tokenizer import make_tokenizer
-from helpers.service import CONTEXT, VOCAB, loss_request, make_base, make_engine, new_run, random_data, step_request
+from helpers.service import (
+    CONTEXT,
+    VOCAB,
+    loss_request,
+    make_base,
+    make_engine,
+    new_run,
+    random_data,
+    step_request,
+)
 from scipy.special import log_softmax
 from transformers import LlamaForCausalLM
 
-from rl_core.analysis.diversity import self_bleu
+from rl_core.analysis.statistics import compute_self_bleu
 from rl_core.errors import ServiceError
-from rl_core.inference.sampling import sequence_seed
+from rl_core.inference.sampling import compute_sequence_seed
 from rl_core.models import causal_lm
-from rl_core.service.evaluation_requests import EvaluateRequest
-from rl_core.service.requests import AdapterConfig, CreateModel, CreateSampler, SampleParameters, SampleRequest
-from rl_core.service.saved_weights import read_state, sampling_weights
+from rl_core.service.request_checks import EvaluateRequest
+from rl_core.service.requests import (
+    AdapterConfig,
+    CreateModel,
+    CreateSampler,
+    SampleParameters,
+    SampleRequest,
+)
+from rl_core.service.saved_weights import load_sampling_weights, read_state
 from rl_core.service.training_engine import TrainingEngine
 from rl_core.settings import ReferenceSettings, ServiceEngineSettings
 
@@ -32,9 +47,12 @@ def other_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(base_folder, other_folder):
     return TrainingEngine(
-        ServiceEngineSettings(bases={"base": str(base_folder), "tied": str(other_folder)}, device="cpu"),
-        ReferenceSettings(precision="full"), {"frozen": str(other_folder)},
-    )  # fmt: skip
+        ServiceEngineSettings(
+            bases={"base": str(base_folder), "tied": str(other_folder)}, device="cpu"
+        ),
+        ReferenceSettings(precision="full"),
+        {"frozen": str(other_folder)},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +77,14 @@ def log_p(model, row):
 
 
 def ask(engine, saved, **more):
-    request = {"model": PATH, "against": "base", "texts": rows(), "folders": {PATH: saved}, "resamples": 200, **more}
+    request = {
+        "model": PATH,
+        "against": "base",
+        "texts": rows(),
+        "folders": {PATH: saved},
+        "resamples": 200,
+        **more,
+    }
     return engine.evaluate(EvaluateRequest(**request))
 
 
@@ -68,14 +93,21 @@ def test_texts_have_the_numbers_of_float64(engine, saved):
     base = engine._base("base")
     sums = []
     for row in rows():
-        with base.holding(sampling_weights(base, read_state(saved))) as model:
+        with base.swap_weights(load_sampling_weights(base, read_state(saved))) as model:
             p = log_p(model, row)
         q = log_p(base.model, row)
         places = np.arange(len(row) - 1), row[1:]
         sums.append(
-            [len(row) - 1, -p[places].sum(), -q[places].sum(), (np.exp(p) * (p - q)).sum(),
-             (np.exp(q) * (q - p)).sum(), -(np.exp(p) * p).sum(), -(np.exp(q) * q).sum()]
-        )  # fmt: skip
+            [
+                len(row) - 1,
+                -p[places].sum(),
+                -q[places].sum(),
+                (np.exp(p) * (p - q)).sum(),
+                (np.exp(q) * (q - p)).sum(),
+                -(np.exp(p) * p).sum(),
+                -(np.exp(q) * q).sum(),
+            ]
+        )
     expected = np.array(sums)
     ours = np.array([[r.tokens, r.nll, r.against_nll, r.kl, r.reverse_kl] for r in found.rows])
     np.testing.assert_allclose(ours, expected[:, :5], rtol=2e-5, atol=2e-6)
@@ -88,57 +120,100 @@ def test_texts_have_the_numbers_of_float64(engine, saved):
     compared = found.text_comparison
     assert compared.kl.value == pytest.approx(kl / tokens, rel=1e-4) and compared.kl.value > 0.01
     assert compared.reverse_kl.value == pytest.approx(reverse / tokens, rel=1e-4)
-    assert compared.nll_difference.value == pytest.approx((nll - other) / tokens, rel=1e-3, abs=1e-5)
-    assert compared.better == (expected[:, 1] < expected[:, 2]).sum() and compared.better + compared.worse == 5
+    assert compared.nll_difference.value == pytest.approx(
+        (nll - other) / tokens, rel=1e-3, abs=1e-5
+    )
+    assert (
+        compared.better == (expected[:, 1] < expected[:, 2]).sum()
+        and compared.better + compared.worse == 5
+    )
     assert compared.kl.low < compared.kl.value < compared.kl.high
 
 
 def test_a_model_against_itself(engine, saved):
     found = ask(engine, saved, against=PATH)
     compared = found.text_comparison
-    assert (compared.kl.value, compared.reverse_kl.value, compared.nll_difference.high) == (0.0, 0.0, 0.0)
-    assert (compared.better, compared.worse, compared.p_value, compared.perplexity_ratio.value) == (0, 0, 1.0, 1.0)
+    assert (compared.kl.value, compared.reverse_kl.value, compared.nll_difference.high) == (
+        0.0,
+        0.0,
+        0.0,
+    )
+    assert (compared.better, compared.worse, compared.p_value, compared.perplexity_ratio.value) == (
+        0,
+        0,
+        1.0,
+        1.0,
+    )
 
 
 @pytest.mark.parametrize("own_process_gib", [8.0, pytest.param(0.0, marks=pytest.mark.slow)])
-def test_a_reference_model_has_the_numbers_of_a_base_model(engine, base_folder, other_folder, saved, own_process_gib):
+def test_a_reference_model_has_the_numbers_of_a_base_model(
+    engine, base_folder, other_folder, saved, own_process_gib
+):
     """In this process and in one of its own; the tied base model is the same files."""
     expected = ask(engine, saved, against="tied")
     settings = ReferenceSettings(precision="full", own_process_gib=own_process_gib)
     other = TrainingEngine(engine.settings, settings, {"frozen": str(other_folder)})
     found = ask(other, saved, against="frozen")
-    assert [row.kl for row in found.rows] == pytest.approx([row.kl for row in expected.rows], rel=1e-4)
-    assert found.text_comparison.kl.value == pytest.approx(expected.text_comparison.kl.value, rel=1e-4)
+    assert [row.kl for row in found.rows] == pytest.approx(
+        [row.kl for row in expected.rows], rel=1e-4
+    )
+    assert found.text_comparison.kl.value == pytest.approx(
+        expected.text_comparison.kl.value, rel=1e-4
+    )
     state = other.references.pool.state
     assert (state.loads, state.kept) == (1, 1) and state.hits >= 1
-    other.references.pool.release()
+    other.references.pool.release_models()
 
 
 def test_samples_are_those_of_a_sampler(engine, saved):
     parameters = SampleParameters(max_tokens=6, temperature=0.7)
     prompts = (np.array([3, 4]), "a b", np.array([9]))
-    found = ask(engine, saved, texts=(), prompts=prompts, num_samples=3, parameters=parameters, seed=5)
+    found = ask(
+        engine, saved, texts=(), prompts=prompts, num_samples=3, parameters=parameters, seed=5
+    )
     assert found.rows is None and found.text is None and found.samples == 3
     engine.create_sampler(CreateSampler(sampler_id="s", folder=saved))
     tokenizer = engine._base("base").tokenizer
-    answers = engine.sample([
-        SampleRequest(
-            sampler_id="s", prompt=np.array(tokenizer(one)["input_ids"]) if isinstance(one, str) else one,
-            seed=sequence_seed("evaluate", 5, index) % 2**63, num_samples=3, parameters=parameters,
-        )
-        for index, one in enumerate(prompts)
-    ])  # fmt: skip
+    answers = engine.sample(
+        [
+            SampleRequest(
+                sampler_id="s",
+                prompt=np.array(tokenizer(one)["input_ids"]) if isinstance(one, str) else one,
+                seed=compute_sequence_seed("evaluate", 5, index) % 2**63,
+                num_samples=3,
+                parameters=parameters,
+            )
+            for index, one in enumerate(prompts)
+        ]
+    )
     engine.unload_sampler("s")
-    words = [[tokenizer.decode(s.tokens, skip_special_tokens=True).split() for s in a.sequences] for a in answers]
-    assert found.diversity.self_bleu.value == pytest.approx(np.mean([self_bleu(one) for one in words]), rel=1e-12)
+    words = [
+        [tokenizer.decode(s.tokens, skip_special_tokens=True).split() for s in a.sequences]
+        for a in answers
+    ]
+    assert found.diversity.self_bleu.value == pytest.approx(
+        np.mean([compute_self_bleu(one) for one in words]), rel=1e-12
+    )
     sequences = [s for answer in answers for s in answer.sequences]
-    assert found.diversity.tokens.value == pytest.approx(np.mean([len(s.tokens) for s in sequences]), rel=1e-12)
-    surprise = -sum(float(s.logprobs.sum()) for s in sequences) / sum(len(s.tokens) for s in sequences)
+    assert found.diversity.tokens.value == pytest.approx(
+        np.mean([len(s.tokens) for s in sequences]), rel=1e-12
+    )
+    surprise = -sum(float(s.logprobs.sum()) for s in sequences) / sum(
+        len(s.tokens) for s in sequences
+    )
     assert found.diversity.entropy.value == pytest.approx(surprise, rel=1e-6)
-    assert set(found.diversity.distinct) == {"1", "2", "3"} and 0 < found.diversity.distinct["1"].value <= 1
+    assert (
+        set(found.diversity.distinct) == {"1", "2", "3"}
+        and 0 < found.diversity.distinct["1"].value <= 1
+    )
     base, compared = found.against_diversity, found.diversity_comparison
-    assert compared.tokens.value == pytest.approx(found.diversity.tokens.value - base.tokens.value, abs=1e-12)
-    assert compared.self_bleu.value == pytest.approx(found.diversity.self_bleu.value - base.self_bleu.value, abs=1e-12)
+    assert compared.tokens.value == pytest.approx(
+        found.diversity.tokens.value - base.tokens.value, abs=1e-12
+    )
+    assert compared.self_bleu.value == pytest.approx(
+        found.diversity.self_bleu.value - base.self_bleu.value, abs=1e-12
+    )
 
 
 def test_the_same_question_has_the_same_answer_and_leaves_training_alone(engine, saved):
@@ -151,21 +226,27 @@ def test_the_same_question_has_the_same_answer_and_leaves_training_alone(engine,
     assert one.text.nll.low is None and one.text_comparison.kl.high is None
 
 
-@pytest.mark.parametrize(("more", "message"), [
-    ({"model": "bass"}, "no base model 'bass'; did you mean 'base'"),
-    ({"model": "frozen"}, "no base model 'frozen'"),
-    ({"against": "nobody"}, "no base or reference model 'nobody'"),
-    ({"texts": ()}, "neither texts nor prompts"),
-    ({"texts": (np.array([3]),)}, r"texts\[0\]: 1 tokens, expected 2 to 48"),
-    ({"texts": (np.array([3, VOCAB]),)}, r"texts\[0\]: token 60 is outside"),
-    ({"texts": (np.full(CONTEXT + 1, 3),)}, r"texts\[0\]: 49 tokens"),
-    ({"texts": (np.zeros((2, 2), int),)}, "in one dimension"),
-    ({"prompts": (np.array([3]),), "parameters": SampleParameters(max_tokens=None)}, "need a limit"),
-    ({"prompts": (np.array([3]),) * 4000, "num_samples": 1000}, "4000 x 1000 samples"),
-    ({"num_samples": 0}, "num_samples: 0"),
-    ({"confidence": 1.0}, "confidence: 1.0"),
-    ({"resamples": 10**9}, "resamples"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"model": "bass"}, "no base model 'bass'; did you mean 'base'"),
+        ({"model": "frozen"}, "no base model 'frozen'"),
+        ({"against": "nobody"}, "no base or reference model 'nobody'"),
+        ({"texts": ()}, "neither texts nor prompts"),
+        ({"texts": (np.array([3]),)}, r"texts\[0\]: 1 tokens, expected 2 to 48"),
+        ({"texts": (np.array([3, VOCAB]),)}, r"texts\[0\]: token 60 is outside"),
+        ({"texts": (np.full(CONTEXT + 1, 3),)}, r"texts\[0\]: 49 tokens"),
+        ({"texts": (np.zeros((2, 2), int),)}, "in one dimension"),
+        (
+            {"prompts": (np.array([3]),), "parameters": SampleParameters(max_tokens=None)},
+            "need a limit",
+        ),
+        ({"prompts": (np.array([3]),) * 4000, "num_samples": 1000}, "4000 x 1000 samples"),
+        ({"num_samples": 0}, "num_samples: 0"),
+        ({"confidence": 1.0}, "confidence: 1.0"),
+        ({"resamples": 10**9}, "resamples"),
+    ],
+)
 def test_refusals(engine, saved, more, message):
     with pytest.raises(ServiceError, match=message) as caught:
         ask(engine, saved, **more)
@@ -173,8 +254,12 @@ def test_refusals(engine, saved, more, message):
 
 
 def test_other_tokens_are_refused(engine, saved, tmp_path, base_folder):
-    causal_lm.save(LlamaForCausalLM.from_pretrained(base_folder), make_tokenizer(VOCAB - 7), tmp_path / "odd")
-    other = TrainingEngine(engine.settings, ReferenceSettings(precision="full"), {"odd": str(tmp_path / "odd")})
+    causal_lm.save(
+        LlamaForCausalLM.from_pretrained(base_folder), make_tokenizer(VOCAB - 7), tmp_path / "odd"
+    )
+    other = TrainingEngine(
+        engine.settings, ReferenceSettings(precision="full"), {"odd": str(tmp_path / "odd")}
+    )
     with pytest.raises(ServiceError, match="'odd' has another tokenizer than base model 'base'"):
         ask(other, saved, against="odd")
 
@@ -197,11 +282,20 @@ def with_logprobs(engine, data, sampler, temperature=1.0):
     found = []
     for datum in data:
         row = np.append(datum.tokens, datum.inputs["target_tokens"][-1])
-        (answer,) = engine.sample([
-            SampleRequest(sampler_id=sampler, prompt=row, seed=0, prompt_logprobs=True,
-                          parameters=SampleParameters(max_tokens=1))
-        ])  # fmt: skip
-        found.append(type(datum)(datum.tokens, {**datum.inputs, "ref_logprobs": answer.prompt_logprobs[1:]}))
+        (answer,) = engine.sample(
+            [
+                SampleRequest(
+                    sampler_id=sampler,
+                    prompt=row,
+                    seed=0,
+                    prompt_logprobs=True,
+                    parameters=SampleParameters(max_tokens=1),
+                )
+            ]
+        )
+        found.append(
+            type(datum)(datum.tokens, {**datum.inputs, "ref_logprobs": answer.prompt_logprobs[1:]})
+        )
     return tuple(found)
 
 
@@ -210,16 +304,24 @@ def test_the_service_fills_in_the_reference(engine, reference):
     for name in ("given", "filled"):
         new_run(engine, name, seed=1)
     data = rewarded(2)
-    engine.create_sampler(CreateSampler(sampler_id="ref", base="base" if reference == "base" else "tied"))
+    engine.create_sampler(
+        CreateSampler(sampler_id="ref", base="base" if reference == "base" else "tied")
+    )
     sent = with_logprobs(engine, data, "ref")
     engine.unload_sampler("ref")
     options = {"kl_coef": 0.5}
-    given, filled = engine.forward_backward([
-        loss_request("given", sent, "enhanced_ppo", loss_fn_config=options),
-        loss_request("filled", data, "enhanced_ppo", loss_fn_config={**options, "reference": reference}),
-    ])  # fmt: skip
+    given, filled = engine.forward_backward(
+        [
+            loss_request("given", sent, "enhanced_ppo", loss_fn_config=options),
+            loss_request(
+                "filled", data, "enhanced_ppo", loss_fn_config={**options, "reference": reference}
+            ),
+        ]
+    )
     assert filled.loss == pytest.approx(given.loss, rel=1e-5)
-    assert filled.metrics["ref_kl:mean"] == pytest.approx(given.metrics["ref_kl:mean"], rel=1e-4, abs=1e-7)
+    assert filled.metrics["ref_kl:mean"] == pytest.approx(
+        given.metrics["ref_kl:mean"], rel=1e-4, abs=1e-7
+    )
     for name in ("given", "filled"):
         engine.optim_step(step_request(name))
     ours, theirs = engine.state_dict("filled")["model"], engine.state_dict("given")["model"]
@@ -234,16 +336,31 @@ def test_the_base_is_the_adapter_switched_off(base_folder):
     engine.create_model(CreateModel(model_id="new", base="base", adapter=AdapterConfig(rank=4)))
     for temperature in (1.0, 0.5):
         config = {"kl_coef": 0.1, "reference": "base", "temperature": temperature}
-        (found,) = engine.forward_backward([loss_request("new", rewarded(1), "enhanced_ppo", loss_fn_config=config)])
+        (found,) = engine.forward_backward(
+            [loss_request("new", rewarded(1), "enhanced_ppo", loss_fn_config=config)]
+        )
         assert found.metrics["ref_kl:mean"] == 0.0
 
 
-@pytest.mark.parametrize(("data", "loss", "config", "message"), [
-    (rewarded(1), "enhanced_ppo", {"reference": "frosen"}, "no reference model 'frosen'; did you mean 'frozen'"),
-    (rewarded(1), "enhanced_ppo", {"reference": 1.0}, "reference is 1.0, expected base or"),
-    (random_data(1, policy=True), "ppo", {"reference": "base"}, "ppo has no reference model"),
-    (rewarded(1), "enhanced_ppo", {"kl_coef": 1.0}, "needs ref_logprobs, or the option reference"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "loss", "config", "message"),
+    [
+        (
+            rewarded(1),
+            "enhanced_ppo",
+            {"reference": "frosen"},
+            "no reference model 'frosen'; did you mean 'frozen'",
+        ),
+        (rewarded(1), "enhanced_ppo", {"reference": 1.0}, "reference is 1.0, expected base or"),
+        (random_data(1, policy=True), "ppo", {"reference": "base"}, "ppo has no reference model"),
+        (
+            rewarded(1),
+            "enhanced_ppo",
+            {"kl_coef": 1.0},
+            "needs ref_logprobs, or the option reference",
+        ),
+    ],
+)
 def test_refused_references(engine, data, loss, config, message):
     new_run(engine, "x")
     (found,) = engine.forward_backward([loss_request("x", data, loss, loss_fn_config=config)])
@@ -254,13 +371,19 @@ def test_refused_references(engine, data, loss, config, message):
 def test_a_reference_of_other_targets_is_refused(engine):
     new_run(engine, "x")
     (datum, *_) = rewarded(1)
-    odd = type(datum)(datum.tokens, {**datum.inputs, "target_tokens": (datum.inputs["target_tokens"] + 1) % VOCAB})
-    (found,) = engine.forward_backward([
-        loss_request("x", (odd,), "enhanced_ppo", loss_fn_config={"reference": "frozen"})
-    ])  # fmt: skip
+    odd = type(datum)(
+        datum.tokens, {**datum.inputs, "target_tokens": (datum.inputs["target_tokens"] + 1) % VOCAB}
+    )
+    (found,) = engine.forward_backward(
+        [loss_request("x", (odd,), "enhanced_ppo", loss_fn_config={"reference": "frozen"})]
+    )
     assert "not the tokens that follow" in str(found)
-    (found,) = engine.forward_backward([
-        loss_request("x", (odd,), "enhanced_ppo", loss_fn_config={"reference": "base", "kl_coef": 0.1})
-    ])  # fmt: skip
+    (found,) = engine.forward_backward(
+        [
+            loss_request(
+                "x", (odd,), "enhanced_ppo", loss_fn_config={"reference": "base", "kl_coef": 0.1}
+            )
+        ]
+    )
     assert not isinstance(found, ServiceError)  # the base model is read at any target
     engine.unload_model("x")

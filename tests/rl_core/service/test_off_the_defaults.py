@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from helpers.service import bits, loss_request, make_base, make_engine, random_data, step_request
 
-from rl_core.service.requests import AdapterConfig, CreateModel, CreateSampler, Datum, SampleParameters, SampleRequest
+from rl_core.service.requests import (
+    AdapterConfig,
+    CreateModel,
+    CreateSampler,
+    Datum,
+    SampleParameters,
+    SampleRequest,
+)
 
 KINDS = {
     "dropout": (dict(attention_dropout=0.4), {}, {}),
@@ -50,7 +57,9 @@ def test_it_learns_and_repeats_itself(made):
     data = tuple(Datum(one.tokens, {"target_tokens": one.inputs["target_tokens"]}) for one in data)
     losses = []
     for _ in range(6):
-        looked = engine.forward_backward([loss_request("r", data, forward_only=True) for _ in range(2)])
+        looked = engine.forward_backward(
+            [loss_request("r", data, forward_only=True) for _ in range(2)]
+        )
         assert looked[0].loss == looked[1].loss, "dropout is on"
         engine.forward_backward([loss_request("r", data)])
         engine.optim_step(step_request("r"))
@@ -65,19 +74,32 @@ def test_sampled_logprobs_are_those_of_training_at_the_temperature(made):
     engine.create_sampler(CreateSampler(sampler_id="s", model_id="r"))
     prompt = np.array([5, 9, 23, 4])
     parameters = SampleParameters(max_tokens=10, stop=(), temperature=TEMPERATURE)
-    request = SampleRequest(sampler_id="s", prompt=prompt, seed=2, num_samples=4, parameters=parameters)
+    request = SampleRequest(
+        sampler_id="s", prompt=prompt, seed=2, num_samples=4, parameters=parameters
+    )
     (sampled,) = engine.sample([request])
     data = []
     for one in sampled.sequences:
         tokens = np.concatenate([prompt, one.tokens])
         quiet = np.zeros(len(prompt) - 1, np.float32)
-        inputs = {"target_tokens": tokens[1:], "logprobs": np.concatenate([quiet, one.logprobs]),
-                  "advantages": np.concatenate([quiet, np.ones(len(one.tokens), np.float32)])}  # fmt: skip
+        inputs = {
+            "target_tokens": tokens[1:],
+            "logprobs": np.concatenate([quiet, one.logprobs]),
+            "advantages": np.concatenate([quiet, np.ones(len(one.tokens), np.float32)]),
+        }
         data.append(Datum(tokens[:-1], inputs))
     for temperature, is_same in ((TEMPERATURE, True), (1.0, False)):
         config = {"temperature": temperature}
         (answer,) = engine.forward_backward(
-            [loss_request("r", tuple(data), "importance_sampling", loss_fn_config=config, forward_only=True)]
+            [
+                loss_request(
+                    "r",
+                    tuple(data),
+                    "importance_sampling",
+                    loss_fn_config=config,
+                    forward_only=True,
+                )
+            ]
         )
         difference = answer.metrics["sampler_difference:max"]
         assert (difference < (0.3 if kind == "bfloat16" else 1e-4)) == is_same, difference

@@ -5,7 +5,13 @@ import pytest
 from helpers.service import CONTEXT, VOCAB, bits, loss_request, make_engine, new_run, random_data
 
 from rl_core.errors import ServiceError
-from rl_core.service.requests import CreateSampler, Datum, SampleParameters, SampleRequest, dense_rows
+from rl_core.service.requests import (
+    CreateSampler,
+    Datum,
+    SampleParameters,
+    SampleRequest,
+    densify_rows,
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +29,11 @@ def datum(**changes):
 
 
 def ratio(**changes):
-    given = {"weights": None, "logprobs": -np.ones(4, np.float32), "advantages": np.ones(4, np.float32)}
+    given = {
+        "weights": None,
+        "logprobs": -np.ones(4, np.float32),
+        "advantages": np.ones(4, np.float32),
+    }
     return datum(**given | changes)
 
 
@@ -31,54 +41,136 @@ nan = np.array([0, np.nan, 0, 0], np.float32)
 CASES = {
     "no data": (lambda: loss_request("r", ()), "at least one datum"),
     "too many": (lambda: loss_request("r", (datum(),) * 9), "9 datums; at most 8"),
-    "a token beyond the vocabulary": (lambda: loss_request("r", (datum(tokens=np.array([2, VOCAB, 1, 1])),)),
-                                      f"model_input: token {VOCAB} at 1 is outside the vocabulary, 0..{VOCAB - 1}"),
-    "a negative token": (lambda: loss_request("r", (datum(), datum(tokens=np.array([2, -7, 1, 1])))),
-                         r"data\[1\].model_input: token -7 at 1"),
-    "a target beyond the vocabulary": (lambda: loss_request("r", (datum(target_tokens=np.array([1, 2, 3, 999])),)),
-                                       r"\['target_tokens'\]: token 999 at 3"),
-    "tokens as floats": (lambda: loss_request("r", (datum(tokens=np.ones(4)),)), "float64, expected an array of int"),
-    "tokens as a list": (lambda: loss_request("r", (datum(tokens=[1, 2, 3, 4]),)), "list, expected an array"),
-    "tokens in a square": (lambda: loss_request("r", (datum(tokens=np.ones((2, 2), int)),)), r"shape \(2, 2\)"),
-    "no token": (lambda: loss_request("r", (datum(tokens=np.array([], int)),)), "at least one token"),
-    "beyond the context": (lambda: loss_request("r", (datum(tokens=np.ones(CONTEXT + 1, int)),)),
-                           f"{CONTEXT + 1} tokens, and the model's context is {CONTEXT}"),
-    "targets of another length": (lambda: loss_request("r", (datum(target_tokens=np.arange(3)),)),
-                                  r"shape \(3,\), expected \(4,\) or \(4, K\)"),
-    "targets as floats": (lambda: loss_request("r", (datum(target_tokens=np.ones(4)),)), "float64, expected integers"),
-    "weights of another shape": (lambda: loss_request("r", (datum(weights=np.ones((4, 2), np.float32)),)),
-                                 r"shape \(4, 2\), expected \(4,\)"),
-    "weights as text": (lambda: loss_request("r", (datum(weights=np.array(["a"] * 4)),)), "expected numbers"),
+    "a token beyond the vocabulary": (
+        lambda: loss_request("r", (datum(tokens=np.array([2, VOCAB, 1, 1])),)),
+        f"model_input: token {VOCAB} at 1 is outside the vocabulary, 0..{VOCAB - 1}",
+    ),
+    "a negative token": (
+        lambda: loss_request("r", (datum(), datum(tokens=np.array([2, -7, 1, 1])))),
+        r"data\[1\].model_input: token -7 at 1",
+    ),
+    "a target beyond the vocabulary": (
+        lambda: loss_request("r", (datum(target_tokens=np.array([1, 2, 3, 999])),)),
+        r"\['target_tokens'\]: token 999 at 3",
+    ),
+    "tokens as floats": (
+        lambda: loss_request("r", (datum(tokens=np.ones(4)),)),
+        "float64, expected an array of int",
+    ),
+    "tokens as a list": (
+        lambda: loss_request("r", (datum(tokens=[1, 2, 3, 4]),)),
+        "list, expected an array",
+    ),
+    "tokens in a square": (
+        lambda: loss_request("r", (datum(tokens=np.ones((2, 2), int)),)),
+        r"shape \(2, 2\)",
+    ),
+    "no token": (
+        lambda: loss_request("r", (datum(tokens=np.array([], int)),)),
+        "at least one token",
+    ),
+    "beyond the context": (
+        lambda: loss_request("r", (datum(tokens=np.ones(CONTEXT + 1, int)),)),
+        f"{CONTEXT + 1} tokens, and the model's context is {CONTEXT}",
+    ),
+    "targets of another length": (
+        lambda: loss_request("r", (datum(target_tokens=np.arange(3)),)),
+        r"shape \(3,\), expected \(4,\) or \(4, K\)",
+    ),
+    "targets as floats": (
+        lambda: loss_request("r", (datum(target_tokens=np.ones(4)),)),
+        "float64, expected integers",
+    ),
+    "weights of another shape": (
+        lambda: loss_request("r", (datum(weights=np.ones((4, 2), np.float32)),)),
+        r"shape \(4, 2\), expected \(4,\)",
+    ),
+    "weights as text": (
+        lambda: loss_request("r", (datum(weights=np.array(["a"] * 4)),)),
+        "expected numbers",
+    ),
     "several targets without weights": (
-        lambda: loss_request("r", (datum(target_tokens=np.ones((4, 2), int), weights=None),)), "need 'weights'"),
-    "NaN weights": (lambda: loss_request("r", (datum(weights=nan),)), r"nan at \[1\], expected finite"),
-    "NaN logprobs": (lambda: loss_request("r", (ratio(logprobs=nan),), "ppo"), r"\['logprobs'\]: nan at \[1\]"),
-    "infinite advantages": (lambda: loss_request("r", (ratio(advantages=nan + np.inf),), "ppo"), "advantages"),
-    "beyond float32": (lambda: loss_request("r", (ratio(advantages=np.full(4, 1e300)),), "ppo"), "expected finite"),
-    "an input too many": (lambda: loss_request("r", (datum(wights=np.ones(4)),)), "no input 'wights'; did you mean"),
-    "an input too few": (lambda: loss_request("r", (datum(weights=None),), "ppo"), "ppo needs 'logprobs'"),
-    "an optional input for some": (lambda: loss_request("r", (datum(), datum(weights=None))), "for all datums or for"),
-    "an unknown loss": (lambda: loss_request("r", (datum(),), "cross_entropie"), "did you mean 'cross_entropy'"),
-    "a refused loss": (lambda: loss_request("r", (datum(),), "stable_reinforce"), "is not supported"),
-    "an unknown option": (lambda: loss_request("r", (datum(),), loss_fn_config={"x": 1.0}), "has no option 'x'"),
-    "an option as text": (lambda: loss_request("r", (ratio(),), "dro", loss_fn_config={"beta": "1"}), "finite number"),
-    "an infinite option": (lambda: loss_request("r", (ratio(),), "dro", loss_fn_config={"beta": np.inf}), "finite"),
-    "an option out of range": (lambda: loss_request("r", (ratio(),), "dro", loss_fn_config={"beta": -1}), "0 to 1e"),
+        lambda: loss_request("r", (datum(target_tokens=np.ones((4, 2), int), weights=None),)),
+        "need 'weights'",
+    ),
+    "NaN weights": (
+        lambda: loss_request("r", (datum(weights=nan),)),
+        r"nan at \[1\], expected finite",
+    ),
+    "NaN logprobs": (
+        lambda: loss_request("r", (ratio(logprobs=nan),), "ppo"),
+        r"\['logprobs'\]: nan at \[1\]",
+    ),
+    "infinite advantages": (
+        lambda: loss_request("r", (ratio(advantages=nan + np.inf),), "ppo"),
+        "advantages",
+    ),
+    "beyond float32": (
+        lambda: loss_request("r", (ratio(advantages=np.full(4, 1e300)),), "ppo"),
+        "expected finite",
+    ),
+    "an input too many": (
+        lambda: loss_request("r", (datum(wights=np.ones(4)),)),
+        "no input 'wights'; did you mean",
+    ),
+    "an input too few": (
+        lambda: loss_request("r", (datum(weights=None),), "ppo"),
+        "ppo needs 'logprobs'",
+    ),
+    "an optional input for some": (
+        lambda: loss_request("r", (datum(), datum(weights=None))),
+        "for all datums or for",
+    ),
+    "an unknown loss": (
+        lambda: loss_request("r", (datum(),), "cross_entropie"),
+        "did you mean 'cross_entropy'",
+    ),
+    "a refused loss": (
+        lambda: loss_request("r", (datum(),), "stable_reinforce"),
+        "is not supported",
+    ),
+    "an unknown option": (
+        lambda: loss_request("r", (datum(),), loss_fn_config={"x": 1.0}),
+        "has no option 'x'",
+    ),
+    "an option as text": (
+        lambda: loss_request("r", (ratio(),), "dro", loss_fn_config={"beta": "1"}),
+        "finite number",
+    ),
+    "an infinite option": (
+        lambda: loss_request("r", (ratio(),), "dro", loss_fn_config={"beta": np.inf}),
+        "finite",
+    ),
+    "an option out of range": (
+        lambda: loss_request("r", (ratio(),), "dro", loss_fn_config={"beta": -1}),
+        "0 to 1e",
+    ),
     "thresholds in disorder": (
-        lambda: loss_request("r", (ratio(),), "ppo", loss_fn_config={"clip_high_threshold": 0.1}), "must not be above"),
-    "half a pair": (lambda: loss_request("r", (Datum(np.ones(2, int), {"preferred": np.ones(1)}),), "reward_modeling"),
-                    "1 datums, expected pairs"),
+        lambda: loss_request("r", (ratio(),), "ppo", loss_fn_config={"clip_high_threshold": 0.1}),
+        "must not be above",
+    ),
+    "half a pair": (
+        lambda: loss_request(
+            "r", (Datum(np.ones(2, int), {"preferred": np.ones(1)}),), "reward_modeling"
+        ),
+        "1 datums, expected pairs",
+    ),
     "a pair of two chosen": (
-        lambda: loss_request("r", (Datum(np.ones(2, int), {"preferred": np.ones(1)}),) * 2, "reward_modeling"),
-        "one of a pair has preferred 1"),
-}  # fmt: skip
+        lambda: loss_request(
+            "r", (Datum(np.ones(2, int), {"preferred": np.ones(1)}),) * 2, "reward_modeling"
+        ),
+        "one of a pair has preferred 1",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_training_requests(engine, case):
     make, text = CASES[case]
     before = bits(engine.state_dict("r"))
-    bad, good = engine.forward_backward([make(), loss_request("r", random_data(0), forward_only=True)])
+    bad, good = engine.forward_backward(
+        [make(), loss_request("r", random_data(0), forward_only=True)]
+    )
     assert isinstance(bad, ServiceError) and bad.category == "user"
     with pytest.raises(ServiceError, match=text):
         raise bad
@@ -88,7 +180,8 @@ def test_bad_training_requests(engine, case):
 def sample(**changes):
     parameters = SampleParameters(**changes.pop("parameters", {"max_tokens": 2}))
     return SampleRequest(
-        **{"sampler_id": "s", "prompt": np.array([2, 3]), "seed": 0, "parameters": parameters} | changes
+        **{"sampler_id": "s", "prompt": np.array([2, 3]), "seed": 0, "parameters": parameters}
+        | changes
     )
 
 
@@ -110,7 +203,10 @@ SAMPLE_CASES = {
     "stops of two kinds": (dict(parameters={"stop": ("a", 1)}), "or as many token ids"),
     "a foreign stop": (dict(parameters={"stop": (VOCAB,)}), "outside the vocabulary"),
     "too many tops": (dict(topk_prompt_logprobs=65), "topk_prompt_logprobs: 65"),
-    "targets of another length": (dict(target_prompt_logprobs=np.zeros((2, 1), int)), r"expected \(1, 1 to"),
+    "targets of another length": (
+        dict(target_prompt_logprobs=np.zeros((2, 1), int)),
+        r"expected \(1, 1 to",
+    ),
     "foreign targets": (dict(target_prompt_logprobs=np.array([[VOCAB]])), "outside the vocabulary"),
 }
 
@@ -125,7 +221,7 @@ def test_bad_sampling_requests(engine, case):
 
 
 def test_sparse_tensors_are_made_dense_or_refused():
-    dense = dense_rows(np.array([5, 6, 7]), np.array([0, 2, 2, 3]), np.array([0, 2, 1]), (3, 3))
+    dense = densify_rows(np.array([5, 6, 7]), np.array([0, 2, 2, 3]), np.array([0, 2, 1]), (3, 3))
     assert dense.tolist() == [[5, 0, 6], [0, 0, 0], [0, 7, 0]]
     one = np.array([1.0])
     for arguments, text in (
@@ -139,4 +235,4 @@ def test_sparse_tensors_are_made_dense_or_refused():
         ((one, np.array([0, 1]), np.array([0]), (-1, 3)), "none negative"),
     ):
         with pytest.raises(ServiceError, match=text):
-            dense_rows(*arguments)
+            densify_rows(*arguments)

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from helpers.service import bits, loss_request, make_base, make_engine, new_run, random_data, step_request
+from helpers.service import (
+    bits,
+    loss_request,
+    make_base,
+    make_engine,
+    new_run,
+    random_data,
+    step_request,
+)
 from transformers import AutoModelForCausalLM
 
 from rl_core.errors import ServiceError
@@ -12,7 +20,13 @@ from rl_core.service.requests import AdapterConfig, CreateModel, OptimStep
 
 def requests(name, number):
     policy = number % 2 == 1
-    return [loss_request(name, random_data(number, policy=policy), "conservative_ppo" if policy else "cross_entropy")]
+    return [
+        loss_request(
+            name,
+            random_data(number, policy=policy),
+            "conservative_ppo" if policy else "cross_entropy",
+        )
+    ]
 
 
 def work(engine, name, numbers):
@@ -30,12 +44,16 @@ def test_save_load_replay(base_folder, tmp_path, adapter, optimizer):
     first = make_engine(base_folder)
     first.create_model(CreateModel(model_id="r", base="base", adapter=adapter, optimizer=optimizer))
     work(first, "r", [0, 1, 2])
-    first.save_weights("r", tmp_path / "state", note={"applied": 4})
+    first.save_weights("r", tmp_path / "state", metadata={"applied": 4})
     steps = first.model_info("r").steps  # fewer, where the KL limit refused some
     losses = work(first, "r", [4, 5])
     second = make_engine(base_folder)
     info = second.load_weights("r", tmp_path / "state", optimizer=True)
-    assert info.steps == steps > 0 and info.adapter == adapter and second.note_of(tmp_path / "state") == {"applied": 4}
+    assert (
+        info.steps == steps > 0
+        and info.adapter == adapter
+        and second.read_saved_metadata(tmp_path / "state") == {"applied": 4}
+    )
     assert work(second, "r", [4, 5]) == losses
     assert bits(first.state_dict("r")) == bits(second.state_dict("r"))
 
@@ -62,7 +80,9 @@ def test_loading_without_the_optimizer_starts_it_afresh(base_folder, tmp_path):
     weights = bits(engine.state_dict("r")["model"])
     info = engine.load_weights("s", tmp_path / "state", optimizer=False)
     state = engine.state_dict("s")
-    assert info.steps == 0 and state["optimizer"] == {"state": {}} and bits(state["model"]) == weights
+    assert (
+        info.steps == 0 and state["optimizer"] == {"state": {}} and bits(state["model"]) == weights
+    )
 
 
 def test_an_update_beyond_the_kl_limit_is_refused(base_folder):
@@ -72,7 +92,9 @@ def test_an_update_beyond_the_kl_limit_is_refused(base_folder):
     before = engine.state_dict("r")
     for limit, refused in ((1e-6, 1.0), (1e3, 0.0)):
         options = {"kl_max": limit, "clip_low_threshold": 0.0, "clip_high_threshold": 1e6}
-        engine.forward_backward([loss_request("r", data, "conservative_ppo", loss_fn_config=options)])
+        engine.forward_backward(
+            [loss_request("r", data, "conservative_ppo", loss_fn_config=options)]
+        )
         metrics = engine.optim_step(step_request("r", 0.05)).metrics
         assert metrics["refused:mean"] == refused and metrics["kl_after:max"] > 1e-6
         assert (bits(engine.state_dict("r")) == bits(before)) == bool(refused)
@@ -97,7 +119,9 @@ def test_the_kl_limit_is_the_limit(base_folder):
 
     def step(limit):
         options = {"kl_max": limit, "clip_low_threshold": 0.0, "clip_high_threshold": 1e6}
-        engine.forward_backward([loss_request("r", data, "conservative_ppo", loss_fn_config=options)])
+        engine.forward_backward(
+            [loss_request("r", data, "conservative_ppo", loss_fn_config=options)]
+        )
         return engine.optim_step(step_request("r", 0.01)).metrics
 
     kl = step(1e-9)["kl_after:max"]
@@ -107,22 +131,28 @@ def test_the_kl_limit_is_the_limit(base_folder):
 def test_adapters_start_as_the_base_and_differ_by_seed(base_folder):
     engine = make_engine(base_folder)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        engine.create_model(CreateModel(model_id=name, base="base", adapter=AdapterConfig(rank=2, seed=seed)))
+        engine.create_model(
+            CreateModel(model_id=name, base="base", adapter=AdapterConfig(rank=2, seed=seed))
+        )
     states = {name: engine.state_dict(name)["model"] for name in "abc"}
     assert bits(states["a"]) == bits(states["b"]) != bits(states["c"])
     assert all(not tensor.any() for name, tensor in states["c"].items() if "lora_B" in name)
     a = states["a"]["model.layers.0.mlp.down_proj.lora_A.weight"]
-    assert float(a.abs().max()) <= 48**-0.5 and float(a.std()) == pytest.approx((48 * 3) ** -0.5, rel=0.25)
+    assert float(a.abs().max()) <= 48**-0.5 and float(a.std()) == pytest.approx(
+        (48 * 3) ** -0.5, rel=0.25
+    )
     names = {name.rsplit(".lora")[0] for name in states["a"] if "lora" in name}
     assert len(names) == 2 * 7 + 1 and "lm_head" in names
 
 
 @pytest.mark.parametrize(
     ("asked", "expected"),
-    [({"train_mlp": False, "train_unembed": False}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
-     ({"train_attn": False, "train_unembed": False}, {"gate_proj", "up_proj", "down_proj"}),
-     ({"train_attn": False, "train_mlp": False}, {"lm_head"})],
-)  # fmt: skip
+    [
+        ({"train_mlp": False, "train_unembed": False}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ({"train_attn": False, "train_unembed": False}, {"gate_proj", "up_proj", "down_proj"}),
+        ({"train_attn": False, "train_mlp": False}, {"lm_head"}),
+    ],
+)
 def test_only_the_parts_asked_for_are_trained(base_folder, asked, expected):
     engine = make_engine(base_folder)
     new_run(engine, "r", **asked)
@@ -144,7 +174,9 @@ def test_exports_compute_what_the_run_computes(tmp_path, tied):
     engine.export(tmp_path / "saved", tmp_path / "hf")
     engine.export(tmp_path / "saved", tmp_path / "peft", peft=True)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "peft")
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder), tmp_path / "peft"
+    )
     for model in (whole, adapted):
         for datum, output in zip(data, answer.outputs, strict=True):
             with torch.no_grad():
@@ -160,11 +192,25 @@ def test_what_cannot_be_loaded_or_made_says_so(base_folder, tmp_path):
     engine.save_weights("r", tmp_path / "state")
     other = make_engine(base_folder, bases={"other": str(base_folder)})
     for call, text in (
-        (lambda: engine.load_weights("x", tmp_path / "none", optimizer=True), "holds no saved weights"),
-        (lambda: other.load_weights("x", tmp_path / "state", optimizer=True), "there is no 'base' here"),
+        (
+            lambda: engine.load_weights("x", tmp_path / "none", optimizer=True),
+            "holds no saved weights",
+        ),
+        (
+            lambda: other.load_weights("x", tmp_path / "state", optimizer=True),
+            "there is no 'base' here",
+        ),
         (lambda: engine.create_model(CreateModel(model_id="r", base="base")), "'r' exists already"),
-        (lambda: engine.create_model(CreateModel(model_id="x", base="bose")), "did you mean 'base'"),
-        (lambda: engine.create_model(CreateModel(model_id="x", base="base", adapter=AdapterConfig(rank=0))), "rank: 0"),
+        (
+            lambda: engine.create_model(CreateModel(model_id="x", base="bose")),
+            "did you mean 'base'",
+        ),
+        (
+            lambda: engine.create_model(
+                CreateModel(model_id="x", base="base", adapter=AdapterConfig(rank=0))
+            ),
+            "rank: 0",
+        ),
         (lambda: engine.unload_model("x"), "no training run 'x'"),
         (lambda: engine.optim_step(step_request("x")), "no training run 'x'"),
         (lambda: engine.optim_step(step_request("r", float("nan"))), "learning_rate: nan"),
@@ -182,7 +228,7 @@ def test_a_step_of_a_gradient_that_is_not_finite_changes_nothing(base_folder):
     new_run(engine, "r")
     engine.forward_backward([loss_request("r", random_data(0))])
     before = engine.state_dict("r")
-    broken = engine._run("r").gradient
+    broken = engine._find_run("r").gradient
     broken[sorted(broken)[0]].view(-1)[0] = torch.inf
     with pytest.raises(ServiceError, match="gradient is not finite"):
         engine.optim_step(step_request("r"))
@@ -197,8 +243,13 @@ def test_weights_alone_go_into_a_run_with_another_optimizer(base_folder, tmp_pat
     work(engine, "r", [0])
     engine.save_weights("r", tmp_path / "state")
     muon = engine.load_weights("m", tmp_path / "state", optimizer=False, kind="muon")
-    assert muon.optimizer == "muon" and bits(engine.state_dict("m")["model"]) == bits(engine.state_dict("r")["model"])
-    assert engine.load_weights("k", tmp_path / "state", optimizer=True, kind="muon").optimizer == "adamw"
+    assert muon.optimizer == "muon" and bits(engine.state_dict("m")["model"]) == bits(
+        engine.state_dict("r")["model"]
+    )
+    assert (
+        engine.load_weights("k", tmp_path / "state", optimizer=True, kind="muon").optimizer
+        == "adamw"
+    )
     work(engine, "m", [2])
     with pytest.raises(ServiceError, match="of muon, and the run was made with adamw"):
         engine.optim_step(OptimStep(model_id="r", optimizer="muon"))
@@ -231,6 +282,8 @@ def test_the_digest_of_a_runs_data(base_folder, tmp_path):
     engine.optim_step(step_request("d"))  # of the gradient that was saved nothing is left
     assert digest("d") == digest("b")
     tight = {"kl_max": 1e-9, "clip_low_threshold": 0.0, "clip_high_threshold": 1e6}
-    engine.forward_backward([loss_request("b", random_data(1, policy=True), "conservative_ppo", loss_fn_config=tight)])
+    engine.forward_backward(
+        [loss_request("b", random_data(1, policy=True), "conservative_ppo", loss_fn_config=tight)]
+    )
     assert engine.optim_step(step_request("b", 0.05)).metrics["refused:mean"] == 1
     assert digest("b") == info.data_digest

@@ -5,20 +5,30 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.service import bits, engine_with, loss_request, make_engine, new_run, random_data, step_request
+from helpers.service import (
+    bits,
+    engine_with,
+    loss_request,
+    make_engine,
+    new_run,
+    random_data,
+    step_request,
+)
 
 from rl_core.cpu import adamw
 from rl_core.errors import ServiceError
 from rl_core.models.routed_adapters import AdapterGradients
 from rl_core.service.requests import AdapterConfig, CreateModel, Datum
-from rl_core.training.gradient_norm import total_norm
+from rl_core.training.optimizers import compute_total_norm
 
 ADAM = {  # by the run's name: settings of its own
     "a": dict(learning_rate=1e-2),
     "b": dict(learning_rate=3e-3, beta1=0.3, beta2=0.99, eps=1e-6, weight_decay=0.1),
     "c": dict(learning_rate=5e-2, grad_clip_norm=0.01),
 }
-needs_compiled_steps = pytest.mark.skipif(adamw.load() is None, reason="needs a C compiler and AVX2")
+needs_compiled_steps = pytest.mark.skipif(
+    adamw.load_adamw() is None, reason="needs a C compiler and AVX2"
+)
 
 
 def requests_of(names, number):
@@ -28,7 +38,9 @@ def requests_of(names, number):
         policy, index = name != "a", "abcdm".index(name)
         data = random_data(10 * number + index, 2 + index % 2, policy=policy)
         config = {"temperature": 0.6 + 0.1 * number} if name == "b" else {}
-        found.append(loss_request(name, data, "ppo" if policy else "cross_entropy", loss_fn_config=config))
+        found.append(
+            loss_request(name, data, "ppo" if policy else "cross_entropy", loss_fn_config=config)
+        )
     return found
 
 
@@ -112,12 +124,18 @@ def test_a_gradient_that_is_not_finite_stops_its_run_alone(base_folder):
     together = engine_with(base_folder, "abc")
     work(together, "abc", rounds=2)
     together.forward_backward(requests_of("abc", 7))
-    together._run("b").gradient["model.layers.0.mlp.down_proj.lora_B.weight"].view(-1)[-1] = math.nan
+    together._find_run("b").gradient["model.layers.0.mlp.down_proj.lora_B.weight"].view(-1)[-1] = (
+        math.nan
+    )
     before = together.state_dict("b")
     answers = together.optim_steps([step_request(name, **ADAM[name]) for name in "abc"])
-    assert isinstance(answers[1], ServiceError) and "first: model.layers.0.mlp.down_proj.lora_B" in str(answers[1])
+    assert isinstance(
+        answers[1], ServiceError
+    ) and "first: model.layers.0.mlp.down_proj.lora_B" in str(answers[1])
     after = together.state_dict("b")
-    assert bits(after["model"]) == bits(before["model"]) and bits(after["optimizer"]) == bits(before["optimizer"])
+    assert bits(after["model"]) == bits(before["model"]) and bits(after["optimizer"]) == bits(
+        before["optimizer"]
+    )
     assert after["gradient"] == {} and after["run"]["steps"] == 2
     for name in "ac":
         alone = engine_with(base_folder, [name])
@@ -129,14 +147,20 @@ def test_a_gradient_that_is_not_finite_stops_its_run_alone(base_folder):
 
 def test_muon_a_limited_update_and_a_run_twice_in_one_call(base_folder):
     together = engine_with(base_folder, "ac")
-    together.create_model(CreateModel(model_id="m", base="base", adapter=AdapterConfig(rank=4), optimizer="muon"))
+    together.create_model(
+        CreateModel(model_id="m", base="base", adapter=AdapterConfig(rank=4), optimizer="muon")
+    )
     work(together, "acm", rounds=2)
     together.forward_backward(requests_of("ac", 5))
-    first = together.optim_steps([step_request("a"), step_request("c", **ADAM["c"]), step_request("a")])
+    first = together.optim_steps(
+        [step_request("a"), step_request("c", **ADAM["c"]), step_request("a")]
+    )
     assert [answer.metrics["step:max"] for answer in first] == [3.0, 3.0, 4.0]
     assert [answer.metrics["empty:mean"] for answer in first] == [0.0, 0.0, 1.0]
     alone = make_engine(base_folder)
-    alone.create_model(CreateModel(model_id="m", base="base", adapter=AdapterConfig(rank=4), optimizer="muon"))
+    alone.create_model(
+        CreateModel(model_id="m", base="base", adapter=AdapterConfig(rank=4), optimizer="muon")
+    )
     work(alone, "m", rounds=2)
     assert bits(alone.state_dict("m")) == bits(together.state_dict("m"))
 
@@ -144,9 +168,12 @@ def test_muon_a_limited_update_and_a_run_twice_in_one_call(base_folder):
 def test_gradients_of_a_layer_that_is_called_twice_add_up():
     gradients = AdapterGradients(3, torch.device("cpu"))
     for value in (1.0, 2.0):
-        gradients.take(["layer"], lambda flat, value=value: flat[:2].fill_(value))
-    gradients.take(["other"], lambda flat: flat[2:].fill_(5.0))
-    assert gradients.flat.tolist() == [3.0, 3.0, 5.0] and gradients.found == {"layer", "other"}
+        gradients.accumulate_layers(["layer"], lambda flat, value=value: flat[:2].fill_(value))
+    gradients.accumulate_layers(["other"], lambda flat: flat[2:].fill_(5.0))
+    assert gradients.flat.tolist() == [3.0, 3.0, 5.0] and gradients.written_layers == {
+        "layer",
+        "other",
+    }
 
 
 def pairs(seed):
@@ -164,7 +191,11 @@ def test_a_head_without_gradient_is_not_touched(base_folder):
         one.forward_backward([loss_request("b", pairs(1), "reward_modeling")])
         gradient = one.state_dict("b")["gradient"]
         assert not any("lm_head" in name for name in gradient) and "heads.score_head" in gradient
-        head = {name: tensor for name, tensor in one.state_dict("b")["model"].items() if "lm_head" in name}
+        head = {
+            name: tensor
+            for name, tensor in one.state_dict("b")["model"].items()
+            if "lm_head" in name
+        }
         one.optim_step(step_request("b", weight_decay=0.1))
         after = one.state_dict("b")["model"]
         assert len(head) == 2 and bits(head) == bits({name: after[name] for name in head})
@@ -174,7 +205,9 @@ def test_a_head_without_gradient_is_not_touched(base_folder):
         assert any("lm_head" in name for name in both) and "heads.score_head" in both
         if one is engine:
             one.forward_backward(requests_of("a", 0))
-        one.optim_steps([step_request(name, weight_decay=0.1) for name in ("ab" if one is engine else "b")])
+        one.optim_steps(
+            [step_request(name, weight_decay=0.1) for name in ("ab" if one is engine else "b")]
+        )
     assert bits(engine.state_dict("b")) == bits(alone.state_dict("b"))
 
 
@@ -182,56 +215,94 @@ def test_a_head_without_gradient_is_not_touched(base_folder):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_compiled_steps_and_norms_are_torchs(threads):
     """Sizes with and without a rest beyond whole vectors; runs of their own settings, side by side."""
-    code, runs = adamw.load(), []
-    for seed, (beta1, decay, scale) in enumerate([(0.9, 0.0, 1.0), (0.3, 0.1, 0.37), (0.9, 0.1, 1.0)]):
+    code, runs = adamw.load_adamw(), []
+    for seed, (beta1, decay, scale) in enumerate(
+        [(0.9, 0.0, 1.0), (0.3, 0.1, 0.37), (0.9, 0.1, 1.0)]
+    ):
         generator = torch.Generator().manual_seed(seed)
         tensors = [
-            [torch.randn(n, generator=generator), torch.randn(n, generator=generator) * 3,
-             torch.randn(n, generator=generator), torch.rand(n, generator=generator), torch.tensor(float(seed))]
+            [
+                torch.randn(n, generator=generator),
+                torch.randn(n, generator=generator) * 3,
+                torch.randn(n, generator=generator),
+                torch.rand(n, generator=generator),
+                torch.tensor(float(seed)),
+            ]
             for n in (1, 7, 8, 23, 4096 + 12)
-        ]  # fmt: skip
+        ]
         runs.append((adamw.AdamwSettings(1e-2, beta1, 0.95, 1e-8, decay, scale), tensors))
     expected = [[[tensor.clone() for tensor in row] for row in tensors] for _, tensors in runs]
     rows = []
     for _, tensors in runs:
         named = {str(number): row[0] for number, row in enumerate(tensors)}
         states = {row[0]: dict(exp_avg=row[2], exp_avg_sq=row[3], step=row[4]) for row in tensors}
-        rows.append(adamw.AdamwRows(named, states).of(list(named), [row[1].data_ptr() for row in tensors]))
+        rows.append(
+            adamw.AdamwRows(named, states).select_rows(
+                list(named), [row[1].data_ptr() for row in tensors]
+            )
+        )
     torch.set_num_threads(threads)
     try:
-        norms = code.norms(rows)
+        norms = code.compute_norms(rows)
         code.step(rows, [settings for settings, _ in runs])
     finally:
         torch.set_num_threads(1)
     for (settings, found), wanted, norm in zip(runs, expected, norms.tolist(), strict=True):
-        assert norm == pytest.approx(float(total_norm([row[1] for row in wanted])), rel=1e-6)
+        assert norm == pytest.approx(
+            float(compute_total_norm([row[1] for row in wanted])), rel=1e-6
+        )
         columns = [list(column) for column in zip(*wanted, strict=True)]
         torch._foreach_mul_(columns[1], settings.scale)
         torch._foreach_add_(columns[4], 1)
         torch._fused_adamw_(
-            *columns[:4], [], columns[4], lr=settings.learning_rate, beta1=settings.beta1, beta2=settings.beta2,
-            weight_decay=settings.weight_decay, eps=settings.eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
+            *columns[:4],
+            [],
+            columns[4],
+            lr=settings.learning_rate,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            weight_decay=settings.weight_decay,
+            eps=settings.eps,
+            amsgrad=False,
+            maximize=False,
+        )
         for mine, torchs in zip(found, wanted, strict=True):
             for index in (0, 2, 3, 4):
                 assert torch.allclose(mine[index], torchs[index], rtol=1e-6, atol=1e-7)
-            if torch.backends.cpu.get_cpu_capability() == "AVX512":  # where torch's own order is known
-                assert bits([mine[i] for i in (0, 2, 3, 4)]) == bits([torchs[i] for i in (0, 2, 3, 4)])
+            if (
+                torch.backends.cpu.get_cpu_capability() == "AVX512"
+            ):  # where torch's own order is known
+                assert bits([mine[i] for i in (0, 2, 3, 4)]) == bits(
+                    [torchs[i] for i in (0, 2, 3, 4)]
+                )
 
 
 @needs_compiled_steps
 def test_compiled_norms_are_torchs_for_every_rest_beyond_whole_vectors():
     """Of one tensor in each run, and of so many in one run; also where the square of a number is 0 or infinite."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(n, generator=generator) for n in (*range(1, 40), 4096 + 12) for _ in range(9)]
+    tensors = [
+        torch.randn(n, generator=generator) for n in (*range(1, 40), 4096 + 12) for _ in range(9)
+    ]
     tensors += [torch.tensor([1e-30]), torch.tensor([-1e30])]
-    runs = [[tensor] for tensor in tensors] + [tensors[9 * count : 10 * count] for count in range(2, 24)]
+    runs = [[tensor] for tensor in tensors] + [
+        tensors[9 * count : 10 * count] for count in range(2, 24)
+    ]
     rows = []
     for gradients in runs:
         named = {str(number): torch.zeros_like(part) for number, part in enumerate(gradients)}
-        states = {one: dict(exp_avg=one, exp_avg_sq=one, step=torch.tensor(1.0)) for one in named.values()}
-        rows.append(adamw.AdamwRows(named, states).of(list(named), [part.data_ptr() for part in gradients]))
-    found, expected = adamw.load().norms(rows).tolist(), [float(total_norm(gradients)) for gradients in runs]
+        states = {
+            one: dict(exp_avg=one, exp_avg_sq=one, step=torch.tensor(1.0)) for one in named.values()
+        }
+        rows.append(
+            adamw.AdamwRows(named, states).select_rows(
+                list(named), [part.data_ptr() for part in gradients]
+            )
+        )
+    found, expected = (
+        adamw.load_adamw().compute_norms(rows).tolist(),
+        [float(compute_total_norm(gradients)) for gradients in runs],
+    )
     assert found == pytest.approx(expected, rel=1e-6, abs=0)
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # where torch's own order is known
         assert found == expected

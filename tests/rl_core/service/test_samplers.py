@@ -22,7 +22,9 @@ def engine(base_folder):
 
 def ask(engine, sampler="base", prompt=PROMPT, seed=7, **changes):
     parameters = SampleParameters(**{"max_tokens": 6, "stop": (), **changes.pop("parameters", {})})
-    request = SampleRequest(sampler_id=sampler, prompt=prompt, seed=seed, parameters=parameters, **changes)
+    request = SampleRequest(
+        sampler_id=sampler, prompt=prompt, seed=seed, parameters=parameters, **changes
+    )
     (answer,) = engine.sample([request])
     if isinstance(answer, Exception):
         raise answer
@@ -36,8 +38,12 @@ def tokens(answer):
 def logits_of(engine, ids, sampler="base"):
     """Logits at every position by transformers' own forward pass over the sampler's weights."""
     found = engine._samplers[sampler]
-    with found.base.holding(found.weights.merged()) as model, torch.no_grad():
-        return model(torch.from_numpy(np.asarray(ids, dtype=np.int64))[None], use_cache=False).logits[0].double()
+    with found.base.swap_weights(found.weights.merge_weights()) as model, torch.no_grad():
+        return (
+            model(torch.from_numpy(np.asarray(ids, dtype=np.int64))[None], use_cache=False)
+            .logits[0]
+            .double()
+        )
 
 
 def test_equal_seeds_give_equal_samples_whatever_is_beside_them(engine):
@@ -47,20 +53,36 @@ def test_equal_seeds_give_equal_samples_whatever_is_beside_them(engine):
     assert tokens(alone) != tokens(ask(engine, num_samples=3, seed=8))
     parameters = SampleParameters(max_tokens=6, stop=())
     others = [
-        SampleRequest(sampler_id=name, prompt=np.array([2 + i, 3]), seed=i, num_samples=4, parameters=parameters)
+        SampleRequest(
+            sampler_id=name,
+            prompt=np.array([2 + i, 3]),
+            seed=i,
+            num_samples=4,
+            parameters=parameters,
+        )
         for i, name in enumerate(["base", "run", "base"])
     ]
-    asked = SampleRequest(sampler_id="base", prompt=PROMPT, seed=7, num_samples=3, parameters=parameters)
+    asked = SampleRequest(
+        sampler_id="base", prompt=PROMPT, seed=7, num_samples=3, parameters=parameters
+    )
     beside = engine.sample([*others, asked])[-1]
     assert tokens(beside) == tokens(alone)
     for one, other in zip(beside.sequences, alone.sequences, strict=True):
         assert np.allclose(one.logprobs, other.logprobs, atol=1e-6)
-    assert tokens(ask(engine, num_samples=1)) == tokens(alone)[:1]  # a sample does not depend on their number
+    assert (
+        tokens(ask(engine, num_samples=1)) == tokens(alone)[:1]
+    )  # a sample does not depend on their number
 
 
 @pytest.mark.parametrize(
     "parameters",
-    [{}, {"temperature": 0.6}, {"temperature": 1.7, "top_k": 5}, {"top_p": 0.7}, {"temperature": 0.0}],
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 1.7, "top_k": 5},
+        {"top_p": 0.7},
+        {"temperature": 0.0},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("sampler", ["base", "run"])
@@ -110,7 +132,10 @@ def test_stops(engine):
 def test_null_stops_at_the_end_token_alone_and_nothing_at_nothing(engine):
     """Token 1 is the model's end of sequence: among 200 continuations some have it."""
     asked = {"num_samples": 200, "parameters": {"max_tokens": 20, "stop": None}}
-    ended, free = ask(engine, **asked), ask(engine, **asked | {"parameters": {"max_tokens": 20, "stop": ()}})
+    ended, free = (
+        ask(engine, **asked),
+        ask(engine, **asked | {"parameters": {"max_tokens": 20, "stop": ()}}),
+    )
     assert {one.stop_reason for one in ended.sequences} == {"stop", "length"}
     for one, whole in zip(tokens(ended), tokens(free), strict=True):
         assert len(whole) == 20
@@ -121,8 +146,12 @@ def test_null_stops_at_the_end_token_alone_and_nothing_at_nothing(engine):
 def test_the_context_ends_a_sequence(engine):
     full = np.arange(CONTEXT) % 50 + 2
     answer = ask(engine, prompt=full, prompt_logprobs=True, num_samples=2)
-    assert tokens(answer) == [[], []] and {one.stop_reason for one in answer.sequences} == {"length"}
-    assert answer.prompt_logprobs.shape == (CONTEXT,) and np.isfinite(answer.prompt_logprobs[1:]).all()
+    assert tokens(answer) == [[], []] and {one.stop_reason for one in answer.sequences} == {
+        "length"
+    }
+    assert (
+        answer.prompt_logprobs.shape == (CONTEXT,) and np.isfinite(answer.prompt_logprobs[1:]).all()
+    )
     nearly = ask(engine, prompt=full[:-2], parameters={"max_tokens": None})
     assert len(tokens(nearly)[0]) == 2
 
@@ -130,13 +159,22 @@ def test_the_context_ends_a_sequence(engine):
 def test_logprobs_of_prompts(engine):
     targets = np.array([[3, -1], [-1, -1], [7, 8]])
     answer = ask(
-        engine, "run", prompt_logprobs=True, topk_prompt_logprobs=2, target_prompt_logprobs=targets,
+        engine,
+        "run",
+        prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        target_prompt_logprobs=targets,
         parameters={"temperature": 0.3},
-    )  # fmt: skip
+    )
     p = torch.log_softmax(logits_of(engine, PROMPT, "run"), -1).numpy()
     assert np.isnan(answer.prompt_logprobs[0])
-    assert np.allclose(answer.prompt_logprobs[1:], [p[i, PROMPT[i + 1]] for i in range(3)], atol=1e-4)
-    assert answer.topk_prompt.tokens[0].tolist() == [0, 0] and answer.topk_prompt.logprobs[0].tolist() == [-99999.0] * 2
+    assert np.allclose(
+        answer.prompt_logprobs[1:], [p[i, PROMPT[i + 1]] for i in range(3)], atol=1e-4
+    )
+    assert (
+        answer.topk_prompt.tokens[0].tolist() == [0, 0]
+        and answer.topk_prompt.logprobs[0].tolist() == [-99999.0] * 2
+    )
     assert np.allclose(answer.topk_prompt.logprobs[1:], -np.sort(-p[:3])[:, :2], atol=1e-4)
     found = answer.target_prompt_logprobs
     assert np.isnan(found[targets == -1]).all()
@@ -153,7 +191,9 @@ def test_prompts_agree_with_training(engine):
 
 
 @pytest.mark.parametrize("kind", ["adapter", "whole"])
-def test_a_snapshot_stays_and_inflight_samplers_follow_what_is_published(base_folder, tmp_path, kind):
+def test_a_snapshot_stays_and_inflight_samplers_follow_what_is_published(
+    base_folder, tmp_path, kind
+):
     engine = make_engine(base_folder)
     if kind == "adapter":
         new_run(engine, "r")
@@ -178,7 +218,9 @@ def test_a_snapshot_stays_and_inflight_samplers_follow_what_is_published(base_fo
     engine.create_sampler(CreateSampler(sampler_id="fresh", model_id="r"))
     engine.create_sampler(CreateSampler(sampler_id="next", model_id="r", kind="inflight"))
     assert look("fresh") == look("now") == look("next") != before
-    saved = CreateSampler(sampler_id="old", model_id="r", kind="inflight", folder=str(tmp_path / "saved"))
+    saved = CreateSampler(
+        sampler_id="old", model_id="r", kind="inflight", folder=str(tmp_path / "saved")
+    )
     engine.create_sampler(saved)
     assert look("now") == look("next") == look("old") == before
     for wrong in (dict(base="base", kind="inflight"), dict(base="base", model_id="r"), {}):

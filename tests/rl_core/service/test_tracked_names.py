@@ -3,27 +3,41 @@
 import numpy as np
 import pytest
 
-from rl_core.analysis.exported_names import exported
-from rl_core.service import tracked_names
-from rl_core.service.losses_by_name import LOSSES
-from rl_core.service.tracked_names import tracked
+from rl_core.analysis.metric_reference import resolve_exported_metric
+from rl_core.service import results
+from rl_core.service.loss_registry import LOSSES
+from rl_core.service.results import rename_metrics_for_trackers
 
 METRICS = {
-    "advantage:mean": 1.0, "advantage_square:mean": 5.0, "loss:sum": 6.0, "loss_per_token:mean": 2.0,
-    "ratio:mean": 1.5, "update_kl:mean": 0.25, "my_own:mean": 3.0,
-}  # fmt: skip
+    "advantage:mean": 1.0,
+    "advantage_square:mean": 5.0,
+    "loss:sum": 6.0,
+    "loss_per_token:mean": 2.0,
+    "ratio:mean": 1.5,
+    "update_kl:mean": 0.25,
+    "my_own:mean": 3.0,
+}
 
 
 def test_names_of_trainers():
-    assert tracked(METRICS) == {
-        "train/advantages_mean": 1.0, "train/advantages_std": 2.0, "train/loss_sum": 6.0, "train/loss": 2.0,
-        "policy/ratio_mean": 1.5, "policy/update_kl": 0.25, "policy/loss": 2.0,
-    }  # fmt: skip
-    assert "policy/loss" not in tracked({"loss_per_token:mean": 2.0, "nll:mean": 2.0})
+    assert rename_metrics_for_trackers(METRICS) == {
+        "train/advantages_mean": 1.0,
+        "train/advantages_std": 2.0,
+        "train/loss_sum": 6.0,
+        "train/loss": 2.0,
+        "policy/ratio_mean": 1.5,
+        "policy/update_kl": 0.25,
+        "policy/loss": 2.0,
+    }
+    assert "policy/loss" not in rename_metrics_for_trackers(
+        {"loss_per_token:mean": 2.0, "nll:mean": 2.0}
+    )
 
 
 def test_every_name_is_in_the_reference():
-    assert [name for name in tracked_names._NAMES.values() if not exported(name).help] == []
+    assert [
+        name for name in results._TRACKER_NAMES.values() if not resolve_exported_metric(name).help
+    ] == []
 
 
 @pytest.mark.parametrize("name", ["enhanced_ppo", "ppo"])
@@ -31,12 +45,19 @@ def test_advantages_and_rewards_of_a_request(name):
     """Two sequences of two tokens; the third one has advantage 0 and does not count."""
     ones = np.ones(4)
     table = {
-        "rows": np.array([0, 0, 1, 1]), "logprobs": -ones, "old_logprobs": -ones, "entropy": ones,
-        "advantages": np.array([1.0, -2.0, 0.0, 3.0]), "clip_low_threshold": 0.8 * ones,
-        "clip_high_threshold": 1.2 * ones, "rewards": np.array([0.5, 0.5, 0.0, 2.0]),
-        "new_values": 0 * ones, "old_values": 0 * ones, "returns": ones,
-    }  # fmt: skip
-    found = tracked(LOSSES[name].metrics(table, {"value_clip": 0.0}))
+        "rows": np.array([0, 0, 1, 1]),
+        "logprobs": -ones,
+        "old_logprobs": -ones,
+        "entropy": ones,
+        "advantages": np.array([1.0, -2.0, 0.0, 3.0]),
+        "clip_low_threshold": 0.8 * ones,
+        "clip_high_threshold": 1.2 * ones,
+        "rewards": np.array([0.5, 0.5, 0.0, 2.0]),
+        "new_values": 0 * ones,
+        "old_values": 0 * ones,
+        "returns": ones,
+    }
+    found = rename_metrics_for_trackers(LOSSES[name].metrics(table, {"value_clip": 0.0}))
     values = np.array([1.0, -2.0, 3.0])
     assert found["train/advantages_mean"] == pytest.approx(values.mean())
     assert found["train/advantages_std"] == pytest.approx(values.std())

@@ -8,15 +8,20 @@ import pytest
 from helpers.reward_rollouts import rollout
 
 import rl_core
-from rl_core.analysis.training_curves import read_training
-from rl_core.rewards.contribution import compared_groups
+from rl_core.analysis.training_curves import read_training_curves
+from rl_core.rewards.contribution import iter_compared_groups
 from rl_core.rewards.rollout_log import RewardRecord
-from rl_core.storage.checked_lines import copy_intact, intact, read_checked, sealed
-from rl_core.trackers.metric_files import JsonlTracker
+from rl_core.storage.line_logs import (
+    copy_intact_lines,
+    encode_checked_line,
+    has_valid_checksum,
+    read_checked_lines,
+)
+from rl_core.trackers.local_trackers import JsonlTracker
 
 
 def records(path):
-    return [line.record for line in read_checked(path)]
+    return [line.record for line in read_checked_lines(path)]
 
 
 def flip(path, old, new):
@@ -26,16 +31,21 @@ def flip(path, old, new):
 
 
 def test_a_line_by_hand():
-    line = sealed({"step": 3, "x": [1, "é"]})
+    line = encode_checked_line({"step": 3, "x": [1, "é"]})
     body = b'{"step":3,"x":[1,"\\u00e9"]'
     assert line == body + b',"crc":"%08x"}\n' % zlib.crc32(body)
     assert json.loads(line)["step"] == 3  # as before, to any other reader
-    assert intact(line) and intact(b'{"step": 3}\n')  # an older line cannot be checked
+    assert has_valid_checksum(line) and has_valid_checksum(
+        b'{"step": 3}\n'
+    )  # an older line cannot be checked
 
 
 def test_no_change_of_up_to_four_bytes_goes_unseen(tmp_path):
-    whole, path = sealed({"step": 3, "metrics": {"train/loss": 0.123456}}), tmp_path / "lines"
-    first, rng = sealed({"step": 2}), random.Random(0)
+    whole, path = (
+        encode_checked_line({"step": 3, "metrics": {"train/loss": 0.123456}}),
+        tmp_path / "lines",
+    )
+    first, rng = encode_checked_line({"step": 2}), random.Random(0)
     for place in range(len(whole) - 1):
         for width in range(1, min(4, len(whole) - 1 - place) + 1):
             bad = bytearray(whole)
@@ -47,23 +57,42 @@ def test_no_change_of_up_to_four_bytes_goes_unseen(tmp_path):
 
 def test_lines_of_older_versions_are_read_until_the_first_with_a_checksum(tmp_path):
     path, old = tmp_path / "lines", b'{"step": 1}\n'
-    path.write_bytes(old + old + sealed({"step": 2}) + old + sealed({"step": 3}) + b'{"step": 4')
+    path.write_bytes(
+        old
+        + old
+        + encode_checked_line({"step": 2})
+        + old
+        + encode_checked_line({"step": 3})
+        + b'{"step": 4'
+    )
     assert records(path) == [{"step": 1}, {"step": 1}, {"step": 2}, None, {"step": 3}]
-    behind = list(read_checked(path, offset=len(old)))
+    behind = list(read_checked_lines(path, offset=len(old)))
     assert [line.record for line in behind] == [{"step": 1}, {"step": 2}, None, {"step": 3}]
     assert behind[-1].end == path.stat().st_size - len(b'{"step": 4')
-    path.write_bytes(sealed({"step": 2}) + old)
-    assert [line.is_intact for line in read_checked(path, offset=len(sealed({"step": 2})))] == [False]
+    path.write_bytes(encode_checked_line({"step": 2}) + old)
+    assert [
+        line.is_intact
+        for line in read_checked_lines(path, offset=len(encode_checked_line({"step": 2})))
+    ] == [False]
 
 
 def test_what_is_intact_is_copied_in_place_or_elsewhere(tmp_path):
     path = tmp_path / "lines"
-    lines = [sealed({"step": step}) for step in range(4)]
-    path.write_bytes(b"".join([lines[0], lines[1].replace(b"1", b"7", 1), lines[2], b"\xff\n", lines[3], b"{torn"]))
-    assert [line.start for line in copy_intact(path, tmp_path / "other")] == [len(lines[0]), 3 * len(lines[0])]
+    lines = [encode_checked_line({"step": step}) for step in range(4)]
+    path.write_bytes(
+        b"".join(
+            [lines[0], lines[1].replace(b"1", b"7", 1), lines[2], b"\xff\n", lines[3], b"{torn"]
+        )
+    )
+    assert [line.start for line in copy_intact_lines(path, tmp_path / "other")] == [
+        len(lines[0]),
+        3 * len(lines[0]),
+    ]
     assert (tmp_path / "other").read_bytes() == lines[0] + lines[2] + lines[3]
-    assert len(copy_intact(path, path)) == 2 and copy_intact(path, path) == []
-    assert path.read_bytes() == lines[0] + lines[2] + lines[3] and len(list(tmp_path.iterdir())) == 2
+    assert len(copy_intact_lines(path, path)) == 2 and copy_intact_lines(path, path) == []
+    assert (
+        path.read_bytes() == lines[0] + lines[2] + lines[3] and len(list(tmp_path.iterdir())) == 2
+    )
 
 
 @pytest.fixture
@@ -72,7 +101,9 @@ def rewards(tmp_path):
     path = tmp_path / "rewards.jsonl"
     record = RewardRecord(path)
     for iteration in range(3):
-        record(iteration, [rollout(task=10.0 * iteration + sample, seed=sample) for sample in range(2)])
+        record(
+            iteration, [rollout(task=10.0 * iteration + sample, seed=sample) for sample in range(2)]
+        )
     flip(path, b'"reward":1.0', b'"reward":\xff.0')
     return path
 
@@ -80,12 +111,20 @@ def rewards(tmp_path):
 def test_one_bad_byte_in_the_rewards_costs_one_row(rewards, caplog):
     """All rows behind it were dropped when the run went on, and the end of the stage could not read the file."""
     RewardRecord(rewards)(2, [rollout(task=99.0)])  # a resumed run repeats iteration 2
-    kept = [line.record and line.record["reward"] for line in read_checked(rewards)]
+    kept = [line.record and line.record["reward"] for line in read_checked_lines(rewards)]
     assert kept == [0.0, None, 10.0, 11.0, 99.0]
-    assert "rewards.jsonl: the line of bytes" in caplog.text and "the reward of one rollout is lost" in caplog.text
-    assert [[row["reward"] for row in group] for group in compared_groups(rewards, by_iteration=True)] == [
-        [0.0], [10.0, 11.0], [99.0],
-    ]  # fmt: skip
+    assert (
+        "rewards.jsonl: the line of bytes" in caplog.text
+        and "the reward of one rollout is lost" in caplog.text
+    )
+    assert [
+        [row["reward"] for row in group]
+        for group in iter_compared_groups(rewards, by_iteration=True)
+    ] == [
+        [0.0],
+        [10.0, 11.0],
+        [99.0],
+    ]
     table = rl_core.read_rewards(rewards)
     assert list(table["reward"]) == [0.0, 10.0, 11.0, 99.0] and "crc" not in table.columns
 
@@ -98,6 +137,6 @@ def test_changed_digits_of_a_metric_are_seen_by_every_reader(tmp_path, caplog):
     flip(path, b"1.5", b"9.9")
     assert list(rl_core.read_metrics(path)["train/loss"]) == [0.5, 2.5, 3.5]
     assert "line 2, damaged (its checksum does not match)" in caplog.text
-    assert read_training(path, frozenset(["train/loss"])).skipped == 1
+    assert read_training_curves(path, frozenset(["train/loss"])).num_skipped == 1
     JsonlTracker(path, cut=True).log_metrics({"train/loss": 7.0}, 2)  # goes on after step 2
     assert list(rl_core.read_metrics(path)["train/loss"]) == [0.5, 7.0]

@@ -32,7 +32,9 @@ def check(state, version):
     expected = state_of(version)
     assert state["loop"] == {"iteration": version}
     assert torch.equal(state["model"]["weight"], expected["model"]["weight"])
-    assert torch.equal(state["optimizer_step"]["moments"][0], expected["optimizer_step"]["moments"][0])
+    assert torch.equal(
+        state["optimizer_step"]["moments"][0], expected["optimizer_step"]["moments"][0]
+    )
     assert state["optimizer_step"]["betas"] == (0.9, 0.95)
 
 
@@ -40,10 +42,10 @@ def test_save_and_load_keep_the_newest(tmp_path):
     store = CheckpointStore(tmp_path / "run", keep=3)
     assert store.load_latest() is None
     for version in range(1, 6):
-        assert store.save(state_of(version)) == version
-    assert store.versions() == [3, 4, 5]
+        assert store.save_version(state_of(version)) == version
+    assert store.list_versions() == [3, 4, 5]
     check(CheckpointStore(tmp_path / "run").load_latest(), 5)
-    check(store.load(3), 3)
+    check(store.load_version(3), 3)
     assert sorted(os.listdir(tmp_path / "run")) == [
         ".lock",
         "LATEST",
@@ -56,13 +58,20 @@ def test_save_and_load_keep_the_newest(tmp_path):
 
 def test_manifest_says_version_parent_and_settings(tmp_path):
     store = CheckpointStore(tmp_path)
-    store.save(state_of(1))
-    store.save(state_of(2))
-    store.save({**state_of(3), "fingerprint": {"settings": {"learning_rate": 0.2}}})
-    two, three = verify_folder(store.path(2)), verify_folder(store.path(3))
+    store.save_version(state_of(1))
+    store.save_version(state_of(2))
+    store.save_version({**state_of(3), "fingerprint": {"settings": {"learning_rate": 0.2}}})
+    two, three = (
+        verify_folder(store.resolve_version_folder(2)),
+        verify_folder(store.resolve_version_folder(3)),
+    )
     assert (three["version"], three["parent"], two["parent"]) == (3, 2, 1)
     assert two["settings_digest"] != three["settings_digest"]
-    assert sorted(two["files"]) == ["model-0.safetensors", "optimizer_step-0.safetensors", "state.json"]
+    assert sorted(two["files"]) == [
+        "model-0.safetensors",
+        "optimizer_step-0.safetensors",
+        "state.json",
+    ]
 
 
 def test_fewer_than_two_versions_cannot_be_kept(tmp_path):
@@ -96,36 +105,40 @@ def forge_version(folder):
 )
 def test_a_damaged_version_is_set_aside_and_the_one_before_loads(tmp_path, caplog, damage, reason):
     store = CheckpointStore(tmp_path)
-    store.save(state_of(1))
-    store.save(state_of(2))
-    damage(store.path(2))
+    store.save_version(state_of(1))
+    store.save_version(state_of(2))
+    damage(store.resolve_version_folder(2))
     with caplog.at_level(logging.WARNING):
         check(store.load_latest(), 1)
     assert "set aside" in caplog.text and reason in caplog.text
-    assert [name for name in os.listdir(tmp_path) if name.startswith(".corrupt-checkpoint-00000002-")]
+    assert [
+        name for name in os.listdir(tmp_path) if name.startswith(".corrupt-checkpoint-00000002-")
+    ]
     assert (tmp_path / "LATEST").read_text() == "checkpoint-00000001\n"
-    assert store.save(state_of(2)) == 3  # a number is given once
+    assert store.save_version(state_of(2)) == 3  # a number is given once
     check(store.load_latest(), 2)
 
 
 def test_every_version_damaged_is_a_cold_start(tmp_path):
     store = CheckpointStore(tmp_path)
     for version in (1, 2):
-        store.save(state_of(version))
-        flip(store.path(version) / "state.json")
+        store.save_version(state_of(version))
+        flip(store.resolve_version_folder(version) / "state.json")
     assert store.load_latest() is None
     assert not (tmp_path / "LATEST").exists()
-    store.save(state_of(1))
+    store.save_version(state_of(1))
     check(store.load_latest(), 1)
 
 
-@pytest.mark.parametrize("pointer", ["../x", "/etc", "checkpoint-00000001/../../x", "", "checkpoint-00000099", "\0"])
+@pytest.mark.parametrize(
+    "pointer", ["../x", "/etc", "checkpoint-00000001/../../x", "", "checkpoint-00000099", "\0"]
+)
 def test_a_forged_or_stale_pointer_leads_nowhere(tmp_path, caplog, pointer):
     outside = CheckpointStore(tmp_path / "x")
-    outside.save(state_of(9))
+    outside.save_version(state_of(9))
     store = CheckpointStore(tmp_path / "run")
-    store.save(state_of(1))
-    store.save(state_of(2))
+    store.save_version(state_of(1))
+    store.save_version(state_of(2))
     (tmp_path / "run" / "LATEST").write_text(pointer)
     with caplog.at_level(logging.WARNING):
         check(store.load_latest(), 2)
@@ -136,40 +149,42 @@ def test_a_forged_or_stale_pointer_leads_nowhere(tmp_path, caplog, pointer):
 
 def test_bytes_that_equal_a_forged_manifest_but_are_no_safetensors(tmp_path):
     store = CheckpointStore(tmp_path)
-    store.save(state_of(1))
+    store.save_version(state_of(1))
     with pytest.raises(CorruptError, match="not a safetensors file"):
-        checkpoint._parse(tmp_path / "x", b"\x80\x04pickle")
+        checkpoint._parse_tensors(tmp_path / "x", b"\x80\x04pickle")
 
 
 def test_non_finite_weights_are_refused_by_name_and_nothing_is_written(tmp_path):
     store = CheckpointStore(tmp_path)
-    store.save(state_of(1))
+    store.save_version(state_of(1))
     bad = state_of(2)
     bad["model"]["weight"][3, 4] = float("nan")
     with pytest.raises(NonFiniteError, match=r"model\.weight"):
-        store.save(bad)
+        store.save_version(bad)
     bad = {**state_of(2), "best_model": {"weight": torch.tensor([float("inf")])}}
     with pytest.raises(NonFiniteError, match=r"best_model\.weight"):
-        store.save(bad)
-    assert store.versions() == [1]
+        store.save_version(bad)
+    assert store.list_versions() == [1]
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".tmp")]
     odd = state_of(2)
     odd["loop"]["best_value"] = float("-inf")  # only weights have to be finite
-    store.save(odd)
+    store.save_version(odd)
     assert store.load_latest()["loop"]["best_value"] == float("-inf")
 
 
 def test_a_second_writer_is_refused(tmp_path):
     with CheckpointStore(tmp_path) as store:
-        store.save(state_of(1))
+        store.save_version(state_of(1))
         with pytest.raises(FolderBusy, match=str(os.getpid())):
-            CheckpointStore(tmp_path).save(state_of(2))
+            CheckpointStore(tmp_path).save_version(state_of(2))
         with pytest.raises(FolderBusy):
             CheckpointStore(tmp_path).load_latest()
-    CheckpointStore(tmp_path).save(state_of(2))
+    CheckpointStore(tmp_path).save_version(state_of(2))
 
 
-def test_everything_is_synced_before_it_is_named_and_the_name_before_it_is_acknowledged(tmp_path, monkeypatch):
+def test_everything_is_synced_before_it_is_named_and_the_name_before_it_is_acknowledged(
+    tmp_path, monkeypatch
+):
     """A power cut may lose only unsynced data; no test can cut the power, so the order is tested."""
     events = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
@@ -177,7 +192,9 @@ def test_everything_is_synced_before_it_is_named_and_the_name_before_it_is_ackno
     def record(name, call):
         def wrapped(*args):
             path = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else str(args[1])
-            place = re.sub(r"@[^/]*", "", str(Path(path).relative_to(tmp_path)))  # machine, process, number
+            place = re.sub(
+                r"@[^/]*", "", str(Path(path).relative_to(tmp_path))
+            )  # machine, process, number
             events.append((name, place))
             return call(*args)
 
@@ -186,11 +203,16 @@ def test_everything_is_synced_before_it_is_named_and_the_name_before_it_is_ackno
     monkeypatch.setattr(os, "fsync", record("fsync", fsync))
     monkeypatch.setattr(os, "rename", record("rename", rename))
     monkeypatch.setattr(os, "replace", record("replace", replace))
-    CheckpointStore(tmp_path).save(state_of(1))
+    CheckpointStore(tmp_path).save_version(state_of(1))
     temporary = ".tmp-checkpoint-00000001"
     renamed = events.index(("rename", "checkpoint-00000001"))
     before, after = events[:renamed], events[renamed + 1 :]
-    for name in ("model-0.safetensors", "optimizer_step-0.safetensors", "state.json", "manifest.json"):
+    for name in (
+        "model-0.safetensors",
+        "optimizer_step-0.safetensors",
+        "state.json",
+        "manifest.json",
+    ):
         assert ("fsync", f"{temporary}/{name}") in before
     assert before[-2:] == [("fsync", f"{temporary}/manifest.json"), ("fsync", temporary)]
     assert after == [
@@ -204,9 +226,11 @@ def test_everything_is_synced_before_it_is_named_and_the_name_before_it_is_ackno
 def test_weights_above_the_shard_size_are_split_and_come_back(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1000)
     store = CheckpointStore(tmp_path)
-    weights = {f"layer{i}": torch.full((100,), float(i)) for i in range(5)}  # 400 bytes each: two to a file
-    store.save({"model": weights})
-    assert sorted(verify_folder(store.path(1))["files"]) == [
+    weights = {
+        f"layer{i}": torch.full((100,), float(i)) for i in range(5)
+    }  # 400 bytes each: two to a file
+    store.save_version({"model": weights})
+    assert sorted(verify_folder(store.resolve_version_folder(1))["files"]) == [
         *(f"model-{i}.safetensors" for i in range(3)),
         "state.json",
     ]
@@ -236,9 +260,19 @@ def in_child(work):
 
 # those of one save, in its order
 WRITE_POINTS = (
-    "checkpoint.encoded", "publish.begin", "publish.file", "publish.written", "publish.manifest",
-    "publish.renamed", "publish.done", "pointer.written", "text.done", "pointer.done", "prune.renamed", "prune.done",
-)  # fmt: skip
+    "checkpoint.encoded",
+    "publish.begin",
+    "publish.file",
+    "publish.written",
+    "publish.manifest",
+    "publish.renamed",
+    "publish.done",
+    "pointer.written",
+    "text.done",
+    "pointer.done",
+    "prune.renamed",
+    "prune.done",
+)
 
 
 @pytest.mark.parametrize("hit", [1, 2, 4])
@@ -247,10 +281,10 @@ def test_kill_9_in_the_middle_of_a_write(tmp_path, point, hit):
     """Whatever step of the write the kill hits, the newest acknowledged version loads (or one that came after)."""
 
     def work(acknowledge):
-        faults.configure(f"{point}:{hit}:kill")
+        faults.configure_faults(f"{point}:{hit}:kill")
         with CheckpointStore(tmp_path) as store:
             for version in range(1, 8):
-                store.save(state_of(version))
+                store.save_version(state_of(version))
                 acknowledge(version)
 
     acknowledged, status = in_child(work)
@@ -267,36 +301,36 @@ def test_kill_9_in_the_middle_of_a_write(tmp_path, point, hit):
     if found:
         check(state, found)
         assert (tmp_path / "LATEST").read_text() == f"checkpoint-{found:08d}\n"
-    assert store.save(state_of(found + 1)) == found + 1
+    assert store.save_version(state_of(found + 1)) == found + 1
     check(store.load_latest(), found + 1)
 
 
 @pytest.mark.parametrize("point", WRITE_POINTS)
 def test_a_disk_error_at_any_step_keeps_the_old_version_and_goes_on_later(tmp_path, point):
     store = CheckpointStore(tmp_path)
-    store.save(state_of(1))
-    store.save(state_of(2))
-    faults.configure(f"{point}:1:raise")
+    store.save_version(state_of(1))
+    store.save_version(state_of(2))
+    faults.configure_faults(f"{point}:1:raise")
     with store, pytest.raises((CheckpointError, OSError)):
-        store.save(state_of(3))
-    faults.configure(None)
+        store.save_version(state_of(3))
+    faults.configure_faults(None)
     state = store.load_latest()
     assert state["loop"]["iteration"] in (2, 3)
     check(state, state["loop"]["iteration"])
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".tmp-")]
-    store.save(state_of(4))
+    store.save_version(state_of(4))
     check(store.load_latest(), 4)
 
 
 def test_a_full_disk_is_a_clear_error_and_the_old_version_still_loads(tmp_path):
     store = CheckpointStore(tmp_path)
-    store.save(state_of(1))
+    store.save_version(state_of(1))
     message = tmp_path / "message.txt"
 
     def work(acknowledge):
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))  # the weights alone are 3,600 bytes
         try:
-            store.save(state_of(2))
+            store.save_version(state_of(2))
         except CheckpointError as error:
             message.write_text(str(error))
 
@@ -309,11 +343,13 @@ def test_a_full_disk_is_a_clear_error_and_the_old_version_still_loads(tmp_path):
 def test_a_fault_point_lies_behind_setting_a_damaged_version_aside(tmp_path):
     store = CheckpointStore(tmp_path)
     for version in (1, 2):
-        store.save(state_of(version))
-    (store.path(2) / "state.json").write_bytes(b"{}")
-    assert [name for name, point in faults.POINTS.items() if point.run == "damage"] == ["checkpoint.aside"]
-    faults.configure("checkpoint.aside:1:raise")
+        store.save_version(state_of(version))
+    (store.resolve_version_folder(2) / "state.json").write_bytes(b"{}")
+    assert [name for name, point in faults.FAULT_POINTS.items() if point.run == "damage"] == [
+        "checkpoint.aside"
+    ]
+    faults.configure_faults("checkpoint.aside:1:raise")
     with pytest.raises(faults.InjectedFault):
         store.load_latest()
-    faults.configure(None)
+    faults.configure_faults(None)
     assert store.load_latest()["loop"]["iteration"] == 1

@@ -17,13 +17,18 @@ import pytest
 import torch
 from helpers.crash_states import Recorder, crash_states, materialise
 
-from rl_core.storage.checked_lines import read_checked
+from rl_core.storage.atomic_files import (
+    append_bytes,
+    create_file_once,
+    make_folder,
+    replace_file,
+    write_json_atomic,
+)
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.folder_removal import remove_folder
-from rl_core.storage.folders import seal_folder
+from rl_core.storage.folders import remove_folder, seal_folder
+from rl_core.storage.line_logs import read_checked_lines
 from rl_core.storage.manifest import verify_folder
-from rl_core.storage.single_files import append_bytes, create_once, make_folder, replacing, write_json_atomic
-from tasks.pipeline.result import load_finished
+from tasks.pipeline.stage_result import load_finished_stage
 from tasks.tracking.journal import LineLog
 
 KEEP = 2
@@ -31,7 +36,10 @@ KEEP = 2
 
 def state_of(version):
     generator = torch.Generator().manual_seed(version)
-    return {"model": {"weight": torch.randn(20, generator=generator)}, "loop": {"iteration": version}}
+    return {
+        "model": {"weight": torch.randn(20, generator=generator)},
+        "loop": {"iteration": version},
+    }
 
 
 def same_state(state, version):
@@ -52,7 +60,7 @@ def write_checkpoints(root, mark, versions=5):
             left = folder / f".tmp-checkpoint-00000009@{os.uname().nodename}-{dead.pid}.0"
             left.mkdir()
             (left / "model-0.safetensors").write_bytes(b"half")
-        CheckpointStore(folder, keep=KEEP).save(state_of(version))
+        CheckpointStore(folder, keep=KEEP).save_version(state_of(version))
         mark(version)
 
 
@@ -68,14 +76,18 @@ def check_checkpoints(root, promised):
     assert found in (promised, promised + 1)
     assert not found or same_state(state, found)
     if found > 1:
-        assert same_state(store.load(found - 1), found - 1)  # one to fall back to
+        assert same_state(store.load_version(found - 1), found - 1)  # one to fall back to
     if folder.is_dir():
         left = {name for name in os.listdir(folder) if not name.startswith("checkpoint-")}
         assert left <= {".lock", "LATEST"}
-    assert store.save(state_of(found + 1)) == found + 1
+    assert store.save_version(state_of(found + 1)) == found + 1
     assert same_state(store.load_latest(), found + 1)
     versions = range(max(1, found + 2 - KEEP), found + 2)
-    assert set(os.listdir(folder)) == {".lock", "LATEST", *(f"checkpoint-{version:08d}" for version in versions)}
+    assert set(os.listdir(folder)) == {
+        ".lock",
+        "LATEST",
+        *(f"checkpoint-{version:08d}" for version in versions),
+    }
 
 
 def write_stages(root, mark):
@@ -85,7 +97,7 @@ def write_stages(root, mark):
         (folder / "model" / "adapter").mkdir(parents=True)
         (folder / "model" / "adapter" / "weights").write_bytes(bytes([number]) * 150)
         (folder / "model" / "config.json").write_bytes(b"{}" * number)
-        with replacing(folder / "rows.jsonl", synced=False) as file:
+        with replace_file(folder / "rows.jsonl", synced=False) as file:
             file.write(f"row {number}\n" * 20)
         write_json_atomic(folder / "summary.json", {"number": number})
         seal_folder(folder, home / str(number), {"stage": "sft"})
@@ -98,7 +110,7 @@ def check_stages(root, promised):
     home = root / "stages" / "sft"
     for number in (1, 2, 3):
         folder = home / str(number)
-        result = load_finished(folder, "sft", "key")  # sets aside what is damaged
+        result = load_finished_stage(folder, "sft", "key")  # sets aside what is damaged
         if result is not None:
             assert result.summary == {"number": number}
             assert (folder / "model" / "adapter" / "weights").read_bytes() == bytes([number]) * 150
@@ -120,7 +132,10 @@ def check_record(root, promised):
     path = root / "pipeline" / "runs" / "run.json"
     if promised or path.exists():
         found = json.loads(path.read_text())
-        assert found["number"] in (promised, promised + 1) and found["text"] == "x" * 40 * found["number"]
+        assert (
+            found["number"] in (promised, promised + 1)
+            and found["text"] == "x" * 40 * found["number"]
+        )
 
 
 def line_of(number):
@@ -133,23 +148,28 @@ def write_lines(root, mark):
         log = LineLog(root / "tracking" / "metrics.jsonl")
         for _ in range(times):
             number = next(numbers)
-            log.append(line_of(number))
-        log.flush(sync=True)
+            log.append_record(line_of(number))
+        log.flush_pending(sync=True)
         mark(number)
-        log.append(line_of(next(numbers)))  # not promised
+        log.append_record(line_of(next(numbers)))  # not promised
         os.close(log._fd)  # killed
 
 
 def check_lines(root, promised):
     path = root / "tracking" / "metrics.jsonl"
-    found = [line.record for line in read_checked(path) if line.is_intact]
+    found = [line.record for line in read_checked_lines(path) if line.is_intact]
     assert found[:promised] == [line_of(number) for number in range(1, promised + 1)]
     numbers = [record["number"] for record in found]
-    assert numbers == sorted(set(numbers)) and all(record == line_of(record["number"]) for record in found)
+    assert numbers == sorted(set(numbers)) and all(
+        record == line_of(record["number"]) for record in found
+    )
     log = LineLog(path)
-    log.append(line_of(99))
+    log.append_record(line_of(99))
     log.close()
-    assert [line.record for line in read_checked(path) if line.is_intact] == [*found, line_of(99)]
+    assert [line.record for line in read_checked_lines(path) if line.is_intact] == [
+        *found,
+        line_of(99),
+    ]
 
 
 def write_appended(root, mark):
@@ -162,13 +182,15 @@ def write_appended(root, mark):
 def check_appended(root, promised):
     path = root / "stage" / "rewards"
     data = path.read_bytes() if path.exists() else b""
-    assert data.startswith(b"".join(b"%d" % number * 100 + b"\n" for number in range(1, promised + 1)))
+    assert data.startswith(
+        b"".join(b"%d" % number * 100 + b"\n" for number in range(1, promised + 1))
+    )
 
 
 def write_password(root, mark):
-    assert create_once(root / "auth", "posttrain:secret\n", mode=0o600)
+    assert create_file_once(root / "auth", "posttrain:secret\n", mode=0o600)
     mark(1)
-    assert not create_once(root / "auth", "another\n")
+    assert not create_file_once(root / "auth", "another\n")
 
 
 def check_password(root, promised):
@@ -228,7 +250,9 @@ SYNCS = {
     ],
 }
 UNNEEDED = {
-    "checkpoints": {"remove_folder: sync(path.parent)"},  # half of a pruned one is pruned with the next
+    "checkpoints": {
+        "remove_folder: sync(path.parent)"
+    },  # half of a pruned one is pruned with the next
     # summary.json goes into a folder that is sealed afterwards
     "stages": {"replacing: os.fsync(file.fileno())", "replacing: sync(path.parent)"},
 }
@@ -277,12 +301,16 @@ def test_no_crash_state_is_bad(scratch, scenario, caplog):
     assert set(recorder.sites) == set(SYNCS[scenario]) | UNNEEDED.get(scenario, set())
 
 
-@pytest.mark.parametrize(("scenario", "site"), [(name, site) for name, sites in SYNCS.items() for site in sites])
+@pytest.mark.parametrize(
+    ("scenario", "site"), [(name, site) for name, sites in SYNCS.items() for site in sites]
+)
 def test_every_fsync_is_needed(scratch, scenario, site, caplog):
     recorder = record(scenario, scratch, drop={site})
     assert site in recorder.sites
     _, bad = examine(scenario, recorder, scratch, tries=20, stop_at_first=True)
-    assert bad, f"without {site} nothing is lost: it is not needed, or the model of the disk is too weak"
+    assert bad, (
+        f"without {site} nothing is lost: it is not needed, or the model of the disk is too weak"
+    )
 
 
 @pytest.mark.slow

@@ -13,21 +13,20 @@ import pytest
 import torch
 
 from rl_core.errors import CheckpointError, CorruptError
-from rl_core.storage.checked_lines import read_checked
-from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.folder_removal import clear_leftovers, remove_folder
-from rl_core.storage.folders import publish_folder, seal_folder
-from rl_core.storage.manifest import read_manifest
-from rl_core.storage.single_files import (
+from rl_core.storage.atomic_files import (
     REMEDIES,
     append_bytes,
     make_folder,
-    replacing,
+    replace_file,
     truncate_file,
     write_json_atomic,
     write_text_unsynced,
 )
-from rl_core.trackers.metric_files import JsonlTracker
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.folders import clear_leftovers, publish_folder, remove_folder, seal_folder
+from rl_core.storage.line_logs import read_checked_lines
+from rl_core.storage.manifest import read_manifest
+from rl_core.trackers.local_trackers import JsonlTracker
 from tasks.tracking.journal import DeliveryCursor, LineLog
 
 
@@ -37,10 +36,10 @@ def state_of(version):
 
 def first_run(root):
     """Files of an earlier run, all of them acknowledged."""
-    CheckpointStore(root / "checkpoints").save(state_of(1))
+    CheckpointStore(root / "checkpoints").save_version(state_of(1))
     write_json_atomic(root / "run.json", {"number": 1})
     log = LineLog(root / "journal" / "metrics.jsonl")
-    log.append({"step": 1})
+    log.append_record({"step": 1})
     log.close()
     JsonlTracker(root / "metrics.jsonl").log_metrics({"loss": 1.0}, 1)
 
@@ -49,13 +48,13 @@ def second_run(root):
     """The storage calls of a small pipeline, in a row."""
     with CheckpointStore(root / "checkpoints") as store:
         store.load_latest()
-        store.save(state_of(2))
-        store.save(state_of(3))
+        store.save_version(state_of(2))
+        store.save_version(state_of(3))
     write_json_atomic(root / "run.json", {"number": 2})
     JsonlTracker(root / "metrics.jsonl", cut=True).log_metrics({"loss": 0.5}, 2)
     write_text_unsynced(root / "page", "live")
     folder = make_folder(root / "stages" / "sft.open")
-    with replacing(folder / "rows.jsonl") as file:
+    with replace_file(folder / "rows.jsonl") as file:
         file.write("row\n" * 10)
     seal_folder(folder, root / "stages" / "sft", {"stage": "sft"})
     append_bytes(root / "rewards.jsonl", b"{}\n" * 20, synced=True)
@@ -63,8 +62,8 @@ def second_run(root):
     remove_folder(root / "stages" / "sft")
     log = LineLog(root / "journal" / "metrics.jsonl")
     for step in (2, 3):
-        log.append({"step": step})
-    log.flush(sync=True)
+        log.append_record({"step": step})
+    log.flush_pending(sync=True)
     log.close()
     DeliveryCursor(run_id="r").save(make_folder(root / "cursor" / ".tracking").parent)
 
@@ -73,11 +72,13 @@ def check_after(root):
     """The old version, or a newer one that was complete; nothing half-made."""
     state = CheckpointStore(root / "checkpoints").load_latest()
     version = state["loop"]["iteration"]
-    assert version in (1, 2, 3) and torch.equal(state["model"]["weight"], state_of(version)["model"]["weight"])
+    assert version in (1, 2, 3) and torch.equal(
+        state["model"]["weight"], state_of(version)["model"]["weight"]
+    )
     assert json.loads((root / "run.json").read_text()) in ({"number": 1}, {"number": 2})
-    lines = [line.record["step"] for line in read_checked(root / "journal" / "metrics.jsonl")]
+    lines = [line.record["step"] for line in read_checked_lines(root / "journal" / "metrics.jsonl")]
     assert lines in ([1], [1, 2], [1, 2, 3])
-    assert all(line.is_intact for line in read_checked(root / "metrics.jsonl"))
+    assert all(line.is_intact for line in read_checked_lines(root / "metrics.jsonl"))
     assert not [name for name in os.listdir(root / "checkpoints") if "corrupt" in name]
 
 
@@ -128,7 +129,9 @@ def number_of_calls(root, monkeypatch):
     return failing.count
 
 
-@pytest.mark.parametrize(("code", "for_good"), [(errno.ENOSPC, False), (errno.EIO, False), (errno.EROFS, True)])
+@pytest.mark.parametrize(
+    ("code", "for_good"), [(errno.ENOSPC, False), (errno.EIO, False), (errno.EROFS, True)]
+)
 def test_an_error_of_any_call_keeps_the_old_version_and_is_one_clear_error(
     tmp_path, monkeypatch, caplog, code, for_good
 ):
@@ -146,7 +149,8 @@ def test_an_error_of_any_call_keeps_the_old_version_and_is_one_clear_error(
             except CheckpointError as error:  # any other is a bug
                 refused += 1
                 assert re.search(
-                    rf"{re.escape(str(root))}\S*: .*{os.strerror(code)}; {re.escape(REMEDIES[code])}", str(error)
+                    rf"{re.escape(str(root))}\S*: .*{os.strerror(code)}; {re.escape(REMEDIES[code])}",
+                    str(error),
                 )
         check_after(root)
         check_again(root)
@@ -172,7 +176,11 @@ def test_a_write_that_the_disk_takes_in_part(tmp_path, monkeypatch):
                 second_run(root)
                 status = 0
             except CheckpointError as error:
-                status = 1 if "File too large; raise the file size limit (ulimit -f)" in str(error) else 3
+                status = (
+                    1
+                    if "File too large; raise the file size limit (ulimit -f)" in str(error)
+                    else 3
+                )
             finally:
                 os._exit(status)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -188,19 +196,22 @@ def test_a_journal_goes_on_when_there_is_room_again(tmp_path, monkeypatch, caplo
     with monkeypatch.context() as patch:
         Failing(patch, errno.ENOSPC, 1, for_good=True)
         patch.setattr(os, "ftruncate", lambda *_: None)
-        log.append({"step": 1})
-        assert not log.flush(sync=True)  # said, and no exception
-    log.append({"step": 2})
-    assert log.flush(sync=True)
+        log.append_record({"step": 1})
+        assert not log.flush_pending(sync=True)  # said, and no exception
+    log.append_record({"step": 2})
+    assert log.flush_pending(sync=True)
     log.close()
-    assert [line.record for line in read_checked(tmp_path / "metrics.jsonl")] == [{"step": 1}, {"step": 2}]
+    assert [line.record for line in read_checked_lines(tmp_path / "metrics.jsonl")] == [
+        {"step": 1},
+        {"step": 2},
+    ]
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ESTALE, errno.EACCES])
 def test_a_version_that_cannot_be_read_just_now_is_not_set_aside(tmp_path, monkeypatch, code):
     store = CheckpointStore(tmp_path)
-    store.save(state_of(1))
-    store.save(state_of(2))
+    store.save_version(state_of(1))
+    store.save_version(state_of(2))
 
     def refuse(path):
         raise OSError(code, os.strerror(code), str(path))
@@ -208,11 +219,12 @@ def test_a_version_that_cannot_be_read_just_now_is_not_set_aside(tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr("pathlib.Path.read_bytes", refuse)
         with pytest.raises(
-            CheckpointError, match=f"checkpoint-00000002/manifest.json: cannot be read: {os.strerror(code)}; "
+            CheckpointError,
+            match=f"checkpoint-00000002/manifest.json: cannot be read: {os.strerror(code)}; ",
         ) as error:
             store.load_latest()
     assert not isinstance(error.value, CorruptError)
-    assert store.load_latest()["loop"] == {"iteration": 2} and store.versions() == [1, 2]
+    assert store.load_latest()["loop"] == {"iteration": 2} and store.list_versions() == [1, 2]
 
 
 TMPFS = """
@@ -248,11 +260,16 @@ print(store.save(state(3)), store.load_latest()["loop"])
 
 
 def test_a_disk_of_3_mb_and_one_that_becomes_read_only(tmp_path):
-    may_mount = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(tmp_path)], capture_output=True)
+    may_mount = subprocess.run(
+        ["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(tmp_path)], capture_output=True
+    )
     if may_mount.returncode:
         pytest.skip("no file system can be mounted here (unshare -rm)")
     done = subprocess.run(
-        ["unshare", "-rm", sys.executable, "-c", TMPFS, str(tmp_path)], capture_output=True, text=True, timeout=120
+        ["unshare", "-rm", sys.executable, "-c", TMPFS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"

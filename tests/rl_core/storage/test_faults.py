@@ -15,36 +15,40 @@ from helpers import ROOT
 
 from rl_core.errors import SettingsError
 from rl_core.storage import faults
-from rl_core.storage.fault_points import GROUPS, listing
-from rl_core.storage.faults import InjectedFault, fault
+from rl_core.storage.faults import (
+    FAULT_POINT_GROUPS,
+    InjectedFault,
+    format_fault_points,
+    inject_fault,
+)
 
 
 def test_fires_at_its_hit_only():
-    faults.configure("loop.step:3:raise,loop.saved:1:raise")
-    fault("loop.step")
-    fault("loop.step")
-    fault("loop.logged")
+    faults.configure_faults("loop.step:3:raise,loop.saved:1:raise")
+    inject_fault("loop.step")
+    inject_fault("loop.step")
+    inject_fault("loop.logged")
     with pytest.raises(InjectedFault, match=r"loop\.step, hit 3"):
-        fault("loop.step")
-    fault("loop.step")
+        inject_fault("loop.step")
+    inject_fault("loop.step")
     with pytest.raises(InjectedFault):
-        fault("loop.saved")
+        inject_fault("loop.saved")
 
 
 @pytest.mark.parametrize("unset", [None, ""])
 def test_unset_does_nothing_also_after_it_was_set(unset):
-    faults.configure("loop.step:1:raise")
-    faults.configure(unset)
-    assert fault("loop.step") is None
-    faults.configure("loop.step:1:raise")  # the same point, to show that it would have fired
+    faults.configure_faults("loop.step:1:raise")
+    faults.configure_faults(unset)
+    assert inject_fault("loop.step") is None
+    faults.configure_faults("loop.step:1:raise")  # the same point, to show that it would have fired
     with pytest.raises(InjectedFault):
-        fault("loop.step")
+        inject_fault("loop.step")
 
 
 def test_sleep_takes_its_seconds():
-    faults.configure("loop.step:1:sleep=0.05")
+    faults.configure_faults("loop.step:1:sleep=0.05")
     before = time.monotonic()
-    fault("loop.step")
+    inject_fault("loop.step")
     assert time.monotonic() - before >= 0.05
 
 
@@ -52,11 +56,16 @@ def child(code, **environment):
     """A process that does this, with the points at hand."""
     code = f"from rl_core.storage.faults import fault; {code}"
     environment["PYTHONPATH"] = str(ROOT)
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
 
 
 def test_kill_through_the_environment():
-    done = child("fault('loop.step'); print('one', flush=True); fault('loop.step')", POSTTRAIN_FAULT="loop.step:2:kill")
+    done = child(
+        "fault('loop.step'); print('one', flush=True); fault('loop.step')",
+        POSTTRAIN_FAULT="loop.step:2:kill",
+    )
     assert (done.returncode, done.stdout) == (-9, "one\n")
 
 
@@ -78,7 +87,7 @@ def test_kill_through_the_environment():
 )
 def test_what_cannot_be_meant_is_refused(text, message):
     with pytest.raises(SettingsError, match=re.escape(message)):
-        faults.configure(text)
+        faults.configure_faults(text)
 
 
 def used_points():
@@ -90,33 +99,42 @@ def used_points():
                 if not isinstance(node, ast.Call):
                     continue
                 named = [keyword.value for keyword in node.keywords if keyword.arg == "point"]
-                own = node.args if isinstance(node.func, ast.Name) and node.func.id == "fault" else []
-                texts = [text for value in (*own, *named) for text in ast.walk(value) if isinstance(text, ast.Constant)]
+                own = (
+                    node.args if isinstance(node.func, ast.Name) and node.func.id == "fault" else []
+                )
+                texts = [
+                    text
+                    for value in (*own, *named)
+                    for text in ast.walk(value)
+                    if isinstance(text, ast.Constant)
+                ]
                 found |= {text.value for text in texts if isinstance(text.value, str)}
     return found
 
 
 def test_every_point_is_listed_once_and_compiled_in():
-    listed = [point.name for points in GROUPS.values() for point in points]
-    assert len(listed) == len(set(listed)) == len(faults.POINTS) >= 60
+    listed = [point.name for points in FAULT_POINT_GROUPS.values() for point in points]
+    assert len(listed) == len(set(listed)) == len(faults.FAULT_POINTS) >= 60
     assert used_points() == set(listed)
 
 
 def test_the_listing_names_every_point_in_its_group_and_who_reaches_it():
-    lines = listing().splitlines()
-    assert lines[0].startswith(f"{len(faults.POINTS)} fault points")
-    assert [line for line in lines[1:] if line and not line.startswith(" ")] == list(GROUPS)
+    lines = format_fault_points().splitlines()
+    assert lines[0].startswith(f"{len(faults.FAULT_POINTS)} fault points")
+    assert [line for line in lines[1:] if line and not line.startswith(" ")] == list(
+        FAULT_POINT_GROUPS
+    )
     rows = {line.split()[0]: line for line in lines if line.startswith("  ")}
-    assert rows.keys() == faults.POINTS.keys()
+    assert rows.keys() == faults.FAULT_POINTS.keys()
     assert rows["gc.store"].endswith("the store has removed its part  (posttrain gc --yes)")
     assert "(" not in rows["loop.step"].replace("step()", "")
 
 
 @pytest.mark.parametrize(("action", "number"), [("raise", errno.ENOSPC), ("raise=EIO", errno.EIO)])
 def test_an_error_has_its_number(action, number):
-    faults.configure(f"loop.step:1:{action}")
+    faults.configure_faults(f"loop.step:1:{action}")
     with pytest.raises(InjectedFault) as raised:
-        fault("loop.step")
+        inject_fault("loop.step")
     assert raised.value.errno == number and os.strerror(number) in str(raised.value)
 
 
@@ -125,7 +143,9 @@ def test_an_error_has_its_number(action, number):
     [("exit", 1, ""), ("exit=7", 7, ""), ("term", -signal.SIGTERM, ""), ("sleep=0", 0, "two")],
 )
 def test_actions_that_end_the_process(action, code, said):
-    done = child("fault('loop.step'); print('two', end='')", POSTTRAIN_FAULT=f"loop.step:1:{action}")
+    done = child(
+        "fault('loop.step'); print('two', end='')", POSTTRAIN_FAULT=f"loop.step:1:{action}"
+    )
     assert (done.returncode, done.stdout) == (code, said)
 
 
@@ -157,13 +177,13 @@ def test_what_is_reached_is_written_down_by_all_processes_of_a_run(tmp_path):
 
 
 def test_threads_count_together():
-    faults.configure("loop.step:1000:raise")
+    faults.configure_faults("loop.step:1000:raise")
     raised = []
 
     def work():
         for _ in range(250):
             try:
-                fault("loop.step")
+                inject_fault("loop.step")
             except InjectedFault as error:
                 raised.append(error)
 

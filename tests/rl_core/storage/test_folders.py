@@ -11,18 +11,17 @@ import pytest
 
 from rl_core.errors import CheckpointError, CorruptError, FolderBusy
 from rl_core.storage import faults
-from rl_core.storage.folder_removal import clear_leftovers, remove_folder
-from rl_core.storage.folders import publish_folder, seal_folder
+from rl_core.storage.atomic_files import write_json_atomic
+from rl_core.storage.folders import clear_leftovers, publish_folder, remove_folder, seal_folder
 from rl_core.storage.manifest import (
-    MANIFEST,
+    MANIFEST_FILE,
     digest_bytes,
     digest_file,
     digest_folder,
     read_manifest,
-    read_verified,
+    read_verified_file,
     verify_folder,
 )
-from rl_core.storage.single_files import write_json_atomic
 
 
 def write_two(folder):
@@ -68,7 +67,7 @@ def test_never_onto_an_existing_folder_even_an_empty_one(tmp_path):
 
 @pytest.mark.parametrize("point", ["publish.begin", "publish.written", "publish.manifest"])
 def test_a_disk_error_leaves_nothing_behind(tmp_path, point):
-    faults.configure(f"{point}:1:raise")
+    faults.configure_faults(f"{point}:1:raise")
     with pytest.raises(CheckpointError, match="cannot be written"):
         publish_folder(tmp_path / "model", write_two)
     assert os.listdir(tmp_path) == []
@@ -109,14 +108,23 @@ def flip(path):
     ("damage", "message"),
     [
         (lambda folder: flip(folder / "a.txt"), "a.txt: SHA-256"),
-        (lambda folder: (folder / "a.txt").write_text("alph"), "a.txt: 4 bytes, the manifest says 5"),
+        (
+            lambda folder: (folder / "a.txt").write_text("alph"),
+            "a.txt: 4 bytes, the manifest says 5",
+        ),
         (lambda folder: (folder / "sub" / "b.bin").unlink(), "b.bin: missing"),
-        (lambda folder: (folder / "model.safetensors").write_text("x"), "model.safetensors: not in the manifest"),
-        (lambda folder: flip(folder / MANIFEST), "manifest"),
-        (lambda folder: (folder / MANIFEST).unlink(), "cannot be read"),
-        (lambda folder: (folder / MANIFEST).write_text("[]"), "not a manifest"),
-        (lambda folder: (folder / MANIFEST).write_text('{"format_version": NaN}'), "NaN is not JSON"),
-        (lambda folder: (folder / MANIFEST).write_text("[" * 100_000), "not a manifest"),
+        (
+            lambda folder: (folder / "model.safetensors").write_text("x"),
+            "model.safetensors: not in the manifest",
+        ),
+        (lambda folder: flip(folder / MANIFEST_FILE), "manifest"),
+        (lambda folder: (folder / MANIFEST_FILE).unlink(), "cannot be read"),
+        (lambda folder: (folder / MANIFEST_FILE).write_text("[]"), "not a manifest"),
+        (
+            lambda folder: (folder / MANIFEST_FILE).write_text('{"format_version": NaN}'),
+            "NaN is not JSON",
+        ),
+        (lambda folder: (folder / MANIFEST_FILE).write_text("[" * 100_000), "not a manifest"),
     ],
 )
 def test_damage_is_found_and_named(tmp_path, damage, message):
@@ -128,7 +136,7 @@ def test_damage_is_found_and_named(tmp_path, damage, message):
 
 def test_every_bit_of_the_manifest_is_guarded(tmp_path):
     publish_folder(tmp_path / "model", write_two, {"version": 7})
-    path = tmp_path / "model" / MANIFEST
+    path = tmp_path / "model" / MANIFEST_FILE
     whole = path.read_bytes()
     meaning = json.loads(whole)
     for position in range(len(whole)):
@@ -136,13 +144,15 @@ def test_every_bit_of_the_manifest_is_guarded(tmp_path):
         data[position] ^= 1
         path.write_bytes(bytes(data))
         with contextlib.suppress(CorruptError):
-            assert read_manifest(tmp_path / "model") == meaning  # white space for white space: nothing changed
+            assert (
+                read_manifest(tmp_path / "model") == meaning
+            )  # white space for white space: nothing changed
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", "..\\secret", ""])
 def test_a_forged_file_name_is_refused(tmp_path, name):
     publish_folder(tmp_path / "model", write_two)
-    path = tmp_path / "model" / MANIFEST
+    path = tmp_path / "model" / MANIFEST_FILE
     manifest = json.loads(path.read_text())
     manifest["files"] = {name: {"size": 1, "sha256": "0" * 64}}
     del manifest["manifest_digest"]
@@ -154,7 +164,7 @@ def test_a_forged_file_name_is_refused(tmp_path, name):
 
 def test_a_newer_format_is_refused_by_name(tmp_path):
     publish_folder(tmp_path / "model", write_two)
-    path = tmp_path / "model" / MANIFEST
+    path = tmp_path / "model" / MANIFEST_FILE
     path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
     with pytest.raises(CorruptError, match="format 2, this version reads 1"):
         verify_folder(tmp_path / "model")
@@ -162,18 +172,24 @@ def test_a_newer_format_is_refused_by_name(tmp_path):
 
 def test_read_verified_gives_the_bytes_it_checked(tmp_path):
     manifest = publish_folder(tmp_path / "model", write_two)
-    assert read_verified(tmp_path / "model", "a.txt", manifest) == b"alpha"
+    assert read_verified_file(tmp_path / "model", "a.txt", manifest) == b"alpha"
     flip(tmp_path / "model" / "a.txt")
     with pytest.raises(CorruptError):
-        read_verified(tmp_path / "model", "a.txt", manifest)
+        read_verified_file(tmp_path / "model", "a.txt", manifest)
     with pytest.raises(CorruptError, match="not in the manifest"):
-        read_verified(tmp_path / "model", "b.txt", manifest)
+        read_verified_file(tmp_path / "model", "b.txt", manifest)
 
 
 def test_leftovers_of_the_dead_are_cleared_and_those_of_the_living_kept(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    for name in (f".tmp-model-{child.pid}", ".trash-model-1-2", f".tmp-model-{os.getppid()}", "model", ".lock"):
+    for name in (
+        f".tmp-model-{child.pid}",
+        ".trash-model-1-2",
+        f".tmp-model-{os.getppid()}",
+        "model",
+        ".lock",
+    ):
         (tmp_path / name).mkdir()
     assert clear_leftovers(tmp_path) == [f".tmp-model-{child.pid}", ".trash-model-1-2"]
     assert clear_leftovers(tmp_path, locked=True) == [f".tmp-model-{os.getppid()}"]

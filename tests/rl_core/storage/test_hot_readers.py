@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 
-from flows.monitor.tail import Tail, read_json
+from posttrain.monitor.tail import JsonLinesTail, read_json_object
 from rl_core.errors import CheckpointError
-from rl_core.storage.checked_lines import read_checked, sealed
+from rl_core.storage.atomic_files import write_json_atomic, write_text_unsynced
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.single_files import write_json_atomic, write_text_unsynced
+from rl_core.storage.line_logs import encode_checked_line, read_checked_lines
 from tasks.tracking.journal import LineLog
 
 VERSIONS = 60
@@ -32,10 +32,12 @@ def test_json_files_and_live_views(tmp_path):
     def write():
         for number in range(1, VERSIONS + 1):
             write_json_atomic(tmp_path / "run.json", {"number": number, "text": "x" * 5000})
-            write_text_unsynced(tmp_path / "progress.json", json.dumps({"number": number, "text": "x" * 5000}))
+            write_text_unsynced(
+                tmp_path / "progress.json", json.dumps({"number": number, "text": "x" * 5000})
+            )
 
     def look():
-        found = [read_json(tmp_path / name) for name in ("run.json", "progress.json")]
+        found = [read_json_object(tmp_path / name) for name in ("run.json", "progress.json")]
         assert all(not value or len(value["text"]) == 5000 for value in found)
         return [value.get("number", 0) for value in found]
 
@@ -50,7 +52,12 @@ def test_the_pointer_of_checkpoints(tmp_path):
 
     def write():
         for number in range(1, VERSIONS // 2 + 1):
-            store.save({"model": {"weight": torch.full((500,), float(number))}, "loop": {"iteration": number}})
+            store.save_version(
+                {
+                    "model": {"weight": torch.full((500,), float(number))},
+                    "loop": {"iteration": number},
+                }
+            )
 
     def latest():
         try:
@@ -63,11 +70,13 @@ def test_the_pointer_of_checkpoints(tmp_path):
         if not version:
             return 0
         try:
-            state = CheckpointStore(tmp_path).load(version)
+            state = CheckpointStore(tmp_path).load_version(version)
         except CheckpointError:
             assert latest() > version  # pruned meanwhile
             return None
-        assert state["loop"] == {"iteration": version} and bool((state["model"]["weight"] == version).all())
+        assert state["loop"] == {"iteration": version} and bool(
+            (state["model"]["weight"] == version).all()
+        )
         return version
 
     seen = while_writing(write, look)
@@ -75,31 +84,31 @@ def test_the_pointer_of_checkpoints(tmp_path):
 
 
 def test_a_journal_gives_each_line_once_and_in_order(tmp_path):
-    tail, path = Tail(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+    tail, path = JsonLinesTail(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
 
     def write():
         for start in range(0, 400, 100):  # a writer that is killed in a line, and one that goes on
             log = LineLog(path)
             for number in range(start, start + 100):
-                log.append({"number": number})
+                log.append_record({"number": number})
             os.close(log._fd)
             with path.open("ab") as file:
                 file.write(b'{"number": 9')
 
-    seen = while_writing(write, lambda: [row["number"] for row in tail.read()])
+    seen = while_writing(write, lambda: [row["number"] for row in tail.read_rows()])
     assert [number for block in seen for number in block] == list(range(400))
-    assert tail.restarts == 0 and tail.num_bad == 0
+    assert tail.num_restarts == 0 and tail.num_bad == 0
 
 
 def test_a_number_is_never_given_twice(tmp_path):
     """A reader that had version 2 must not take another state of that number for it."""
     store = CheckpointStore(tmp_path)
     for number in (1, 2):
-        store.save({"loop": {"iteration": number}})
-    (store.path(2) / "state.json").write_bytes(b"damaged")
+        store.save_version({"loop": {"iteration": number}})
+    (store.resolve_version_folder(2) / "state.json").write_bytes(b"damaged")
     assert store.load_latest()["loop"] == {"iteration": 1}
-    assert store.save({"loop": {"iteration": 3}}) == 3
-    assert store.versions() == [1, 3] and store.load_latest()["loop"] == {"iteration": 3}
+    assert store.save_version({"loop": {"iteration": 3}}) == 3
+    assert store.list_versions() == [1, 3] and store.load_latest()["loop"] == {"iteration": 3}
 
 
 @pytest.mark.parametrize("torn", [1, 12, 20])
@@ -109,7 +118,7 @@ def test_a_line_that_is_cut_off_and_replaced_during_the_reading(tmp_path, monkey
     _write(path, [1, 2])
     whole = path.stat().st_size
     with path.open("ab") as file:
-        file.write(sealed({"number": 9, "text": "torn"})[:torn])
+        file.write(encode_checked_line({"number": 9, "text": "torn"})[:torn])
     read, calls = os.pread, []
 
     def overtaken(fd, length, offset):
@@ -120,9 +129,9 @@ def test_a_line_that_is_cut_off_and_replaced_during_the_reading(tmp_path, monkey
         _write(path, [3, 4])
         return first + read(fd, length - len(first), offset + len(first))
 
-    tail = Tail(path)
+    tail = JsonLinesTail(path)
     monkeypatch.setattr(os, "pread", overtaken)
-    assert [row["number"] for row in tail.read()] == [1, 2, 3, 4]
+    assert [row["number"] for row in tail.read_rows()] == [1, 2, 3, 4]
     assert tail.num_bad == 0 and tail.offset == path.stat().st_size > whole
 
 
@@ -131,8 +140,8 @@ def test_checked_lines_that_are_cut_off_and_replaced_during_the_reading(tmp_path
     path = tmp_path / "metrics.jsonl"
     _write(path, [1, 2])
     with path.open("ab") as file:
-        file.write(sealed({"number": 9, "text": "torn"})[:torn])
-    lines = read_checked(path)
+        file.write(encode_checked_line({"number": 9, "text": "torn"})[:torn])
+    lines = read_checked_lines(path)
     seen = [next(lines)]  # the whole file is in the reader's buffer, the torn line included
     _write(path, [3, 4])
     seen += list(lines)
@@ -142,5 +151,5 @@ def test_checked_lines_that_are_cut_off_and_replaced_during_the_reading(tmp_path
 def _write(path, numbers):
     log = LineLog(path)
     for number in numbers:
-        log.append({"number": number})
+        log.append_record({"number": number})
     os.close(log._fd)

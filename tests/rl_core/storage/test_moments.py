@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rl_core.errors import CheckpointError
-from rl_core.storage.moments import load_moments, moments
+from rl_core.storage.checkpoint import extract_moments, load_moments
 
 
 def adam(shapes, **options):
@@ -18,7 +18,7 @@ def adam(shapes, **options):
 
 
 def test_the_settings_are_those_of_the_run_that_resumes():
-    state = moments(adam([(2, 3)], weight_decay=0.3, betas=(0.5, 0.6)))
+    state = extract_moments(adam([(2, 3)], weight_decay=0.3, betas=(0.5, 0.6)))
     assert set(state) == {"state"} and set(state["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
     other = adam([(2, 3)], weight_decay=0.7)
     load_moments(other, state)
@@ -31,7 +31,9 @@ def test_the_settings_are_those_of_the_run_that_resumes():
 
 def test_moments_of_other_parameters_are_refused():
     """torch's fused kernel would read and write beyond them, which ended the process."""
-    with pytest.raises(CheckpointError, match=r"exp_avg of parameter 0 has shape \(2, 3\), not \(4,\)"):
-        load_moments(adam([(4,)]), moments(adam([(2, 3)])))
+    with pytest.raises(
+        CheckpointError, match=r"exp_avg of parameter 0 has shape \(2, 3\), not \(4,\)"
+    ):
+        load_moments(adam([(4,)]), extract_moments(adam([(2, 3)])))
     with pytest.raises(CheckpointError, match="moments of parameter 1, but 1 are trained"):
-        load_moments(adam([(4,)]), moments(adam([(4,), (2,)])))
+        load_moments(adam([(4,)]), extract_moments(adam([(4,), (2,)])))

@@ -8,11 +8,10 @@ import subprocess
 import pytest
 
 from rl_core.errors import FolderBusy
-from rl_core.storage import locks, single_files
+from rl_core.storage import atomic_files, locks
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.folder_removal import clear_leftovers
-from rl_core.storage.locks import FolderLock
-from rl_core.storage.network_folders import locks_reach_other_machines
+from rl_core.storage.folders import clear_leftovers
+from rl_core.storage.locks import FolderLock, has_cross_machine_locks
 
 MOUNTS = r"""22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
 30 22 0:26 / /home rw,relatime shared:2 - nfs4 server:/home rw,vers=4.2,local_lock=none,addr=10.0.0.1
@@ -34,16 +33,29 @@ a broken line
 
 @pytest.mark.parametrize(
     ("path", "reach"),
-    [("/work/run", True), ("/home/me/run", True), ("/homes", True), ("/old/run", False), ("/flock", False),
-     ("/scratch/run", True), ("/scratch2/run", False), ("/bucket/run", False), ("/bucket/fast/run", True),
-     ("/mnt/my share/run", False), ("/mnt/other/run", True), ("/shm/x", True), ("/over/x", True), ("/twice/x", False)],
-)  # fmt: skip
+    [
+        ("/work/run", True),
+        ("/home/me/run", True),
+        ("/homes", True),
+        ("/old/run", False),
+        ("/flock", False),
+        ("/scratch/run", True),
+        ("/scratch2/run", False),
+        ("/bucket/run", False),
+        ("/bucket/fast/run", True),
+        ("/mnt/my share/run", False),
+        ("/mnt/other/run", True),
+        ("/shm/x", True),
+        ("/over/x", True),
+        ("/twice/x", False),
+    ],
+)
 def test_which_locks_reach_other_machines(path, reach):
-    assert locks_reach_other_machines(path, MOUNTS) is reach
+    assert has_cross_machine_locks(path, MOUNTS) is reach
 
 
 def test_this_machines_own_folders_are_locked_by_the_kernel(tmp_path):
-    assert locks_reach_other_machines(tmp_path)
+    assert has_cross_machine_locks(tmp_path)
 
 
 @pytest.fixture
@@ -60,7 +72,7 @@ def on_machine(monkeypatch):
         held["machine"] = held["machine"] or name
         monkeypatch.setattr(platform, "node", lambda: name)
         monkeypatch.setattr(fcntl, "flock", local_flock if local else flock)
-        monkeypatch.setattr(locks, "locks_reach_other_machines", lambda path: not local)
+        monkeypatch.setattr(locks, "has_cross_machine_locks", lambda path: not local)
 
     return become
 
@@ -71,7 +83,10 @@ def test_another_machine_is_refused_though_its_flock_succeeds(tmp_path, on_machi
         with pytest.raises(FolderBusy, match=r"process \d+ on a"), FolderLock(tmp_path):
             pass
         on_machine("b")
-        with pytest.raises(FolderBusy, match=r"locked by machine a; .* remove .*\.lock\.holder"), FolderLock(tmp_path):
+        with (
+            pytest.raises(FolderBusy, match=r"locked by machine a; .* remove .*\.lock\.holder"),
+            FolderLock(tmp_path),
+        ):
             pass
         on_machine("a")
     on_machine("b")
@@ -89,19 +104,22 @@ def test_after_a_crash_the_same_machine_goes_on_and_another_one_asks(tmp_path, o
         pass
     on_machine("a")
     with FolderLock(tmp_path) as lock:
-        assert lock.held
+        assert lock.is_held
     (tmp_path / ".lock.holder").write_text("a\n")
     os.unlink(tmp_path / ".lock.holder")  # as the message says
     on_machine("b")
     with FolderLock(tmp_path) as lock:
-        assert lock.held
+        assert lock.is_held
 
 
 def test_with_locks_of_the_server_a_crashed_machine_holds_up_nobody(tmp_path, on_machine):
     (tmp_path / ".lock").write_text("17 on a\n")
     on_machine("b", local=False)
     with FolderLock(tmp_path):
-        assert os.listdir(tmp_path) == [".lock"] and (tmp_path / ".lock").read_text() == f"{os.getpid()} on b\n"
+        assert (
+            os.listdir(tmp_path) == [".lock"]
+            and (tmp_path / ".lock").read_text() == f"{os.getpid()} on b\n"
+        )
 
 
 def test_temporaries_of_another_machine_are_left_alone(tmp_path, on_machine):
@@ -116,7 +134,7 @@ def test_temporaries_of_another_machine_are_left_alone(tmp_path, on_machine):
 
 
 def test_our_own_temporaries_are_not_leftovers(tmp_path):
-    with single_files.temporary_beside(tmp_path / "model") as temporary:
+    with atomic_files.reserve_temporary(tmp_path / "model") as temporary:
         temporary.mkdir()
         assert clear_leftovers(tmp_path, locked=True) == [] and temporary.is_dir()
     assert clear_leftovers(tmp_path) == [temporary.name]
@@ -126,11 +144,11 @@ def test_a_checkpoint_folder_on_two_machines(tmp_path, on_machine):
     state = {"loop": {"iteration": 1}}
     on_machine("a")
     with CheckpointStore(tmp_path) as store:
-        store.save(state)
+        store.save_version(state)
         on_machine("b")
         with pytest.raises(FolderBusy, match="locked by machine a"):
-            CheckpointStore(tmp_path).save(state)
-        assert CheckpointStore(tmp_path).load(1) == state  # reading is free
+            CheckpointStore(tmp_path).save_version(state)
+        assert CheckpointStore(tmp_path).load_version(1) == state  # reading is free
         on_machine("a")
     on_machine("b")
     assert CheckpointStore(tmp_path).load_latest() == state

@@ -8,10 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from rl_core.errors import CheckpointError
-from rl_core.storage import replaced_folders
-from rl_core.storage.folder_removal import remove_folder
+from rl_core.storage import folders
+from rl_core.storage.folders import remove_folder, replace_folder
 from rl_core.storage.manifest import verify_folder
-from rl_core.storage.replaced_folders import replace_folder
 
 
 def writer(text, *more):
@@ -23,29 +22,37 @@ def writer(text, *more):
 
 
 def content(folder):
-    return {name: (folder / name).read_text() for name in os.listdir(folder) if name != "manifest.json"}
+    return {
+        name: (folder / name).read_text() for name in os.listdir(folder) if name != "manifest.json"
+    }
 
 
 @pytest.fixture(params=["exchange", "no exchange"])
 def file_system(request, monkeypatch):
     """With and without renameat2's exchange, which NFS has not."""
     if request.param == "no exchange":
-        monkeypatch.setattr(replaced_folders.ctypes, "CDLL", lambda *_, **__: object())
+        monkeypatch.setattr(folders.ctypes, "CDLL", lambda *_, **__: object())
     return request.param
 
 
 def test_the_second_version_replaces_the_first_as_a_whole(tmp_path, file_system, monkeypatch):
     target, removed = tmp_path / "out" / "model", []
     monkeypatch.setattr(
-        replaced_folders, "remove_folder", lambda folder: (removed.append(folder), remove_folder(folder))
+        folders, "remove_folder", lambda folder: (removed.append(folder), remove_folder(folder))
     )
     replace_folder(target, writer("1", "part-2.safetensors"))
-    assert content(target) == {"config.json": "1", "model.safetensors": "1", "part-2.safetensors": "1"}
+    assert content(target) == {
+        "config.json": "1",
+        "model.safetensors": "1",
+        "part-2.safetensors": "1",
+    }
     replace_folder(target, writer("2"))
     assert content(target) == {"config.json": "2", "model.safetensors": "2"}
     verify_folder(target)
     assert os.listdir(target.parent) == ["model"]
-    assert (target in removed) == (file_system == "no exchange")  # exchanged, there was a model at every moment
+    assert (target in removed) == (
+        file_system == "no exchange"
+    )  # exchanged, there was a model at every moment
 
 
 def test_an_error_keeps_the_first_version(tmp_path, file_system):
@@ -56,16 +63,22 @@ def test_an_error_keeps_the_first_version(tmp_path, file_system):
         (folder / "config.json").write_text("2")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match="cannot be written: No space left on device; make room"):
+    with pytest.raises(
+        CheckpointError, match="cannot be written: No space left on device; make room"
+    ):
         replace_folder(target, broken)
-    assert content(target) == {"config.json": "1", "model.safetensors": "1"} and os.listdir(tmp_path) == ["model"]
+    assert content(target) == {"config.json": "1", "model.safetensors": "1"} and os.listdir(
+        tmp_path
+    ) == ["model"]
 
 
 def test_somebody_elses_files_are_not_removed(tmp_path):
     target = tmp_path / "model"
     replace_folder(target, writer("1"))
     (target / "README.md").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"holds README\.md, which saving would remove; name a new or empty"):
+    with pytest.raises(
+        CheckpointError, match=r"holds README\.md, which saving would remove; name a new or empty"
+    ):
         replace_folder(target, writer("2"))
     assert content(target)["config.json"] == "1" and os.listdir(tmp_path) == ["model"]
     (tmp_path / "file").write_text("x")
@@ -88,8 +101,12 @@ def test_a_disk_that_refuses_weights(tmp_path):
     before, weights = resource.getrlimit(resource.RLIMIT_FSIZE), {"a": torch.ones(1000)}
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"cannot be written: File too large; raise the file size limit"):
-            replace_folder(tmp_path / "model", lambda folder: save_file(weights, folder / "a.safetensors"))
+        with pytest.raises(
+            CheckpointError, match=r"cannot be written: File too large; raise the file size limit"
+        ):
+            replace_folder(
+                tmp_path / "model", lambda folder: save_file(weights, folder / "a.safetensors")
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []

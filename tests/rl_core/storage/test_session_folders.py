@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.storage import session_folders
-from rl_core.storage.session_folders import SESSION_PREFIX, SessionFolder, reap_session_folders
+from rl_core.storage import session_resources
+from rl_core.storage.session_resources import (
+    RAY_PREFIX,
+    SessionFolder,
+    remove_stale_session_folders,
+)
 
 
 class Writer(threading.Thread):
@@ -46,7 +50,7 @@ def test_what_cannot_be_removed_in_time_is_found_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock stays until nothing else is left: a folder without one would be taken for one that is being made."""
-    monkeypatch.setattr(session_folders, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(session_resources, "REMOVAL_TIMEOUT_S", 0.1)
     session = SessionFolder(root=tmp_path)
     writer = Writer(session.path, 0.6)
     writer.start()
@@ -55,17 +59,17 @@ def test_what_cannot_be_removed_in_time_is_found_by_the_next_run(
     writer.join()
     if is_left:
         assert (session.path / "lock").exists()
-    reap_session_folders(root=tmp_path)
+    remove_stale_session_folders(root=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_lost_its_lock_is_removed_when_it_is_old(tmp_path: Path) -> None:
-    young, old = (tmp_path / f"{SESSION_PREFIX}{os.getuid()}-{name}" for name in ("young", "old"))
+    young, old = (tmp_path / f"{RAY_PREFIX}{os.getuid()}-{name}" for name in ("young", "old"))
     for folder in (young, old):
         (folder / "session_latest").mkdir(parents=True)
         (folder / "session_latest" / "gcs.log").write_text("a line")
     os.utime(old, (time.time() - 3600,) * 2)
-    assert reap_session_folders(root=tmp_path) == [old.name]
+    assert remove_stale_session_folders(root=tmp_path) == [old.name]
     assert list(tmp_path.iterdir()) == [young]
 
 
@@ -81,13 +85,13 @@ def test_a_link_in_a_session_folder_is_removed_and_not_followed(tmp_path: Path) 
 
 def test_a_killed_owners_folder_is_removed_and_a_living_ones_stays(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from rl_core.storage.session_folders import SessionFolder\n"
+        "import os, sys; from pathlib import Path; from rl_core.storage.session_resources import SessionFolder\n"
         "session = SessionFolder(root=Path(sys.argv[1])); (session.path / 'a').write_text('b'); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     living = SessionFolder(root=tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
-    assert len(reap_session_folders(root=tmp_path)) == 1
+    assert len(remove_stale_session_folders(root=tmp_path)) == 1
     assert list(tmp_path.iterdir()) == [living.path]
     living.close()
     assert list(tmp_path.iterdir()) == []

@@ -6,13 +6,13 @@ import threading
 import pytest
 
 from rl_core.errors import CheckpointError
-from rl_core.storage.single_files import (
+from rl_core.storage.atomic_files import (
     append_bytes,
     copy_tree,
-    create_once,
+    create_file_once,
     make_folder,
-    owner_of_temporary,
-    replacing,
+    parse_temporary_owner,
+    replace_file,
     truncate_file,
     write_text_atomic,
 )
@@ -41,11 +41,11 @@ def test_threads_that_write_one_file_leave_one_of_their_texts(tmp_path):
 def test_an_error_in_the_block_keeps_the_old_text(tmp_path):
     path = tmp_path / "report.html"
     write_text_atomic(path, "old")
-    with pytest.raises(KeyError), replacing(path) as file:
+    with pytest.raises(KeyError), replace_file(path) as file:
         file.write("new")
         raise KeyError("mine")
     missing = tmp_path / "missing"
-    with pytest.raises(FileNotFoundError, match="missing"), replacing(path) as file:
+    with pytest.raises(FileNotFoundError, match="missing"), replace_file(path) as file:
         file.write(missing.read_text())  # somebody else's error keeps its name
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["report.html"]
 
@@ -53,14 +53,17 @@ def test_an_error_in_the_block_keeps_the_old_text(tmp_path):
 def test_devices_and_pipes_are_not_replaced(tmp_path):
     """`--out /dev/stdout` as root would otherwise put a file in its place."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CheckpointError, match="pipe: is no regular file"), replacing(tmp_path / "pipe"):
+    with (
+        pytest.raises(CheckpointError, match="pipe: is no regular file"),
+        replace_file(tmp_path / "pipe"),
+    ):
         raise AssertionError("not opened")
     with pytest.raises(CheckpointError, match="is no regular file"):
         write_text_atomic(os.devnull, "x")
 
 
 def test_text_is_written_as_it_is(tmp_path):
-    with replacing(tmp_path / "rows.csv", errors="replace") as file:
+    with replace_file(tmp_path / "rows.csv", errors="replace") as file:
         file.write("é\r\n\ud800\n")
     assert (tmp_path / "rows.csv").read_bytes() == "é\r\n?\n".encode()
 
@@ -68,7 +71,11 @@ def test_text_is_written_as_it_is(tmp_path):
 def test_the_first_one_makes_it(tmp_path):
     made = []
     threads = [
-        threading.Thread(target=lambda text=text: made.append(create_once(tmp_path / "password", text, mode=0o600)))
+        threading.Thread(
+            target=lambda text=text: made.append(
+                create_file_once(tmp_path / "password", text, mode=0o600)
+            )
+        )
         for text in ("one", "two", "six")
     ]
     for thread in threads:
@@ -92,7 +99,9 @@ def test_appending_cutting_and_copying(tmp_path):
     (tmp_path / "out" / "kept").write_text("kept")
     (tmp_path / "out" / "b" / "lines").symlink_to(tmp_path / "elsewhere")
     copy_tree(tmp_path / "a", tmp_path / "out")
-    assert (tmp_path / "out" / "b" / "lines").read_bytes() == b"one\ntwree\n" and not (tmp_path / "elsewhere").exists()
+    assert (tmp_path / "out" / "b" / "lines").read_bytes() == b"one\ntwree\n" and not (
+        tmp_path / "elsewhere"
+    ).exists()
     assert (tmp_path / "out" / "kept").read_text() == "kept"
 
 
@@ -115,4 +124,4 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     ],
 )
 def test_the_name_of_a_temporary_says_whose_it_is(name, owner):
-    assert owner_of_temporary(name) == owner
+    assert parse_temporary_owner(name) == owner

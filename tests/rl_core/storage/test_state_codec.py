@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import CheckpointError
-from rl_core.storage.state_codec import StateDecoder, StateEncoder
+from rl_core.storage.checkpoint import StateDecoder, StateEncoder
 
 
 def round_trip(value, shard_bytes=1 << 20):
     encoder = StateEncoder(shard_bytes)
-    text = json.dumps(encoder.encode(value, "x", "x"), allow_nan=False)
-    return StateDecoder(dict(encoder.shards())).decode(json.loads(text))
+    text = json.dumps(encoder.encode_value(value, "x", "x"), allow_nan=False)
+    return StateDecoder(dict(encoder.iter_shards())).decode_value(json.loads(text))
 
 
 def same(left, right):
@@ -78,7 +78,10 @@ def test_any_nested_value_comes_back(tree):
         np.arange(5, dtype=np.uint32),
         np.float32(0.1),
         np.array([[1.0], [np.nan]]),
-        {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}}, "groups": [{"betas": (0.9, 0.95)}]},
+        {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}},
+            "groups": [{"betas": (0.9, 0.95)}],
+        },
         {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}},
         random.Random(3).getstate(),
         np.random.RandomState(3).get_state(),
@@ -105,19 +108,21 @@ def test_generators_continue_where_they_were():
 def test_tied_tensors_are_stored_once_and_stay_tied():
     weight = torch.ones(4, 4)
     encoder = StateEncoder(1 << 20)
-    encoded = encoder.encode({"a": weight, "b": weight, "c": weight.t(), "d": weight.clone()}, "x", "x")
-    stored = [name for _, tensors in encoder.shards() for name in tensors]
+    encoded = encoder.encode_value(
+        {"a": weight, "b": weight, "c": weight.t(), "d": weight.clone()}, "x", "x"
+    )
+    stored = [name for _, tensors in encoder.iter_shards() for name in tensors]
     assert stored == ["x.a", "x.c", "x.d"]
-    decoded = StateDecoder(dict(encoder.shards())).decode(encoded)
+    decoded = StateDecoder(dict(encoder.iter_shards())).decode_value(encoded)
     assert decoded["a"] is decoded["b"]
 
 
 def test_shards_hold_at_most_their_size_or_one_tensor():
     encoder = StateEncoder(40)
     value = {"a": torch.ones(8), "b": torch.ones(2), "c": torch.ones(1), "d": torch.ones(100)}
-    encoder.encode(value, "x", "x")
+    encoder.encode_value(value, "x", "x")
     # float32: 32 + 8 = 40 bytes fit together, 4 more do not, 400 stand alone
-    assert [(name, list(tensors)) for name, tensors in encoder.shards()] == [
+    assert [(name, list(tensors)) for name, tensors in encoder.iter_shards()] == [
         ("x-0.safetensors", ["x.a", "x.b"]),
         ("x-1.safetensors", ["x.c"]),
         ("x-2.safetensors", ["x.d"]),
@@ -134,7 +139,9 @@ def test_what_would_not_come_back_is_refused_with_its_place(value):
         round_trip({"trainer": {"history": value}})
 
 
-@pytest.mark.parametrize("forged", [{"$": "call"}, {"$": "tensor", "file": "../x", "name": "y"}, {"$": ["tuple"]}])
+@pytest.mark.parametrize(
+    "forged", [{"$": "call"}, {"$": "tensor", "file": "../x", "name": "y"}, {"$": ["tuple"]}]
+)
 def test_an_unknown_kind_is_an_error(forged):
     with pytest.raises((ValueError, KeyError, TypeError)):
-        StateDecoder({}).decode(forged)
+        StateDecoder({}).decode_value(forged)

@@ -6,7 +6,7 @@ import pytest
 
 from rl_core.errors import CorruptError
 from rl_core.storage.folders import publish_folder
-from rl_core.storage.verified_reading import verified
+from rl_core.storage.manifest import verify_while_reading
 
 
 def write_stage(folder):
@@ -28,22 +28,25 @@ def is_weights(name):
 
 
 def test_intact_files_are_read_and_links_to_them_change_nothing(model, tmp_path):
-    with verified(model):
+    with verify_while_reading(model):
         assert (model / "model.safetensors").read_bytes() == b"weights"
         os.link(model / "model.safetensors", tmp_path / "kept")  # an upload keeps the file
-    with verified(tmp_path):  # no manifest: taken as it is
+    with verify_while_reading(tmp_path):  # no manifest: taken as it is
         pass
 
 
 def test_damage_is_found_in_the_files_that_are_read(model):
     (model / "model.safetensors").write_bytes(b"weightz")
     message = r"model\.safetensors: differs from the manifest .* remove manifest\.json"
-    with pytest.raises(CorruptError, match=message), verified(model):
+    with pytest.raises(CorruptError, match=message), verify_while_reading(model):
         raise AssertionError("the block must not run")
-    with verified(model, lambda name: not is_weights(name)):  # the tokenizer is fine
+    with verify_while_reading(model, lambda name: not is_weights(name)):  # the tokenizer is fine
         assert (model / "config.json").read_text() == "{}"
     (model / "model.safetensors").unlink()
-    with pytest.raises(CorruptError, match="cannot be read"), verified(model, is_weights):
+    with (
+        pytest.raises(CorruptError, match="cannot be read"),
+        verify_while_reading(model, is_weights),
+    ):
         pass
 
 
@@ -51,19 +54,25 @@ def test_a_file_that_is_replaced_while_it_is_read_is_refused(model):
     """A reader that hashes first and opens again would take the other bytes for the verified ones."""
     other = model / "other"
     other.write_bytes(b"weightz")
-    with pytest.raises(CorruptError, match="was changed while it was read"), verified(model):
+    with (
+        pytest.raises(CorruptError, match="was changed while it was read"),
+        verify_while_reading(model),
+    ):
         os.replace(other, model / "model.safetensors")
 
 
 def test_a_manifest_of_another_tool_is_no_manifest(tmp_path):
     (tmp_path / "manifest.json").write_text('{"files": ["a"]}')
     (tmp_path / "a").write_text("a")
-    with verified(tmp_path):
+    with verify_while_reading(tmp_path):
         assert (tmp_path / "a").read_text() == "a"
 
 
 def test_a_damaged_manifest_of_ours_is_named(model):
     path = model.parent / "manifest.json"
     path.write_text(path.read_text().replace('"size": 2', '"size": 3'))
-    with pytest.raises(CorruptError, match="differs from its own digest"), verified(model):
+    with (
+        pytest.raises(CorruptError, match="differs from its own digest"),
+        verify_while_reading(model),
+    ):
         pass

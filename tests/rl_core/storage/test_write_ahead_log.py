@@ -31,13 +31,13 @@ def database(tmp_path):
 def disk(monkeypatch):
     """Bytes of the log that have reached the disk."""
     held = [b""]
-    real = write_ahead_log._to_disk
+    real = write_ahead_log._fdatasync
 
     def to_disk(descriptor):
         held[0] = os.pread(descriptor, 1 << 24, 0)
         real(descriptor)
 
-    monkeypatch.setattr(write_ahead_log, "_to_disk", to_disk)
+    monkeypatch.setattr(write_ahead_log, "_fdatasync", to_disk)
     return held
 
 
@@ -57,29 +57,31 @@ def test_what_was_committed_outlives_the_machine_once_it_is_synced(tmp_path, dat
     log = WriteAheadLog(tmp_path / "x.db")
     assert after_power_cut(tmp_path, disk[0]) is None
     database.execute("INSERT INTO one VALUES (1)")
-    log.sync()
+    log.sync_commits()
     database.execute("INSERT INTO one VALUES (2)")
     assert after_power_cut(tmp_path, disk[0]) == [1]
     other = connect(tmp_path / "x.db")  # another process' commit is in the same log
     other.execute("INSERT INTO one VALUES (3)")
-    log.sync()
+    log.sync_commits()
     assert after_power_cut(tmp_path, disk[0]) == [1, 2, 3]
     log.close()
 
 
 def test_a_log_that_was_removed_and_made_again_is_synced(tmp_path, database, disk):
     log = WriteAheadLog(tmp_path / "x.db")
-    log.sync()
+    log.sync_commits()
     database.close()
     assert not (tmp_path / "x.db-wal").exists()
     again = connect(tmp_path / "x.db")
     again.execute("INSERT INTO one VALUES (7)")
-    log.sync()
+    log.sync_commits()
     assert after_power_cut(tmp_path, disk[0]) == [7]
     again.close()
 
 
-def test_threads_that_come_together_share_a_wait_that_begins_after_they_came(tmp_path, database, monkeypatch):
+def test_threads_that_come_together_share_a_wait_that_begins_after_they_came(
+    tmp_path, database, monkeypatch
+):
     waits, calls = [], []
 
     def to_disk(descriptor):
@@ -87,13 +89,13 @@ def test_threads_that_come_together_share_a_wait_that_begins_after_they_came(tmp
         time.sleep(0.02)
         waits.append((begun, time.monotonic()))
 
-    monkeypatch.setattr(write_ahead_log, "_to_disk", to_disk)
+    monkeypatch.setattr(write_ahead_log, "_fdatasync", to_disk)
     log = WriteAheadLog(tmp_path / "x.db")
 
     def work(number):
         time.sleep(0.001 * number)
         came = time.monotonic()
-        log.sync()
+        log.sync_commits()
         calls.append((came, time.monotonic()))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(30)]
@@ -114,12 +116,12 @@ def test_a_disk_that_refuses_is_an_error_for_all_who_wait(tmp_path, database, mo
         go_on.wait(10)
         raise OSError(5, "the disk fails")
 
-    monkeypatch.setattr(write_ahead_log, "_to_disk", to_disk)
+    monkeypatch.setattr(write_ahead_log, "_fdatasync", to_disk)
     log, errors = WriteAheadLog(tmp_path / "x.db"), []
 
     def work():
         try:
-            log.sync()
+            log.sync_commits()
         except OSError as error:
             errors.append(error)
 
@@ -134,8 +136,8 @@ def test_a_disk_that_refuses_is_an_error_for_all_who_wait(tmp_path, database, mo
     for thread in threads:
         thread.join(10)
     assert len(errors) == 4
-    monkeypatch.setattr(write_ahead_log, "_to_disk", os.fsync)
-    log.sync()
+    monkeypatch.setattr(write_ahead_log, "_fdatasync", os.fsync)
+    log.sync_commits()
 
 
 def test_the_log_of_a_linked_database_is_beside_the_file_itself(tmp_path, database, disk):
@@ -145,7 +147,7 @@ def test_the_log_of_a_linked_database_is_beside_the_file_itself(tmp_path, databa
     linked = connect(link)
     linked.execute("INSERT INTO one VALUES (5)")
     log = WriteAheadLog(link)
-    log.sync()
+    log.sync_commits()
     assert after_power_cut(tmp_path, disk[0]) == [5]
     log.close()
     linked.close()
@@ -159,7 +161,7 @@ class DiskThatRefusesOnce:
         self.again = set()  # places that were written over with the bytes that they had
         self.refuses = False
         self.write = os.pwrite
-        monkeypatch.setattr(write_ahead_log, "_to_disk", self.to_disk)
+        monkeypatch.setattr(write_ahead_log, "_fdatasync", self.to_disk)
         monkeypatch.setattr(os, "pwrite", self.pwrite)
 
     def pwrite(self, descriptor, data, place):
@@ -184,22 +186,24 @@ def test_what_a_disk_dropped_when_it_refused_is_written_again(tmp_path, database
     """Else the next wait would succeed without it, and a power cut lose all behind it."""
     disk, log = DiskThatRefusesOnce(monkeypatch), WriteAheadLog(tmp_path / "x.db")
     database.execute("INSERT INTO one VALUES (1)")
-    log.sync()
+    log.sync_commits()
     database.execute("INSERT INTO one VALUES (2)")
     disk.refuses = True
     with pytest.raises(OSError, match="Input/output error"):
-        log.sync()
+        log.sync_commits()
     database.execute("INSERT INTO one VALUES (3)")
-    log.sync()
+    log.sync_commits()
     assert after_power_cut(tmp_path, disk.held) == [1, 2, 3]
     database.execute("INSERT INTO one VALUES (4)")
     disk.again.clear()
-    log.sync()
+    log.sync_commits()
     assert after_power_cut(tmp_path, disk.held) == [1, 2, 3, 4] and not disk.again, "once is enough"
     log.close()
 
 
-def test_closing_waits_for_the_disk_as_the_number_of_the_file_may_be_used_again(tmp_path, database, monkeypatch):
+def test_closing_waits_for_the_disk_as_the_number_of_the_file_may_be_used_again(
+    tmp_path, database, monkeypatch
+):
     begun, go_on, synced = threading.Event(), threading.Event(), []
 
     def to_disk(descriptor):
@@ -207,9 +211,9 @@ def test_closing_waits_for_the_disk_as_the_number_of_the_file_may_be_used_again(
         go_on.wait(10)
         synced.append(os.fstat(descriptor).st_ino)
 
-    monkeypatch.setattr(write_ahead_log, "_to_disk", to_disk)
+    monkeypatch.setattr(write_ahead_log, "_fdatasync", to_disk)
     log = WriteAheadLog(tmp_path / "x.db")
-    waiting = threading.Thread(target=log.sync)
+    waiting = threading.Thread(target=log.sync_commits)
     waiting.start()
     begun.wait(10)
     closing = threading.Thread(target=log.close)

@@ -11,8 +11,20 @@ from rl_core.environments.reckoning import Reckoning
 from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.settings import ModelSettings
-from rl_core.thoughts.controls import CONTROLS, control_thoughts, measure_gains, shuffle_partners
-from rl_core.thoughts.episodes import Span, ThoughtEpisode, ThoughtReader, answer_rows, read_episode, span_logprobs
+from rl_core.thoughts.episodes import (
+    ThoughtEpisode,
+    ThoughtReader,
+    TokenSpan,
+    build_answer_rows,
+    compute_span_logprobs,
+    read_thought_episode,
+)
+from rl_core.thoughts.genuineness_check import (
+    CONTROL_CONDITIONS,
+    build_control_thoughts,
+    choose_shuffle_partners,
+    measure_gains,
+)
 from rl_core.types import Rollout, StopReason, Trajectory, Turn
 
 ENVIRONMENT = Reckoning()
@@ -20,13 +32,17 @@ ENVIRONMENT = Reckoning()
 
 @pytest.fixture(scope="module")
 def renderer():
-    texts = [m["content"] for seed in range(50) for m in ENVIRONMENT.demonstration(seed, "easy").messages]
+    texts = [
+        m["content"] for seed in range(50) for m in ENVIRONMENT.demonstration(seed, "easy").messages
+    ]
     return ChatRenderer(train_tokenizer(texts, 300))
 
 
 @pytest.fixture(scope="module")
 def model(renderer):
-    made = causal_lm.create(ModelSettings(preset="nano", context=128, device="cpu"), renderer.tokenizer, 0)
+    made = causal_lm.create_model(
+        ModelSettings(preset="nano", context=128, device="cpu"), renderer.tokenizer, 0
+    )
     with torch.no_grad():  # far from uniform, so that every condition scores differently
         for parameter in made.parameters():
             parameter.mul_(3 if parameter.ndim > 1 else 1)
@@ -60,7 +76,9 @@ def right(seed, level, turns):
 
 
 def episode_of(renderer, seed, level, actions, **options):
-    return read_episode(ENVIRONMENT, ThoughtReader(renderer), rollout_of(renderer, seed, level, actions, **options))
+    return read_thought_episode(
+        ENVIRONMENT, ThoughtReader(renderer), rollout_of(renderer, seed, level, actions, **options)
+    )
 
 
 def text_of(renderer, ids):
@@ -69,17 +87,27 @@ def text_of(renderer, ids):
 
 def test_turns_are_split_where_the_answer_begins(renderer):
     one, two, three = right(4, "medium", 3)
-    episode = episode_of(renderer, 4, "medium", [f"3 1 4\nanswer {one}", f"answer {two}", "5\nanswer 99"])
+    episode = episode_of(
+        renderer, 4, "medium", [f"3 1 4\nanswer {one}", f"answer {two}", "5\nanswer 99"]
+    )
     thoughts = [text_of(renderer, episode.ids[s.start : s.end]) for s in episode.steps]
     assert thoughts == ["3 1 4\n", "", "5\n"]
     assert [text_of(renderer, episode.ids[s.end : s.stop]) for s in episode.steps] == [
-        f"answer {one}<|end|>", f"answer {two}<|end|>", "answer 99<|end|>",
-    ]  # fmt: skip
+        f"answer {one}<|end|>",
+        f"answer {two}<|end|>",
+        "answer 99<|end|>",
+    ]
     assert [text_of(renderer, s.target_ids[s.scored_from :]).strip() for s in episode.steps] == [
-        f"{one}<|end|>", f"{two}<|end|>", f"{three}<|end|>",
-    ]  # fmt: skip
+        f"{one}<|end|>",
+        f"{two}<|end|>",
+        f"{three}<|end|>",
+    ]
     assert [s.num_thought_tokens for s in episode.steps] == [6, 0, 2]
-    assert [len(s.choices) for s in episode.steps] == [7, 1, 3]  # and the token that ends the thought
+    assert [len(s.thought_positions) for s in episode.steps] == [
+        7,
+        1,
+        3,
+    ]  # and the token that ends the thought
     assert not episode.is_truncated
 
 
@@ -88,7 +116,7 @@ def test_only_an_episode_that_its_environment_truncated_is_bootstrapped(renderer
     rollout = rollout_of(renderer, 4, "medium", ["answer 1"])
     rollout.trajectory.stop_reason = reason
     rollout.is_truncated = reason is not StopReason.TERMINATED
-    episode = read_episode(ENVIRONMENT, ThoughtReader(renderer), rollout)
+    episode = read_thought_episode(ENVIRONMENT, ThoughtReader(renderer), rollout)
     assert episode.is_truncated == (reason == "environment")
 
 
@@ -96,7 +124,9 @@ def test_only_an_episode_that_its_environment_truncated_is_bootstrapped(renderer
 def test_a_turn_without_an_answer_has_none(renderer, action):
     (step,) = episode_of(renderer, 0, "easy", [action]).steps
     assert not step.answered and step.num_thought_tokens == 0
-    assert list(step.choices) == list(range(step.start, step.stop))  # all of it was chosen
+    assert list(step.thought_positions) == list(
+        range(step.start, step.stop)
+    )  # all of it was chosen
 
 
 def test_a_cut_turn_or_too_long_a_thought_is_no_answer(renderer):
@@ -104,7 +134,9 @@ def test_a_cut_turn_or_too_long_a_thought_is_no_answer(renderer):
     assert not step.answered
     rollout = rollout_of(renderer, 0, "easy", ["1 2\nanswer 5"])
     for limit, answered in ((4, True), (3, False)):
-        (step,) = read_episode(ENVIRONMENT, ThoughtReader(renderer, max_thought_tokens=limit), rollout).steps
+        (step,) = read_thought_episode(
+            ENVIRONMENT, ThoughtReader(renderer, max_thought_tokens=limit), rollout
+        ).steps
         assert step.answered is answered
 
 
@@ -119,12 +151,14 @@ def by_hand(model, ids, start, stop):
 
 def test_span_logprobs_by_hand(model):
     rows = [[7, 9, 11, 30, 8], [50, 6, 260], [9, 9, 9, 9]]
-    spans = [Span(0, 1, 3), Span(0, 3, 5), Span(1, 2, 3)]
+    spans = [TokenSpan(0, 1, 3), TokenSpan(0, 3, 5), TokenSpan(1, 2, 3)]
     expected = [by_hand(model, rows[s.row], s.start, s.stop) for s in spans]
     for max_tokens in (1, 10_000):
-        found = span_logprobs(model, rows, spans, pad_id=0, max_tokens=max_tokens)
-        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), atol=1e-4, rtol=1e-4)
-    assert span_logprobs(model, rows, [], pad_id=0).shape == (0,)
+        found = compute_span_logprobs(model, rows, spans, pad_id=0, max_tokens=max_tokens)
+        torch.testing.assert_close(
+            found, torch.tensor(expected, dtype=torch.float64), atol=1e-4, rtol=1e-4
+        )
+    assert compute_span_logprobs(model, rows, [], pad_id=0).shape == (0,)
 
 
 def test_answers_with_and_without_the_thought_by_hand(renderer, model):
@@ -134,47 +168,59 @@ def test_answers_with_and_without_the_thought_by_hand(renderer, model):
         episode_of(renderer, 5, "easy", ["answer 99"]),
         episode_of(renderer, 6, "easy", ["no answer at all"]),
     ]
-    plan = answer_rows(episodes)
+    plan = build_answer_rows(episodes)
     assert plan.steps == [(0, 0), (0, 1), (1, 0)]
-    assert len(plan.rows) == 3 + 1 + 2 + 1  # a right sampled answer needs none; an empty thought one in all
-    found = span_logprobs(model, plan.rows, [*plan.with_thought, *plan.without], pad_id=0).tolist()
+    assert (
+        len(plan.rows) == 3 + 1 + 2 + 1
+    )  # a right sampled answer needs none; an empty thought one in all
+    found = compute_span_logprobs(
+        model, plan.rows, [*plan.with_thought, *plan.without], pad_id=0
+    ).tolist()
     expected = []
     for thought in (True, False):
         for index, turn in plan.steps:
             episode, step = episodes[index], episodes[index].steps[turn]
             ids = episode.ids[: step.end if thought else step.start] + step.target_ids
-            expected.append(by_hand(model, ids, len(ids) - len(step.target_ids) + step.scored_from, len(ids)))
+            expected.append(
+                by_hand(model, ids, len(ids) - len(step.target_ids) + step.scored_from, len(ids))
+            )
     assert found == pytest.approx(expected, abs=1e-4)
     assert found[2] == found[5]  # the empty thought adds nothing, exactly
     assert abs(found[0] - found[3]) > 1e-3
 
 
 def test_controls():
-    assert control_thoughts([5, 1, 6, 1, 7, 2], [8, 2], 1, 99) == {
+    assert build_control_thoughts([5, 1, 6, 1, 7, 2], [8, 2], 1, 99) == {
         "shuffled": [8, 2],
         "filler": [99, 99, 99, 99, 99, 2],
         "truncated": [5, 1, 2],
     }
-    assert control_thoughts([], [8, 2], 0, 99) == {"shuffled": [8, 2], "filler": [], "truncated": []}
+    assert build_control_thoughts([], [8, 2], 0, 99) == {
+        "shuffled": [8, 2],
+        "filler": [],
+        "truncated": [],
+    }
 
 
 def test_separator_is_what_is_blank_at_the_end(renderer):
     reader = ThoughtReader(renderer)
     for text, count in (("3 1\n", 1), ("3 1", 0), ("\n", 1), ("", 0)):
-        assert reader.separator_length(renderer.action_ids(text)[:-1]) == count
+        assert reader.count_separator_tokens(renderer.action_ids(text)[:-1]) == count
 
 
 def test_partners_are_others_of_the_same_level():
     step = episode_step()
     episodes = [ThoughtEpisode([], [step], level, False) for level in "aabbbaab"]
     for seed in range(5):
-        partners = shuffle_partners(episodes, seed)
+        partners = choose_shuffle_partners(episodes, seed)
         assert sorted(partners) == list(range(8))
         for index, partner in enumerate(partners):
             assert partner != index and episodes[partner].level == episodes[index].level
-    assert len({tuple(shuffle_partners(episodes, seed)) for seed in range(5)}) > 1
-    with pytest.raises(DataError, match=r"level 'c': .* only 1 has an answer, .* raise check_episodes"):
-        shuffle_partners([*episodes, ThoughtEpisode([], [step], "c", False)], 0)
+    assert len({tuple(choose_shuffle_partners(episodes, seed)) for seed in range(5)}) > 1
+    with pytest.raises(
+        DataError, match=r"level 'c': .* only 1 has an answer, .* raise check_episodes"
+    ):
+        choose_shuffle_partners([*episodes, ThoughtEpisode([], [step], "c", False)], 0)
 
 
 def episode_step(answered=True):
@@ -187,13 +233,18 @@ def test_gains_in_every_condition_by_hand(renderer, model):
     reader = ThoughtReader(renderer)
     answers = {seed: right(seed, "easy", 2) for seed in (11, 12)}
     episodes = [
-        episode_of(renderer, seed, "easy", [f"{seed % 7} 2 4\nanswer {answers[seed][0]}", f"{thought}answer 99"])
+        episode_of(
+            renderer,
+            seed,
+            "easy",
+            [f"{seed % 7} 2 4\nanswer {answers[seed][0]}", f"{thought}answer 99"],
+        )
         for seed, thought in ((11, "1 5\n"), (12, ""))
     ]
     filler = renderer.action_ids(".")[0]
     options = dict(kind="logprob_gain", clip=100.0, filler_id=filler, pad_id=0, seed=0)
     gains = measure_gains(model, reader, episodes, **options)
-    assert set(gains) == {"own", *CONTROLS}
+    assert set(gains) == {"own", *CONTROL_CONDITIONS}
     for index, episode in enumerate(episodes):
         for turn, step in enumerate(episode.steps):
             other = episodes[1 - index].steps[turn]  # two episodes: each gets the other's thoughts
@@ -207,10 +258,14 @@ def test_gains_in_every_condition_by_hand(renderer, model):
 
             def score(thought, step=step, episode=episode):
                 ids = episode.ids[: step.start] + thought + step.target_ids
-                return by_hand(model, ids, len(ids) - len(step.target_ids) + step.scored_from, len(ids))
+                return by_hand(
+                    model, ids, len(ids) - len(step.target_ids) + step.scored_from, len(ids)
+                )
 
             for name, thought in thoughts.items():
-                assert gains[name][index][turn] == pytest.approx(score(thought) - score([]), abs=1e-3), name
+                assert gains[name][index][turn] == pytest.approx(
+                    score(thought) - score([]), abs=1e-3
+                ), name
     clipped = measure_gains(model, reader, episodes, **{**options, "clip": 1e-3})
     assert all(abs(g) <= 1e-3 + 1e-9 for turns in clipped["own"] for g in turns)
     with pytest.raises(DataError, match="no turn"):
@@ -219,5 +274,5 @@ def test_gains_in_every_condition_by_hand(renderer, model):
 
 def test_an_environment_without_right_answers_is_refused(renderer):
     with pytest.raises(DataError, match="without a correct answer"):
-        ThoughtReader(renderer).target_ids(" ")
-    assert math.isfinite(len(ThoughtReader(renderer).target_ids("7")[0]))
+        ThoughtReader(renderer).encode_target(" ")
+    assert math.isfinite(len(ThoughtReader(renderer).encode_target("7")[0]))

@@ -13,7 +13,9 @@ def gains(own, shuffled, filler, truncated, noise=0.3):
     """60 episodes of two turns around these means; each condition with its own noise."""
     rng = np.random.default_rng(0)
     means = dict(zip(NAMES, (own, shuffled, filler, truncated), strict=True))
-    return {name: (mean + noise * rng.standard_normal((60, 2))).tolist() for name, mean in means.items()}
+    return {
+        name: (mean + noise * rng.standard_normal((60, 2))).tolist() for name, mean in means.items()
+    }
 
 
 def test_genuine_thoughts_pass():
@@ -22,8 +24,11 @@ def test_genuine_thoughts_pass():
     assert verdict.gains["own"].low > 0.9 and verdict.gains["own"].high < 1.1
     assert verdict.lost["shuffled"] == pytest.approx(1.5, abs=0.15)
     assert verdict.lost["truncated"] == pytest.approx(0.4, abs=0.1)  # may keep more than half
-    assert verdict.to_json()["genuine"] is True and verdict.metrics()["thoughts/genuine"] == 1.0
-    assert verdict.note().endswith("genuine") and "NOT" not in verdict.note()
+    assert (
+        verdict.to_json()["genuine"] is True
+        and verdict.collect_metrics()["thoughts/genuine"] == 1.0
+    )
+    assert verdict.describe().endswith("genuine") and "NOT" not in verdict.describe()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +47,7 @@ def test_each_way_to_fail(means, part):
     verdict = judge_thoughts(gains(*means))
     assert not verdict.genuine
     assert len(verdict.failures) == 1 and part in verdict.failures[0]
-    assert "NOT genuine" in verdict.note() and part in verdict.note()
+    assert "NOT genuine" in verdict.describe() and part in verdict.describe()
 
 
 @pytest.mark.parametrize(("episodes", "genuine"), [(5, False), (6, True)])
@@ -50,8 +55,11 @@ def test_few_episodes_are_never_enough(episodes, genuine):
     """Without any noise intervals have no width; the exact p-value is 1 / 2^episodes, and .025 is asked for."""
     verdict = judge_thoughts({"own": [[2.0]] * episodes, "shuffled": [[0.5]] * episodes})
     assert verdict.genuine is genuine
-    assert verdict.p_values == {"own": pytest.approx(0.5**episodes), "shuffled": pytest.approx(0.5**episodes)}
-    assert verdict.metrics()["thoughts/p_own"] == verdict.p_values["own"]
+    assert verdict.p_values == {
+        "own": pytest.approx(0.5**episodes),
+        "shuffled": pytest.approx(0.5**episodes),
+    }
+    assert verdict.collect_metrics()["thoughts/p_own"] == verdict.p_values["own"]
 
 
 def test_the_threshold_is_the_users():
@@ -69,7 +77,9 @@ def test_exact_numbers_without_noise():
 
 def test_differences_are_paired_by_episode():
     spread = np.linspace(-3, 3, 60)  # episodes differ far more than the conditions do
-    verdict = judge_thoughts({"own": (spread + 0.2)[:, None].tolist(), "shuffled": spread[:, None].tolist()})
+    verdict = judge_thoughts(
+        {"own": (spread + 0.2)[:, None].tolist(), "shuffled": spread[:, None].tolist()}
+    )
     assert verdict.drops["shuffled"].low == pytest.approx(0.2)
 
 

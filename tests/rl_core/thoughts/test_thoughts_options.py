@@ -9,14 +9,14 @@ from helpers.thinkers import make_trainer
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.models import lora
-from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import LoraSettings, SamplingSettings, ThoughtsSettings
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.thoughts.baseline import Baseline, BaselineHead
-from rl_core.thoughts.episodes import ThoughtEpisode, ThoughtStep, answer_rows
-from rl_core.thoughts.thought_batches import thought_batches, thought_rows
-from rl_core.thoughts.thought_coherence import thought_coherence
-from rl_core.thoughts.training_check import TrainingCheck
+from rl_core.thoughts.baseline import BaselineHead, LearnedBaseline
+from rl_core.thoughts.episodes import ThoughtEpisode, ThoughtStep, build_answer_rows
+from rl_core.thoughts.genuineness_check import GenuinenessCheck
+from rl_core.thoughts.thought_batches import build_thought_batches, build_thought_rows
+from rl_core.thoughts.trainer import compute_thought_coherence
 from rl_core.tracking import MemoryTracker
 from rl_core.training.loop import run_loop
 
@@ -29,7 +29,9 @@ def shifted(model, scale=0.3, seed=9):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(scale * parameter.std() * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(
+                scale * parameter.std() * torch.randn(parameter.shape, generator=generator)
+            )
     return other
 
 
@@ -42,7 +44,7 @@ def log_softmax(model, ids, temperature):
 
 
 def answered(trainer, count=3):
-    episodes = trainer.heldout_episodes([EpisodeRequest("one", seed) for seed in range(12)])
+    episodes = trainer.play_heldout_episodes([EpisodeRequest("one", seed) for seed in range(12)])
     return [episode for episode in episodes if all(step.answered for step in episode.steps)][:count]
 
 
@@ -53,13 +55,20 @@ def answered(trainer, count=3):
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_to_the_start_by_an_oracle(renderer, taught, estimator, temperature):
     """Value and gradient against float64."""
-    options = {"answer_coef": 0.0, "entropy_coef": 0.0, "entropy_floor": 0.0, "kl_estimator": estimator,
-               "sampling": SamplingSettings(max_completion_tokens=40, temperature=temperature)}  # fmt: skip
+    options = {
+        "answer_coef": 0.0,
+        "entropy_coef": 0.0,
+        "entropy_floor": 0.0,
+        "kl_estimator": estimator,
+        "sampling": SamplingSettings(max_completion_tokens=40, temperature=temperature),
+    }
     reference = shifted(taught)
     trainer = make_trainer(renderer, taught, reference=reference, kl_coef=0.3, **options)
     episodes = answered(trainer)
-    plan = answer_rows(episodes)
-    nothing = [[0.0] * len(episode.steps) for episode in episodes]  # no advantages: the KL is all that is left
+    plan = build_answer_rows(episodes)
+    nothing = [
+        [0.0] * len(episode.steps) for episode in episodes
+    ]  # no advantages: the KL is all that is left
 
     def kl(model):
         total, count = 0.0, 0
@@ -75,14 +84,17 @@ def test_the_kl_to_the_start_by_an_oracle(renderer, taught, estimator, temperatu
 
     expected = kl(trainer.model)
     assert abs(expected) > 0.01
-    metrics = trainer._update(episodes, plan, nothing)
+    metrics = trainer._update_policy(episodes, plan, nothing)
     assert metrics["policy/ref_kl"] == pytest.approx(expected, abs=1e-5)
     assert metrics["train/loss"] == pytest.approx(0.3 * expected, abs=1e-5)
 
     trainer = make_trainer(renderer, taught, reference=reference, kl_coef=0.3, **options)
-    trainer._counts = (sum(len(s.choices) for e in episodes for s in e.steps), 0)
-    rows = thought_rows(episodes, plan, nothing, with_answers=False)
-    loss = sum(trainer.loss(batch)[0] for batch in thought_batches(rows, 4096, renderer.pad_id))
+    trainer._counts = (sum(len(s.thought_positions) for e in episodes for s in e.steps), 0)
+    rows = build_thought_rows(episodes, plan, nothing, with_answers=False)
+    loss = sum(
+        trainer.compute_loss(batch)[0]
+        for batch in build_thought_batches(rows, 4096, renderer.pad_id)
+    )
     loss.backward()
     double = copy.deepcopy(taught).double()
     total, count = torch.zeros((), dtype=torch.float64), 0
@@ -105,7 +117,9 @@ def test_the_kl_holds_the_policy_at_its_start_and_is_zero_there(renderer, taught
     assert trainer.step()["policy/ref_kl"] == pytest.approx(0.0, abs=1e-6)
     free, held = [], []
     for coef, found in ((1e-9, free), (20.0, held)):
-        trainer = make_trainer(renderer, taught, reference=copy.deepcopy(taught), kl_coef=coef, warmup_steps=0)
+        trainer = make_trainer(
+            renderer, taught, reference=copy.deepcopy(taught), kl_coef=coef, warmup_steps=0
+        )
         found += [trainer.step()["policy/ref_kl"] for _ in range(6)]
     assert 0 < held[-1] < 0.5 * free[-1]
 
@@ -126,7 +140,10 @@ def test_with_adapters_the_reference_is_the_policy_without_them(renderer, taught
     same = make_trainer(renderer, adapted(), kl_coef=0.5, reference=copy.deepcopy(taught))
     same.reference = same.model
     one, other = trainer.step(), same.step()
-    assert one["policy/ref_kl"] == pytest.approx(other["policy/ref_kl"], rel=1e-4) and one["policy/ref_kl"] > 1e-3
+    assert (
+        one["policy/ref_kl"] == pytest.approx(other["policy/ref_kl"], rel=1e-4)
+        and one["policy/ref_kl"] > 1e-3
+    )
     assert one["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-4)
 
 
@@ -141,20 +158,25 @@ def test_a_kl_without_reference_is_refused(renderer, taught):
 def test_an_mlp_starts_at_zero_and_learns_what_no_linear_head_can():
     states = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     assert torch.equal(BaselineHead(32, 2, 256, seed=3)(states), torch.zeros(64))
-    assert [tuple(p.shape) for p in BaselineHead(32, 2).parameters()] == [(256, 32), (256,), (1, 256), (1,)]
+    assert [tuple(p.shape) for p in BaselineHead(32, 2).parameters()] == [
+        (256, 32),
+        (256,),
+        (1, 256),
+        (1,),
+    ]
     outcome = (states[:, 0] * states[:, 3]).sign()
     losses = {}
     for layers, rate in ((1, 0.05), (2, 0.01)):
-        baseline = Baseline(32, rate, CPU, layers=layers, seed=0)
+        baseline = LearnedBaseline(32, rate, CPU, layers=layers, seed=0)
         for _ in range(300):
-            losses[layers] = baseline.fit(states, outcome)
+            losses[layers] = baseline.fit_returns(states, outcome)
     assert losses[1] > 0.1 > 10 * losses[2]
 
 
 def test_a_deeper_head_draws_nothing_from_the_global_generator_but_the_output_layer():
     def drawn(**options):
         torch.manual_seed(4)
-        Baseline(32, 0.1, CPU, **options)
+        LearnedBaseline(32, 0.1, CPU, **options)
         return float(torch.rand(()))
 
     torch.manual_seed(4)
@@ -166,8 +188,10 @@ def test_a_deeper_head_draws_nothing_from_the_global_generator_but_the_output_la
 def test_a_step_of_sgd_by_hand_with_its_coefficient():
     """v = 0, so the gradient of coef / 2 mean (v - R)^2 is -coef mean(R x), x the normalised states over sqrt(H)."""
     states = torch.tensor([[1.0, -1.0], [-2.0, 2.0]])  # normalised: (1, -1) and (-1, 1)
-    baseline = Baseline(2, 0.5, CPU, coef=3.0, optimizer="sgd")
-    assert baseline.fit(states, torch.tensor([2.0, 4.0])) == pytest.approx(0.5 * (4 + 16) / 2)
+    baseline = LearnedBaseline(2, 0.5, CPU, coef=3.0, optimizer="sgd")
+    assert baseline.fit_returns(states, torch.tensor([2.0, 4.0])) == pytest.approx(
+        0.5 * (4 + 16) / 2
+    )
     x = np.array([[1.0, -1.0], [-1.0, 1.0]]) / np.sqrt(2)
     step = 0.5 * 3.0 * (np.array([2.0, 4.0])[:, None] * x).mean(0)
     np.testing.assert_allclose(baseline.head.linear.weight.detach().numpy()[0], step, rtol=1e-4)
@@ -175,7 +199,9 @@ def test_a_step_of_sgd_by_hand_with_its_coefficient():
 
 
 def test_advantages_without_gae_by_hand(renderer, taught):
-    trainer = make_trainer(renderer, taught, gamma=0.5, advantages="returns", baseline_learning_rate=1e-9)
+    trainer = make_trainer(
+        renderer, taught, gamma=0.5, advantages="returns", baseline_learning_rate=1e-9
+    )
     trainer.baseline.head.linear.bias.data.fill_(1.0)  # V = 1 everywhere
 
     def episode(starts, truncated):
@@ -183,7 +209,7 @@ def test_advantages_without_gae_by_hand(renderer, taught):
         return ThoughtEpisode(list(range(1, starts[-1] + 3)), steps, "one", truncated)
 
     episodes = [episode([2, 5, 8], False), episode([3], False), episode([2, 5], True)]
-    found, metrics = trainer._advantages(episodes, [[1.0, 0.0, 2.0], [3.0], [0.0, 1.0]])
+    found, metrics = trainer._compute_advantages(episodes, [[1.0, 0.0, 2.0], [3.0], [0.0, 1.0]])
     # returns: 1 + .25 * 2 = 1.5, 1, 2; 3; truncated, what would have come is worth V: 1 + .5 = 1.5, so .75 and 1.5
     for row, expected in zip(found, [[0.5, 0.0, 1.0], [2.0], [-0.25, 0.5]], strict=True):
         assert row == pytest.approx(expected, abs=1e-5)
@@ -203,47 +229,61 @@ def test_coherence_by_hand():
     ]
     ids = [5, 7, 8, 5, 6, 6, 8, 5, 7, 8]
     tokens = np.array(
-        [[4, 4], [1, 0], [9, 9], [3, 3], [0, 1], [0, 3], [8, 8], [2, 2], [2, 2], [7, 7]], dtype=np.float64
+        [[4, 4], [1, 0], [9, 9], [3, 3], [0, 1], [0, 3], [8, 8], [2, 2], [2, 2], [7, 7]],
+        dtype=np.float64,
     )
     ends = [1, 4, 8, 10, 2, 6, 9]
     pooled = torch.tensor(np.stack([tokens[:end].mean(0) for end in ends]))
     episode = ThoughtEpisode(ids, steps, "one", False)
-    found = thought_coherence([episode, episode], [pooled, pooled])
+    found = compute_thought_coherence([episode, episode], [pooled, pooled])
     # (1, 0), (0, 2), (2, 2): cosines 0 and 1 / sqrt 2
     assert found["thoughts/coherence"] == pytest.approx((0 + 2**-0.5) / 2)
     assert found["thoughts/repetition"] == 0.5  # the third is [7], as the first
     alone = ThoughtEpisode(ids[:3], steps[:1], "one", False)
-    assert thought_coherence([alone], [pooled[[0, 3, 4]]]) == {}
-    unanswered = ThoughtEpisode(ids, [ThoughtStep(s.start, s.end, s.stop, [1], 0, False) for s in steps], "one", False)
-    assert thought_coherence([unanswered], [pooled]) == {}
+    assert compute_thought_coherence([alone], [pooled[[0, 3, 4]]]) == {}
+    unanswered = ThoughtEpisode(
+        ids, [ThoughtStep(s.start, s.end, s.stop, [1], 0, False) for s in steps], "one", False
+    )
+    assert compute_thought_coherence([unanswered], [pooled]) == {}
 
 
 def test_coherence_of_real_states(renderer, taught):
     trainer = make_trainer(renderer, taught)
-    episodes = [e for e in answered(trainer, 12) if all(step.num_thought_tokens for step in e.steps)]
-    found = thought_coherence(episodes, trainer._pooled(episodes))
+    episodes = [
+        e for e in answered(trainer, 12) if all(step.num_thought_tokens for step in e.steps)
+    ]
+    found = compute_thought_coherence(episodes, trainer._compute_pooled_states(episodes))
     cosines = []
     for episode in episodes:
         with torch.no_grad():
             states = taught.model(torch.tensor([episode.ids])).last_hidden_state[0].double().numpy()
         a, b = (states[step.start : step.end].mean(0) for step in episode.steps)
         cosines.append(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
-    assert found["thoughts/coherence"] == pytest.approx(np.mean(cosines), abs=1e-4) and len(cosines) > 1
+    assert (
+        found["thoughts/coherence"] == pytest.approx(np.mean(cosines), abs=1e-4)
+        and len(cosines) > 1
+    )
 
 
 def test_the_mean_reward_of_the_last_hundred_episodes(renderer, taught):
     trainer = make_trainer(renderer, taught, episodes_per_iteration=40)
     seen = []
-    trainer.record = lambda iteration, rollouts: seen.extend(r.trajectory.rewards["thought_gain"] for r in rollouts)
+    trainer.record = lambda iteration, rollouts: seen.extend(
+        r.trajectory.rewards["thought_gain"] for r in rollouts
+    )
     for _ in range(3):
         metrics = trainer.step()
-    assert len(seen) == 120 and metrics["reward/mean_100_episodes"] == pytest.approx(np.mean(seen[-100:]), rel=1e-12)
+    assert len(seen) == 120 and metrics["reward/mean_100_episodes"] == pytest.approx(
+        np.mean(seen[-100:]), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(("episodes", "steps"), [(36, 3), (37, 4), (0, 0), (None, 2)])
 def test_warm_up_in_episodes(renderer, taught, episodes, steps):
     """12 episodes an iteration, one optimizer step each."""
-    trainer = make_trainer(renderer, taught, warmup_episodes=episodes, schedule="constant", learning_rate=1e-3)
+    trainer = make_trainer(
+        renderer, taught, warmup_episodes=episodes, schedule="constant", learning_rate=1e-3
+    )
     rates = [trainer.step()["train/learning_rate"] for _ in range(4)]
     expected = [1e-3 * min(1, (number + 1) / max(1, steps)) for number in range(4)]
     assert rates == pytest.approx(expected)
@@ -257,35 +297,59 @@ def test_checks_come_every_n_episodes_and_are_a_curve(renderer, taught):
     trainer = make_trainer(renderer, taught, check_every_episodes=30)
     rows = [trainer.step() for _ in range(5)]  # after 12, 24, 36, 48, 60 episodes
     assert ["thoughts/check_genuine" in row for row in rows] == [False, False, True, False, True]
-    assert {"thoughts/check_gain_own", "thoughts/check_gain_own_low", "thoughts/check_drop_filler"} <= rows[2].keys()
+    assert {
+        "thoughts/check_gain_own",
+        "thoughts/check_gain_own_low",
+        "thoughts/check_drop_filler",
+    } <= rows[2].keys()
     assert trainer.finished == ""
     plain = make_trainer(renderer, taught)
     others = [plain.step() for _ in range(5)]
-    kept = [{k: v for k, v in row.items() if "check" not in k and not k.startswith("perf/")} for row in rows]
-    assert kept == [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in others], "it only looks"
+    kept = [
+        {k: v for k, v in row.items() if "check" not in k and not k.startswith("perf/")}
+        for row in rows
+    ]
+    assert kept == [
+        {k: v for k, v in row.items() if not k.startswith("perf/")} for row in others
+    ], "it only looks"
 
 
-def test_a_genuine_check_ends_the_training_and_a_resume_knows(renderer, taught, tmp_path, monkeypatch):
+def test_a_genuine_check_ends_the_training_and_a_resume_knows(
+    renderer, taught, tmp_path, monkeypatch
+):
     def verdict(genuine):
         class Found:
             def metrics(self):
-                return {"thoughts/genuine": float(genuine), "thoughts/gain_own": 0.5, "thoughts/p_own": 0.1}
+                return {
+                    "thoughts/genuine": float(genuine),
+                    "thoughts/gain_own": 0.5,
+                    "thoughts/p_own": 0.1,
+                }
 
         found = Found()
         found.genuine = genuine
         return found
 
     def run(iterations):
-        trainer = make_trainer(renderer, taught, check_every_episodes=12, stop_when_genuine=True, checkpoint_every=1)
+        trainer = make_trainer(
+            renderer, taught, check_every_episodes=12, stop_when_genuine=True, checkpoint_every=1
+        )
         seen = []
-        monkeypatch.setattr(trainer, "_examine", lambda: seen.append(trainer.rollouts_played) or verdict(
-            trainer.rollouts_played >= 36))  # fmt: skip
-        outcome = run_loop(trainer, trainer.settings, iterations=iterations, checkpoints=CheckpointStore(tmp_path))
+        monkeypatch.setattr(
+            trainer,
+            "_examine_heldout_thoughts",
+            lambda: seen.append(trainer.rollouts_played) or verdict(trainer.rollouts_played >= 36),
+        )
+        outcome = run_loop(
+            trainer, trainer.settings, iterations=iterations, checkpoints=CheckpointStore(tmp_path)
+        )
         return outcome, seen
 
     outcome, seen = run(6)
     assert outcome.iterations == 3 and seen == [12, 24, 36]
-    assert outcome.stop_reason == "thoughts are genuine on the validation episodes, after 36 episodes"
+    assert (
+        outcome.stop_reason == "thoughts are genuine on the validation episodes, after 36 episodes"
+    )
     outcome, seen = run(6)
     assert (outcome.iterations, outcome.resumed_iteration, seen) == (3, 3, [])
 
@@ -294,10 +358,10 @@ def test_a_check_without_answers_is_not_genuine():
     def nothing():
         raise DataError("no turn of these episodes gave an answer")
 
-    check = TrainingCheck(ThoughtsSettings(check_every_episodes=1, stop_when_genuine=True), 8)
-    assert check.run(nothing, 5) == {"thoughts/check_genuine": 0.0} and check.finished == ""
+    check = GenuinenessCheck(ThoughtsSettings(check_every_episodes=1, stop_when_genuine=True), 8)
+    assert check.run_check(nothing, 5) == {"thoughts/check_genuine": 0.0} and check.finished == ""
     with pytest.raises(SettingsError, match="check_every_episodes: needs held-out episodes"):
-        TrainingCheck(ThoughtsSettings(check_every_episodes=1), 0)
+        GenuinenessCheck(ThoughtsSettings(check_every_episodes=1), 0)
 
 
 @pytest.mark.parametrize(
@@ -329,16 +393,25 @@ def test_it_resumes_bit_for_bit(renderer, taught, tmp_path, name):
 
     def run(folder, iterations):
         trainer = make_trainer(
-            renderer, taught, reference=reference, eval_every=2, checkpoint_every=1, episodes_per_iteration=6,
+            renderer,
+            taught,
+            reference=reference,
+            eval_every=2,
+            checkpoint_every=1,
+            episodes_per_iteration=6,
             **OPTIONS[name],
-        )  # fmt: skip
+        )
         tracker = MemoryTracker()
         store = CheckpointStore(tmp_path / folder)
-        run_loop(trainer, trainer.settings, iterations=iterations, tracker=tracker, checkpoints=store)
+        run_loop(
+            trainer, trainer.settings, iterations=iterations, tracker=tracker, checkpoints=store
+        )
         return trainer, {
-            (step, key): value.hex() for step, row in tracker.metrics for key, value in row.items()
+            (step, key): value.hex()
+            for step, row in tracker.metrics
+            for key, value in row.items()
             if not key.startswith("perf/")
-        }  # fmt: skip
+        }
 
     whole, expected = run("whole", 4)
     run("cut", 2)
@@ -347,6 +420,8 @@ def test_it_resumes_bit_for_bit(renderer, taught, tmp_path, name):
     assert late and {key: rest[key] for key in late} == late
     for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    for one, other in zip(whole.baseline.head.parameters(), second.baseline.head.parameters(), strict=True):
+    for one, other in zip(
+        whole.baseline.head.parameters(), second.baseline.head.parameters(), strict=True
+    ):
         assert torch.equal(one, other)
     assert list(second._recent_rewards) == list(whole._recent_rewards)

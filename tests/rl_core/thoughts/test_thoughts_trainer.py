@@ -13,11 +13,11 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.losses.supervised import entropy_coef_at
 from rl_core.models import causal_lm
-from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import ModelSettings, SamplingSettings, ThoughtsSettings
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.thoughts.episodes import ThoughtEpisode, ThoughtStep, answer_rows
-from rl_core.timing import collected
+from rl_core.thoughts.episodes import ThoughtEpisode, ThoughtStep, build_answer_rows
+from rl_core.timing import collect_seconds
 from rl_core.tracking import MemoryTracker
 from rl_core.training.loop import run_loop
 
@@ -27,7 +27,9 @@ def weights(trainer):
 
 
 def comparable(metrics):
-    return {name: float(value).hex() for name, value in metrics.items() if not name.startswith("perf/")}
+    return {
+        name: float(value).hex() for name, value in metrics.items() if not name.startswith("perf/")
+    }
 
 
 def logprob(model, ids, start, stop, temperature=1.0):
@@ -41,7 +43,7 @@ def logprob(model, ids, start, stop, temperature=1.0):
 
 def some_episodes(trainer):
     requests = [EpisodeRequest("one", seed) for seed in range(8)]
-    return trainer.heldout_episodes(requests)
+    return trainer.play_heldout_episodes(requests)
 
 
 @pytest.mark.parametrize("kind", ["logprob_gain", "correctness_gain"])
@@ -50,7 +52,7 @@ def test_rewards_by_hand(renderer, taught, kind):
     episodes = some_episodes(trainer)
     assert any(s.num_thought_tokens for e in episodes for s in e.steps)
     episodes[0].steps[0] = dataclasses.replace(episodes[0].steps[0], answered=False)
-    rewards, metrics = trainer._rewards(episodes, answer_rows(episodes))
+    rewards, metrics = trainer._compute_rewards(episodes, build_answer_rows(episodes))
     flat = []
     for episode, found in zip(episodes, rewards, strict=True):
         for step, reward in zip(episode.steps, found, strict=True):
@@ -61,7 +63,11 @@ def test_rewards_by_hand(renderer, taught, kind):
                     ids = episode.ids[:end] + step.target_ids
                     scores.append(logprob(trainer.model, ids, end + step.scored_from, len(ids)))
                 with_thought, without = torch.tensor(scores)
-                gain = with_thought - without if kind == "logprob_gain" else with_thought.exp() - without.exp()
+                gain = (
+                    with_thought - without
+                    if kind == "logprob_gain"
+                    else with_thought.exp() - without.exp()
+                )
                 expected = min(2.0, max(-2.0, float(gain)))
             assert reward == pytest.approx(expected, abs=1e-4)
             flat.append(reward)
@@ -78,7 +84,7 @@ def test_advantages_run_over_the_questions_of_an_episode(renderer, taught):
         return ThoughtEpisode(list(range(1, starts[-1] + 3)), steps, "one", truncated)
 
     episodes = [episode([2, 5, 8], False), episode([3], False), episode([2, 5], True)]
-    found, metrics = trainer._advantages(episodes, [[1.0, 0.0, 2.0], [3.0], [0.0, 1.0]])
+    found, metrics = trainer._compute_advantages(episodes, [[1.0, 0.0, 2.0], [3.0], [0.0, 1.0]])
     # ended:     A_2 = 2 - 1 = 1; A_1 = 0 + .5 - 1 + .25 A_2 = -.25; A_0 = 1 + .5 - 1 + .25 A_1 = .4375
     # ended:     A_0 = 3 - 1 = 2
     # truncated: A_1 = 1 + .5 - 1 = .5, what would have come is worth V; A_0 = 0 + .5 - 1 + .25 A_1 = -.375
@@ -93,24 +99,35 @@ def test_advantages_run_over_the_questions_of_an_episode(renderer, taught):
 def test_loss_by_hand(renderer, taught, temperature):
     """Thoughts and their entropy are of softmax(logits / T), which wrote them; right answers are at 1."""
     sampling = SamplingSettings(max_completion_tokens=40, temperature=temperature)
-    trainer = make_trainer(renderer, taught, answer_coef=0.7, entropy_coef=0.2, entropy_floor=0.1, sampling=sampling)
-    episodes = [episode for episode in some_episodes(trainer) if all(step.answered for step in episode.steps)][:3]
-    plan = answer_rows(episodes)
+    trainer = make_trainer(
+        renderer, taught, answer_coef=0.7, entropy_coef=0.2, entropy_floor=0.1, sampling=sampling
+    )
+    episodes = [
+        episode
+        for episode in some_episodes(trainer)
+        if all(step.answered for step in episode.steps)
+    ][:3]
+    plan = build_answer_rows(episodes)
     advantages = [[1.5, -0.5], [0.25, 2.0], [-1.0, 0.5]]
     policy = entropy = nll = 0.0
     thought_tokens = answer_tokens = 0
     for episode, values in zip(episodes, advantages, strict=True):
         for step, advantage in zip(episode.steps, values, strict=True):
             for place in range(step.start, step.end + 1):
-                policy -= advantage * logprob(trainer.model, episode.ids, place, place + 1, temperature)
-                logits = trainer.model(torch.tensor([episode.ids[:place]])).logits[0, -1].detach() / temperature
+                policy -= advantage * logprob(
+                    trainer.model, episode.ids, place, place + 1, temperature
+                )
+                logits = (
+                    trainer.model(torch.tensor([episode.ids[:place]])).logits[0, -1].detach()
+                    / temperature
+                )
                 entropy += float(torch.distributions.Categorical(logits=logits).entropy())
                 thought_tokens += 1
             for end in {step.end, step.start}:
                 ids = episode.ids[:end] + step.target_ids
                 nll -= logprob(trainer.model, ids, end + step.scored_from, len(ids))
                 answer_tokens += len(step.target_ids) - step.scored_from
-    metrics = trainer._update(episodes, plan, advantages)
+    metrics = trainer._update_policy(episodes, plan, advantages)
     assert metrics["policy/loss"] == pytest.approx(policy / thought_tokens, abs=1e-5)
     assert metrics["policy/entropy"] == pytest.approx(entropy / thought_tokens, abs=1e-5)
     assert metrics["train/answer_nll"] == pytest.approx(nll / answer_tokens, abs=1e-5)
@@ -119,24 +136,40 @@ def test_loss_by_hand(renderer, taught, temperature):
 
 
 def test_micro_batches_change_nothing(renderer, taught):
-    whole, cut = make_trainer(renderer, taught), make_trainer(renderer, taught, micro_batch_tokens=1)
+    whole, cut = (
+        make_trainer(renderer, taught),
+        make_trainer(renderer, taught, micro_batch_tokens=1),
+    )
     one, two = whole.step(), cut.step()
-    for name in ("train/loss", "train/grad_norm", "policy/entropy", "policy/loss", "train/answer_nll", "reward/mean"):
+    for name in (
+        "train/loss",
+        "train/grad_norm",
+        "policy/entropy",
+        "policy/loss",
+        "train/answer_nll",
+        "reward/mean",
+    ):
         assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6)
 
 
 def test_the_update_raises_what_was_good_and_lowers_what_was_bad(renderer, taught):
     for sign in (1.0, -1.0):
-        trainer = make_trainer(renderer, taught, answer_coef=0.0, entropy_coef=0.0, entropy_floor=0.0, warmup_steps=0)
-        episode = next(e for e in some_episodes(trainer) if all(s.num_thought_tokens for s in e.steps))
-        plan = answer_rows([episode])
+        trainer = make_trainer(
+            renderer, taught, answer_coef=0.0, entropy_coef=0.0, entropy_floor=0.0, warmup_steps=0
+        )
+        episode = next(
+            e for e in some_episodes(trainer) if all(s.num_thought_tokens for s in e.steps)
+        )
+        plan = build_answer_rows([episode])
 
         def thoughts(trainer=trainer, episode=episode):
             return [logprob(trainer.model, episode.ids, s.start, s.end + 1) for s in episode.steps]
 
         before = thoughts()
-        trainer._update([episode], plan, [[sign, sign]])
-        assert all(sign * (after - now) > 0.01 for now, after in zip(before, thoughts(), strict=True))
+        trainer._update_policy([episode], plan, [[sign, sign]])
+        assert all(
+            sign * (after - now) > 0.01 for now, after in zip(before, thoughts(), strict=True)
+        )
 
 
 def test_entropy_coefficient_follows_the_episodes_played(renderer, taught):
@@ -191,7 +224,7 @@ def test_the_baseline_is_no_part_of_the_policy(renderer, taught, tmp_path):
     trainer.step()
     assert not any("baseline" in name for name in trainer.model.state_dict())
     causal_lm.save(trainer.model, renderer.tokenizer, tmp_path)
-    loaded, _ = causal_lm.load(tmp_path, ModelSettings(device="cpu"))
+    loaded, _ = causal_lm.load_model(tmp_path, ModelSettings(device="cpu"))
     assert set(loaded.state_dict()) == set(taught.state_dict())
     assert set(trainer.state_dict()["baseline"]) == {"head", "optimizer"}
 
@@ -199,13 +232,28 @@ def test_the_baseline_is_no_part_of_the_policy(renderer, taught, tmp_path):
 def test_metrics_and_validation(renderer, taught):
     trainer = make_trainer(renderer, taught)
     first = trainer.evaluate()
-    assert first == trainer.evaluate() and set(first) == {"eval/success_rate", "eval/thought_gain", "eval/thought_rate"}
+    assert first == trainer.evaluate() and set(first) == {
+        "eval/success_rate",
+        "eval/thought_gain",
+        "eval/thought_rate",
+    }
     metrics = trainer.step()
     for name in (
-        "train/success_rate", "reward/mean", "reward/std", "thoughts/gain", "thoughts/rate", "thoughts/tokens",
-        "thoughts/unanswered_rate", "train/baseline_loss", "train/explained_variance", "policy/entropy",
-        "train/entropy_coef", "train/answer_nll", "train/learning_rate", "perf/tokens_per_second",
-    ):  # fmt: skip
+        "train/success_rate",
+        "reward/mean",
+        "reward/std",
+        "thoughts/gain",
+        "thoughts/rate",
+        "thoughts/tokens",
+        "thoughts/unanswered_rate",
+        "train/baseline_loss",
+        "train/explained_variance",
+        "policy/entropy",
+        "train/entropy_coef",
+        "train/answer_nll",
+        "train/learning_rate",
+        "perf/tokens_per_second",
+    ):
         assert name in metrics
     trainer.heldout = []
     assert trainer.evaluate() == {}
@@ -213,18 +261,22 @@ def test_metrics_and_validation(renderer, taught):
 
 def test_the_time_of_an_iteration_is_shared_out(renderer, taught, monkeypatch):
     ticks = itertools.count()
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(ticks)))  # a second at every look at the clock
+    monkeypatch.setattr(
+        timing.time, "perf_counter", lambda: float(next(ticks))
+    )  # a second at every look at the clock
     trainer = make_trainer(renderer, taught)
     seen = {}
     for name in ("_play", "_rewards", "_advantages", "_update"):
         monkeypatch.setattr(trainer, name, looks(getattr(trainer, name), ticks, name, seen))
-    with collected() as seconds:
+    with collect_seconds() as seconds:
         metrics = trainer.step()
     # the clock is read at a span's beginning and end, so that a span around a thing lasts a second more than the thing
     assert metrics["perf/rollout_seconds"] == seen["_play"] + 1
     assert seconds["reward"] == seen["_rewards"] + 1
     assert seconds["update"] == seen["_advantages"] + seen["_update"] + 1
-    assert seconds["measure"] == 1 and 0 < seconds["optimizer"] < seen["_update"]  # both within the update
+    assert (
+        seconds["measure"] == 1 and 0 < seconds["optimizer"] < seen["_update"]
+    )  # both within the update
 
 
 def looks(function, ticks, name, seen):
@@ -251,29 +303,42 @@ def test_settings_are_checked(renderer, taught):
 def test_a_renderer_without_padding_token_is_refused(renderer, taught):
     bare = copy.copy(renderer)
     bare.pad_id = None
-    with pytest.raises(DataError, match=r"^pad_id: the renderer \(ChatRenderer\) has no padding token"):
+    with pytest.raises(
+        DataError, match=r"^pad_id: the renderer \(ChatRenderer\) has no padding token"
+    ):
         make_trainer(bare, taught, backend=object())
 
 
 def test_the_samplers_own_limit_ends_an_episode(renderer, taught):
     """Cut after the first of two questions: its advantage is the reward less the value, with nothing to come."""
-    trainer = make_trainer(renderer, taught, sampling=SamplingSettings(max_completion_tokens=40, max_turns=1))
+    trainer = make_trainer(
+        renderer, taught, sampling=SamplingSettings(max_completion_tokens=40, max_turns=1)
+    )
     with torch.no_grad():
         trainer.baseline.head.linear.bias.fill_(5.0)  # what a bootstrap would add
     episodes = some_episodes(trainer)
     assert [len(episode.steps) for episode in episodes] == [1] * 8
     rewards = [[float(index)] for index in range(8)]
-    values = trainer.baseline.values(torch.cat([states[:1] for states in trainer._pooled(episodes)])).tolist()
-    advantages, _ = trainer._advantages(episodes, rewards)
-    assert [found for (found,) in advantages] == pytest.approx([i - value for i, value in enumerate(values)], abs=1e-5)
+    values = trainer.baseline.predict_values(
+        torch.cat([states[:1] for states in trainer._compute_pooled_states(episodes)])
+    ).tolist()
+    advantages, _ = trainer._compute_advantages(episodes, rewards)
+    assert [found for (found,) in advantages] == pytest.approx(
+        [i - value for i, value in enumerate(values)], abs=1e-5
+    )
     assert min(values) > 4
 
 
 @pytest.mark.parametrize("backend_class", ["engine", "transformers"])
-def test_thoughts_are_sampled_at_the_temperature_that_they_are_trained_at(renderer, taught, backend_class):
+def test_thoughts_are_sampled_at_the_temperature_that_they_are_trained_at(
+    renderer, taught, backend_class
+):
     """The distribution that drew every token is the one whose gradient the loss takes: token by token, by hand."""
     trainer = make_trainer(
-        renderer, taught, sampling=SamplingSettings(max_completion_tokens=40, temperature=0.5), episodes_per_iteration=2
+        renderer,
+        taught,
+        sampling=SamplingSettings(max_completion_tokens=40, temperature=0.5),
+        episodes_per_iteration=2,
     )
     if backend_class == "transformers":
         trainer.backend = TransformersBackend(
@@ -286,9 +351,13 @@ def test_thoughts_are_sampled_at_the_temperature_that_they_are_trained_at(render
     differences = []
     for rollout in kept:
         ids, start = [*rollout.prompt_ids, *rollout.completion_ids], len(rollout.prompt_ids)
-        for place, (is_sampled, found) in enumerate(zip(rollout.loss_mask, rollout.sampler_logprobs, strict=True)):
+        for place, (is_sampled, found) in enumerate(
+            zip(rollout.loss_mask, rollout.sampler_logprobs, strict=True)
+        ):
             if is_sampled:
                 at = start + place
-                assert found == pytest.approx(logprob(before, ids, at, at + 1, temperature=0.5), abs=1e-4)
+                assert found == pytest.approx(
+                    logprob(before, ids, at, at + 1, temperature=0.5), abs=1e-4
+                )
                 differences.append(abs(found - logprob(before, ids, at, at + 1)))
     assert max(differences) > 0.1

@@ -8,7 +8,7 @@ import pytest
 from helpers.waiting import wait_for
 
 from rl_core.errors import SettingsError
-from rl_core.trackers import BackgroundTracker, dogstatsd, several
+from rl_core.trackers import BackgroundTracker, build_tracker_group, dogstatsd
 
 
 @pytest.fixture
@@ -57,10 +57,12 @@ def test_a_file_takes_the_records_while_no_agent_is_there(tmp_path, monkeypatch)
     tracker.log_metrics({"train/loss": 0.25}, 2)
     lines = (tmp_path / "dogstatsd.txt").read_text().splitlines()
     assert [re.sub(r"\|T\d{10}$", "", line) for line in lines] == [
-        "posttrain.train.loss:0.5|g|#stage:sft", "posttrain.run.step:1.0|g|#stage:sft",
-        "posttrain.train.loss:0.25|g|#stage:sft", "posttrain.run.step:2.0|g|#stage:sft",
-    ]  # fmt: skip
-    monkeypatch.setattr(dogstatsd, "LOOK_SECONDS", 0.0)
+        "posttrain.train.loss:0.5|g|#stage:sft",
+        "posttrain.run.step:1.0|g|#stage:sft",
+        "posttrain.train.loss:0.25|g|#stage:sft",
+        "posttrain.run.step:2.0|g|#stage:sft",
+    ]
+    monkeypatch.setattr(dogstatsd, "AGENT_CHECK_SECONDS", 0.0)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as agent:  # it comes, and goes again
         agent.bind(("127.0.0.1", port))
         agent.settimeout(10)
@@ -71,8 +73,8 @@ def test_a_file_takes_the_records_while_no_agent_is_there(tmp_path, monkeypatch)
 
 
 def test_the_file_has_an_end(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(dogstatsd, "MAX_FILE", 100)
-    monkeypatch.setattr(dogstatsd.DogStatsdTracker, "_agent_listens", lambda self: False)
+    monkeypatch.setattr(dogstatsd, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(dogstatsd.DogStatsdTracker, "_is_agent_listening", lambda self: False)
     tracker = make(9, tmp_path)
     for step in range(20):
         tracker.log_metrics({}, step)
@@ -82,17 +84,24 @@ def test_the_file_has_an_end(tmp_path, monkeypatch, caplog):
 
 def test_the_name_of_a_tracker_and_what_is_wrong_with_it(agent, tmp_path, monkeypatch):
     pytest.importorskip("datadog")
-    tracker = several(f"dogstatsd:127.0.0.1:{agent.getsockname()[1]}", folder=tmp_path).trackers[0]
+    tracker = build_tracker_group(
+        f"dogstatsd:127.0.0.1:{agent.getsockname()[1]}", folder=tmp_path
+    ).trackers[0]
     assert isinstance(tracker, BackgroundTracker)  # a name may take long to be looked up
     tracker.log_metrics({"train/loss": 1.0}, 1)
     assert received(agent, 2)[1] == "posttrain.train.loss:1.0|g"
     tracker.close("FINISHED")
     wait_for(lambda: tracker._thread is None)
     with pytest.raises(SettingsError, match="'x' is no port; write dogstatsd:HOST:PORT"):
-        several("dogstatsd:host:x")
+        build_tracker_group("dogstatsd:host:x")
     monkeypatch.setenv("DD_AGENT_HOST", "agent.example")
-    assert dogstatsd._host_and_port("") == ("agent.example", 8125)
-    assert dogstatsd._host_and_port("[::1]:9000") == ("::1", 9000) and dogstatsd._host_and_port("h") == ("h", 8125)
+    assert dogstatsd._parse_host_and_port("") == ("agent.example", 8125)
+    assert dogstatsd._parse_host_and_port("[::1]:9000") == (
+        "::1",
+        9000,
+    ) and dogstatsd._parse_host_and_port("h") == ("h", 8125)
     monkeypatch.setitem(sys.modules, "datadog.dogstatsd", None)
-    with pytest.raises(SettingsError, match=r"needs the package datadog; install it, or posttrain\[datadog\]"):
-        several("dogstatsd")
+    with pytest.raises(
+        SettingsError, match=r"needs the package datadog; install it, or posttrain\[datadog\]"
+    ):
+        build_tracker_group("dogstatsd")

@@ -24,28 +24,33 @@ def read(text):
 
 def test_values_leave_with_labels_and_in_base_units():
     gauges = MetricGauges()
-    gauges.set({"train/loss": 0.25, "system/gpu_0_memory_usage_megabytes": 3.0}, {"stage": "policy"})
-    gauges.set({"train/loss": 0.125, "train/nll": math.nan}, {"stage": 'a "b"\n\\'})
-    found = read(gauges.text())
+    gauges.set_values(
+        {"train/loss": 0.25, "system/gpu_0_memory_usage_megabytes": 3.0}, {"stage": "policy"}
+    )
+    gauges.set_values({"train/loss": 0.125, "train/nll": math.nan}, {"stage": 'a "b"\n\\'})
+    found = read(gauges.render_text())
     assert math.isnan(found.pop(("posttrain_train_nll", (("stage", 'a "b"\n\\'),))))
     assert found == {
         ("posttrain_train_loss", (("stage", "policy"),)): 0.25,
         ("posttrain_train_loss", (("stage", 'a "b"\n\\'),)): 0.125,
-        ("posttrain_system_gpu_memory_usage_bytes", (("gpu", "0"), ("stage", "policy"))): 3 * 2.0**20,
+        ("posttrain_system_gpu_memory_usage_bytes", (("gpu", "0"), ("stage", "policy"))): 3
+        * 2.0**20,
     }
-    gauges.forget({"stage": "policy"})
-    assert {dict(labels)["stage"] for _, labels in read(gauges.text())} == {'a "b"\n\\'}
+    gauges.remove_values({"stage": "policy"})
+    assert {dict(labels)["stage"] for _, labels in read(gauges.render_text())} == {'a "b"\n\\'}
 
 
 def test_names_that_are_generated_do_not_fill_the_memory(monkeypatch):
     monkeypatch.setattr(prometheus, "MAX_SERIES", 3)
     gauges = MetricGauges()
     for number in range(10):
-        gauges.set({f"train/success_rate_by_level/{number}": float(number)}, {})
-    gauges.set({"train/success_rate_by_level/2": 20.0}, {})
+        gauges.set_values({f"train/success_rate_by_level/{number}": float(number)}, {})
+    gauges.set_values({"train/success_rate_by_level/2": 20.0}, {})
     name = "posttrain_train_success_rate_by_level"
-    assert read(gauges.text()) == {(name, (("level", str(n)),)): value for n, value in ((0, 0.0), (1, 1.0), (2, 20.0))}
-    assert gauges.dropped == 7
+    assert read(gauges.render_text()) == {
+        (name, (("level", str(n)),)): value for n, value in ((0, 0.0), (1, 1.0), (2, 20.0))
+    }
+    assert gauges.num_dropped == 7
 
 
 def test_a_file_says_how_the_run_ended(tmp_path):
@@ -56,7 +61,11 @@ def test_a_file_says_how_the_run_ended(tmp_path):
     tracker.log_metrics({"train/loss": 0.5}, 3)  # within the second: the file waits for the next
     tracker.close("FINISHED")
     found = {name: value for (name, _), value in read(path.read_text()).items()}
-    assert found == {"posttrain_run_active": 0.0, "posttrain_run_step": 3.0, "posttrain_train_loss": 0.5}
+    assert found == {
+        "posttrain_run_active": 0.0,
+        "posttrain_run_step": 3.0,
+        "posttrain_train_loss": 0.5,
+    }
 
 
 def test_a_port_is_shared_by_the_runs_of_a_process():
@@ -64,7 +73,9 @@ def test_a_port_is_shared_by_the_runs_of_a_process():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     for stage, loss in (("sft", 1.0), ("policy", 2.0)):
-        PrometheusTracker(("127.0.0.1", port), {"stage": stage}).log_metrics({"train/loss": loss}, 1)
+        PrometheusTracker(("127.0.0.1", port), {"stage": stage}).log_metrics(
+            {"train/loss": loss}, 1
+        )
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         found = read(answer.read().decode())
     assert found["posttrain_train_loss", (("stage", "sft"),)] == 1.0

@@ -20,11 +20,11 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from rl_core.capabilities import training_forward
-from rl_core.data.pairs import Pair, PairSide
+from rl_core.capabilities import check_training_forward
+from rl_core.data.pairs import PairSide, PreferencePair
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.models import hidden_states, lora
-from rl_core.models.dropout import drops_out, repeatable_masks, training_mode
+from rl_core.models.forward_modes import has_dropout, seed_dropout_masks, use_training_mode
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.settings import (
     CriticSettings,
@@ -62,19 +62,34 @@ def seeded(make):
 def gpt2(model_class=GPT2LMHeadModel, vocabulary=VOCABULARY, **options):
     """GPT-2 with the dropout of its default configuration, 0.1 in three places."""
     config = GPT2Config(
-        vocab_size=vocabulary, n_positions=32, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3,
-        pad_token_id=PAD, bos_token_id=None, eos_token_id=None, **options,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        n_positions=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        initializer_range=0.3,
+        pad_token_id=PAD,
+        bos_token_id=None,
+        eos_token_id=None,
+        **options,
+    )
     assert config.resid_pdrop == config.embd_pdrop == config.attn_pdrop == 0.1
     return seeded(lambda: model_class(config))
 
 
 def llama(vocabulary=VOCABULARY, dropout=0.3):
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32, attention_dropout=dropout, initializer_range=0.3,
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        attention_dropout=dropout,
+        initializer_range=0.3,
         pad_token_id=PAD,
-    )  # fmt: skip
+    )
     return seeded(lambda: LlamaForCausalLM(config))
 
 
@@ -98,7 +113,12 @@ def pairs_of(count, seed=0):
         return torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
 
     return [
-        Pair(*(PairSide(prompt, ids, [True] * len(ids)) for ids in (draw(2 + index % 3), draw(1 + index % 4))))
+        PreferencePair(
+            *(
+                PairSide(prompt, ids, [True] * len(ids))
+                for ids in (draw(2 + index % 3), draw(1 + index % 4))
+            )
+        )
         for index in range(count)
         for prompt in [draw(2 + index % 2)]
     ]
@@ -106,12 +126,16 @@ def pairs_of(count, seed=0):
 
 def preference(model=None, **changes):
     options = {"learning_rate": 5e-3, "warmup_steps": 0, "batch_size": 4, "epochs": 2.0, **changes}
-    return PreferenceTrainer(model or gpt2(), PAD, pairs_of(8), pairs_of(5, 1), PreferenceSettings(**options), 7)
+    return PreferenceTrainer(
+        model or gpt2(), PAD, pairs_of(8), pairs_of(5, 1), PreferenceSettings(**options), 7
+    )
 
 
 def policy_gradient(tokenizer, model=None, **options):
     model = model or gpt2(vocabulary=len(tokenizer))
-    return make_trainer(tokenizer, model=model, reference=copy.deepcopy(model), **{"kl_coef": 0.1, **options})
+    return make_trainer(
+        tokenizer, model=model, reference=copy.deepcopy(model), **{"kl_coef": 0.1, **options}
+    )
 
 
 # ------------------------------------------------------------------------------------------ off, unless one asks for it
@@ -120,7 +144,13 @@ def policy_gradient(tokenizer, model=None, **options):
 def test_only_sft_drops_out_unasked():
     switched_on = {
         kind.__name__
-        for kind in (PolicySettings, PreferenceSettings, RewardModelSettings, SFTSettings, ThoughtsSettings)
+        for kind in (
+            PolicySettings,
+            PreferenceSettings,
+            RewardModelSettings,
+            SFTSettings,
+            ThoughtsSettings,
+        )
         if kind().dropout
     }
     assert switched_on == {"SFTSettings"}
@@ -128,8 +158,12 @@ def test_only_sft_drops_out_unasked():
 
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("loss", "first"), [("dpo", math.log(2)), ("ipo", 25.0)])  # 1 / (2 beta) squared, beta 0.1
-def test_a_policy_that_is_its_reference_has_the_first_loss_of_the_formula(loss, first, name, dropout):
+@pytest.mark.parametrize(
+    ("loss", "first"), [("dpo", math.log(2)), ("ipo", 25.0)]
+)  # 1 / (2 beta) squared, beta 0.1
+def test_a_policy_that_is_its_reference_has_the_first_loss_of_the_formula(
+    loss, first, name, dropout
+):
     trainer = preference(MODELS[name](), loss=loss, dropout=dropout)
     metrics = trainer.step()
     assert metrics["train/loss"] == pytest.approx(first, rel=1e-6)
@@ -141,9 +175,13 @@ def test_a_policy_that_is_its_reference_has_the_first_loss_of_the_formula(loss, 
 def test_held_out_pairs_are_measured_without_dropout(loss):
     on, off = preference(dropout=True, loss=loss), preference(loss=loss)
     assert on.references["heldout"] == off.references["heldout"]
-    assert on.evaluate()["eval/loss"] == pytest.approx(math.log(2) if loss == "dpo" else 25.0, rel=1e-6)
+    assert on.evaluate()["eval/loss"] == pytest.approx(
+        math.log(2) if loss == "dpo" else 25.0, rel=1e-6
+    )
     # masks are drawn, and each pair has its own
-    moved = [a[0] - b[0] for a, b in zip(on.references["train"], off.references["train"], strict=True)]
+    moved = [
+        a[0] - b[0] for a, b in zip(on.references["train"], off.references["train"], strict=True)
+    ]
     assert min(map(abs, moved)) > 1e-4 and len({round(value, 4) for value in moved}) == len(moved)
 
 
@@ -168,9 +206,15 @@ ALGORITHMS = {
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_weights_that_do_not_move_have_the_ratio_1(tokenizer, name, dropout):
     trainer = policy_gradient(
-        tokenizer, learning_rate=1e-9, epochs=2, minibatches=3, dropout=dropout, prompts_per_iteration=4,
-        group_size=3, **ALGORITHMS[name],
-    )  # fmt: skip
+        tokenizer,
+        learning_rate=1e-9,
+        epochs=2,
+        minibatches=3,
+        dropout=dropout,
+        prompts_per_iteration=4,
+        group_size=3,
+        **ALGORITHMS[name],
+    )
     metrics = trainer.step()
     assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
     assert metrics["policy/clip_fraction"] == 0
@@ -184,7 +228,12 @@ def test_weights_that_do_not_move_have_the_ratio_1(tokenizer, name, dropout):
 @pytest.mark.parametrize("name", ["llama", "lora"])
 def test_masks_of_adapters_and_of_attention_are_the_same_too(tokenizer, name):
     trainer = policy_gradient(
-        tokenizer, MODELS[name](len(tokenizer)), learning_rate=1e-9, epochs=2, minibatches=2, dropout=True
+        tokenizer,
+        MODELS[name](len(tokenizer)),
+        learning_rate=1e-9,
+        epochs=2,
+        minibatches=2,
+        dropout=True,
     )
     metrics = trainer.step()
     assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
@@ -193,9 +242,13 @@ def test_masks_of_adapters_and_of_attention_are_the_same_too(tokenizer, name):
 
 
 def test_every_iteration_has_masks_of_its_own(tokenizer):
-    trainer = policy_gradient(tokenizer, learning_rate=1e-9, dropout=True, curriculum=(), group_size=3)
+    trainer = policy_gradient(
+        tokenizer, learning_rate=1e-9, dropout=True, curriculum=(), group_size=3
+    )
     differences = [trainer.step()["policy/sampler_difference_max"] for _ in range(2)]
-    resumed = policy_gradient(tokenizer, learning_rate=1e-9, dropout=True, curriculum=(), group_size=3)
+    resumed = policy_gradient(
+        tokenizer, learning_rate=1e-9, dropout=True, curriculum=(), group_size=3
+    )
     assert resumed.step()["policy/sampler_difference_max"] == differences[0] != differences[1]
 
 
@@ -204,8 +257,10 @@ def test_a_reward_model_trains_without_dropout_unless_asked():
         pairs = [(pair.chosen_ids, pair.rejected_ids) for pair in pairs_of(8)]
         torch.manual_seed(5)
         model = gpt2(GPT2ForSequenceClassification, num_labels=1)
-        trainer = RewardModelTrainer(model, PAD, pairs, [], RewardModelSettings(batch_size=8, **options), 7)
-        expected = trainer._evaluate(trainer._train)["loss"]
+        trainer = RewardModelTrainer(
+            model, PAD, pairs, [], RewardModelSettings(batch_size=8, **options), 7
+        )
+        expected = trainer._evaluate_examples(trainer._train)["loss"]
         return trainer.step()["train/loss"], expected
 
     found, expected = first_loss()
@@ -220,7 +275,7 @@ def test_sft_keeps_the_models_own_unless_told_otherwise():
     def first_loss(**options):
         torch.manual_seed(5)
         trainer = SFTTrainer(gpt2(), PAD, rows, [], SFTSettings(batch_size=8, **options), 7)
-        expected = trainer._evaluate(trainer._train)["loss"]
+        expected = trainer._evaluate_examples(trainer._train)["loss"]
         return trainer.step()["train/loss"], expected
 
     found, expected = first_loss(dropout=False)
@@ -234,17 +289,34 @@ def test_sft_keeps_the_models_own_unless_told_otherwise():
 
 def opt():
     config = OPTConfig(
-        vocab_size=VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2, dropout=0.3,
-        layerdrop=0.5, max_position_embeddings=32, word_embed_proj_dim=16, init_std=0.3, pad_token_id=PAD,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        ffn_dim=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        dropout=0.3,
+        layerdrop=0.5,
+        max_position_embeddings=32,
+        word_embed_proj_dim=16,
+        init_std=0.3,
+        pad_token_id=PAD,
+    )
     return seeded(lambda: OPTForCausalLM(config))
 
 
 def falcon():
     config = FalconConfig(
-        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, hidden_dropout=0.3,
-        attention_dropout=0.3, initializer_range=0.3, pad_token_id=PAD, parallel_attn=False, alibi=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        hidden_dropout=0.3,
+        attention_dropout=0.3,
+        initializer_range=0.3,
+        pad_token_id=PAD,
+        parallel_attn=False,
+        alibi=False,
+    )
     return seeded(lambda: FalconForCausalLM(config))
 
 
@@ -254,23 +326,29 @@ IDS = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 1, 2]])
 @pytest.mark.parametrize("make", [gpt2, llama, opt, falcon, adapted])
 def test_activations_computed_again_are_without_dropout_too(make):
     """Layers that checkpoint do so in training mode only, and some drop out by functions of rates that they keep."""
-    batch = TrainBatch(IDS, torch.ones_like(IDS, dtype=torch.bool), torch.ones_like(IDS, dtype=torch.bool))
+    batch = TrainBatch(
+        IDS, torch.ones_like(IDS, dtype=torch.bool), torch.ones_like(IDS, dtype=torch.bool)
+    )
     batch.loss_mask_BS[:, 0] = False
 
     def gradient_of(checkpointing, dropout=False):
         model = make().train()
-        step = OptimizerStep(model, OptimizerSettings(activation_checkpointing=checkpointing, dropout=dropout), 1)
+        step = OptimizerStep(
+            model, OptimizerSettings(activation_checkpointing=checkpointing, dropout=dropout), 1
+        )
         calls, gradients = [], []
         if checkpointing:
             for module in model.modules():
                 if getattr(module, "gradient_checkpointing", False):
                     original = module._gradient_checkpointing_func
-                    module._gradient_checkpointing_func = lambda *a, f=original, **k: calls.append(1) or f(*a, **k)
-        step._optimize = lambda norm, size: gradients.extend(
+                    module._gradient_checkpointing_func = lambda *a, f=original, **k: (
+                        calls.append(1) or f(*a, **k)
+                    )
+        step._update_weights = lambda norm, size: gradients.extend(
             m.grad.clone() for m in step.master_weights.masters.values()
         )
         before = vars(model.config).copy(), [module.training for module in model.modules()]
-        step.apply([batch], lambda batch: (-completion_logprobs(model, batch)[0].sum() / 10, {}))
+        step.run_step([batch], lambda batch: (-completion_logprobs(model, batch)[0].sum() / 10, {}))
         assert before == (vars(model.config), [module.training for module in model.modules()])
         assert bool(calls) == checkpointing
         return torch.cat([gradient.flatten() for gradient in gradients])
@@ -280,8 +358,10 @@ def test_activations_computed_again_are_without_dropout_too(make):
     model = make().eval()
     loss = functional.cross_entropy(model(IDS).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
     expected = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
-    torch.testing.assert_close(plain, torch.cat([g.flatten() for g in expected]), rtol=1e-4, atol=1e-5)
-    assert drops_out(model) and (gradient_of(True, dropout=True) - plain).abs().max() > 1e-3
+    torch.testing.assert_close(
+        plain, torch.cat([g.flatten() for g in expected]), rtol=1e-4, atol=1e-5
+    )
+    assert has_dropout(model) and (gradient_of(True, dropout=True) - plain).abs().max() > 1e-3
 
 
 def test_masks_are_drawn_again_where_activations_are(tokenizer):
@@ -289,9 +369,14 @@ def test_masks_are_drawn_again_where_activations_are(tokenizer):
 
     def moved(checkpointing):
         trainer = policy_gradient(
-            tokenizer, llama(len(tokenizer)), epochs=2, minibatches=2, prompts_per_iteration=3, dropout=True,
+            tokenizer,
+            llama(len(tokenizer)),
+            epochs=2,
+            minibatches=2,
+            prompts_per_iteration=3,
+            dropout=True,
             activation_checkpointing=checkpointing,
-        )  # fmt: skip
+        )
         metrics = trainer.step()
         return metrics["policy/ratio_mean"], weights(trainer)
 
@@ -302,8 +387,10 @@ def test_masks_are_drawn_again_where_activations_are(tokenizer):
 
 def test_the_fast_path_is_open_where_configured_dropout_is_off(monkeypatch):
     taken = []
-    original = hidden_states.packed_forward
-    monkeypatch.setattr(hidden_states, "packed_forward", lambda *a: taken.append(True) or original(*a))
+    original = hidden_states.run_packed_forward
+    monkeypatch.setattr(
+        hidden_states, "run_packed_forward", lambda *a: taken.append(True) or original(*a)
+    )
     trainer = preference(llama())
     taken.clear()
     trainer.step()
@@ -312,7 +399,7 @@ def test_the_fast_path_is_open_where_configured_dropout_is_off(monkeypatch):
     taken.clear()
     trainer.step()
     assert not taken
-    assert "dropout: false switches it off" in training_forward(llama().train()).reason
+    assert "dropout: false switches it off" in check_training_forward(llama().train()).reason
 
 
 def test_the_mode_is_as_before_after_an_error():
@@ -320,7 +407,7 @@ def test_the_mode_is_as_before_after_an_error():
     model.transformer.h[0].eval()
     modes = [module.training for module in model.modules()]
     for dropout in (False, True):
-        with pytest.raises(ZeroDivisionError), training_mode(model, dropout=dropout):
+        with pytest.raises(ZeroDivisionError), use_training_mode(model, dropout=dropout):
             assert all(module.training == dropout for module in model.modules())
             raise ZeroDivisionError
         assert [module.training for module in model.modules()] == modes
@@ -332,7 +419,7 @@ def test_masks_repeat_and_leave_the_generator_alone():
     ones = torch.ones(1000)
 
     def draw(seed):
-        with repeatable_masks(torch.device("cpu"), seed):
+        with seed_dropout_masks(torch.device("cpu"), seed):
             return functional.dropout(ones, 0.5)
 
     big = 2**127 + 3  # seeds have 128 bits
@@ -343,12 +430,16 @@ def test_masks_repeat_and_leave_the_generator_alone():
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (gpt2, True), (llama, True), (opt, True), (falcon, True), (adapted, True),
+        (gpt2, True),
+        (llama, True),
+        (opt, True),
+        (falcon, True),
+        (adapted, True),
         (lambda: llama(dropout=0.0), False),
     ],
-)  # fmt: skip
+)
 def test_models_that_drop_out(make, expected):
-    assert drops_out(make()) is expected
+    assert has_dropout(make()) is expected
 
 
 # --------------------------------------------------------------------------------------------------------------- resume
@@ -361,9 +452,15 @@ def test_killed_and_resumed_the_masks_are_the_same(tmp_path, tokenizer, kind):
         options = dict(dropout=True, checkpoint_every=1)
         if kind == "policy":
             trainer = policy_gradient(
-                tokenizer, llama(len(tokenizer)), epochs=2, minibatches=2, iterations=4, prompts_per_iteration=3,
-                group_size=3, **options,
-            )  # fmt: skip
+                tokenizer,
+                llama(len(tokenizer)),
+                epochs=2,
+                minibatches=2,
+                iterations=4,
+                prompts_per_iteration=3,
+                group_size=3,
+                **options,
+            )
         else:
             trainer = preference(**options)
         tracker = MemoryTracker()
@@ -372,9 +469,9 @@ def test_killed_and_resumed_the_masks_are_the_same(tmp_path, tokenizer, kind):
         return weights(trainer), comparable(tracker.metrics[-1][1])
 
     expected = run(None)
-    faults.configure("loop.stepped:2:raise")
+    faults.configure_faults("loop.stepped:2:raise")
     with pytest.raises(InjectedFault):
         run(tmp_path)
-    faults.configure(None)
+    faults.configure_faults(None)
     found = run(tmp_path)
     assert torch.equal(found[0], expected[0]) and found[1] == expected[1]

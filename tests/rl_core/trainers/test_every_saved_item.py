@@ -78,7 +78,9 @@ ELSEWHERE = {
 
 
 def slow_but(quick):
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in SCENARIOS]
+    return [
+        name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in SCENARIOS
+    ]
 
 
 @functools.cache
@@ -173,7 +175,11 @@ def altered(state, path, value):
         return state
     old = place[path[-1]]
     for key, other in list(place.items()) if isinstance(place, dict) else []:
-        if isinstance(old, torch.Tensor) and isinstance(other, torch.Tensor) and other.data_ptr() == old.data_ptr():
+        if (
+            isinstance(old, torch.Tensor)
+            and isinstance(other, torch.Tensor)
+            and other.data_ptr() == old.data_ptr()
+        ):
             place[key] = copy.deepcopy(value)  # a tied weight has several names
     place[path[-1]] = copy.deepcopy(value)
     return state
@@ -183,10 +189,12 @@ def start_state(name):
     """The state before the first iteration."""
     trainer = SCENARIOS[name].trainer()
     state = {
-        "model": dict(trainer.model.state_dict()), "best_model": None,
-        "optimizer_step": trainer.optimizer_step.state_dict(), "trainer": trainer.state_dict(),
+        "model": dict(trainer.model.state_dict()),
+        "best_model": None,
+        "optimizer_step": trainer.optimizer_step.state_dict(),
+        "trainer": trainer.state_dict(),
         "loop": dataclasses.asdict(LoopMemory().state),
-    }  # fmt: skip
+    }
     return copy.deepcopy(state)
 
 
@@ -196,7 +204,9 @@ def is_noticed(name, state, path, expected, is_lost):
         return run(SCENARIOS[name], MemoryStore(state)) != expected
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        assert not is_lost or any(str(key) in text for key in path), f"{path}: refused without its name: {text}"
+        assert not is_lost or any(str(key) in text for key in path), (
+            f"{path}: refused without its name: {text}"
+        )
         return True
 
 
@@ -218,7 +228,9 @@ def unnoticed(name, every=False, within=""):
     """
     state, start, found, seen = cut_state(name), start_state(name), {}, set()
     scenario = SCENARIOS[name]
-    passed_over = {"rng"} if not scenario.draws else set()  # of the global generators, which nothing draws from
+    passed_over = (
+        {"rng"} if not scenario.draws else set()
+    )  # of the global generators, which nothing draws from
     for path in leaves(state):
         kind = kind_of(path)
         if not kind.startswith(within):
@@ -233,14 +245,18 @@ def unnoticed(name, every=False, within=""):
             continue
         seen.add(kind)
         value, before = at(state, path), at_start(start, path)
-        is_something = value is not None and not (isinstance(value, dict | list | tuple) and not value)
+        is_something = value is not None and not (
+            isinstance(value, dict | list | tuple) and not value
+        )
         trials = {"lost": MISSING} if is_something and not isinstance(path[-1], int) else {}
         if before is not MISSING and not equal(before, value):
             trials["reset"] = before
         elif (other := changed(value)) is not MISSING:
             trials["changed"] = other
         for done, other in trials.items():
-            if not is_noticed(name, altered(state, path, other), path, resumed(name), other is MISSING):
+            if not is_noticed(
+                name, altered(state, path, other), path, resumed(name), other is MISSING
+            ):
                 found.setdefault(kind, []).append(done)
     return found
 
@@ -251,7 +267,9 @@ def test_every_item_of_the_numerics_gate_lost_or_reset_is_noticed():
     assert unnoticed(GATE, within="trainer/numerics/") == {}
 
 
-@pytest.mark.parametrize("name", [name for name in slow_but(ITEMS) if GATE not in getattr(name, "values", [name])])
+@pytest.mark.parametrize(
+    "name", [name for name in slow_but(ITEMS) if GATE not in getattr(name, "values", [name])]
+)
 def test_every_item_lost_or_reset_is_noticed(name):
     assert unnoticed(name) == {}
 

@@ -12,14 +12,14 @@ from helpers.letters import make_trainer
 from helpers.vector_worlds import walkers
 from transformers import LlamaForSequenceClassification
 
-from rl_core.analysis.metric_reference import GROUPS, Metric
-from rl_core.data.pairs import Pair, PairSide
+from rl_core.analysis.metric_reference import METRIC_GROUPS
+from rl_core.analysis.training_metrics import MetricDescription
+from rl_core.data.pairs import PairSide, PreferencePair
 from rl_core.data.tokenizer import train_tokenizer
-from rl_core.environments.answer_checks import CHECKS
+from rl_core.environments.answer_checks import ANSWER_CHECKS
 from rl_core.inference.teacher import LocalTeacher
-from rl_core.networks.network_evaluation import PlayedEpisodes
-from rl_core.networks.trainer import NetworkTrainer
-from rl_core.rewards.orchestrator import COMPONENTS, RewardOrchestrator
+from rl_core.networks.trainer import NetworkTrainer, PlayedEpisodes
+from rl_core.rewards.orchestrator import REWARD_COMPONENTS, RewardOrchestrator
 from rl_core.settings import (
     CriticSettings,
     CurriculumStage,
@@ -34,7 +34,7 @@ from rl_core.settings import (
 )
 from rl_core.settings.distillation import DistilledPolicySettings
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.timing import INSIDE
+from rl_core.timing import ENCLOSING_SPANS
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
@@ -42,8 +42,8 @@ from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.loop import run_loop
 
 ROOT = Path(__file__).resolve().parents[3]
-ROWS = [metric for group in GROUPS for metric in group.metrics]
-PREFIXES = [group.title.partition("`")[2].rstrip("/`") for group in GROUPS]
+ROWS = [metric for group in METRIC_GROUPS for metric in group.metrics]
+PREFIXES = [group.title.partition("`")[2].rstrip("/`") for group in METRIC_GROUPS]
 FIELD = re.compile(r"\{\w+\}")
 INTERNAL = {"policy/importance_square_mean"}  # taken out again before anything is logged
 
@@ -51,13 +51,20 @@ INTERNAL = {"policy/importance_square_mean"}  # taken out again before anything 
 def matches(row, name):
     """True for a logged name that the row describes."""
     parts = re.split(r"(\{\w+\})", row.name)
-    patterns = (".+" if part == "{metric}" else "[^/]+" if part.startswith("{") else re.escape(part) for part in parts)
+    patterns = (
+        ".+" if part == "{metric}" else "[^/]+" if part.startswith("{") else re.escape(part)
+        for part in parts
+    )
     return re.fullmatch("".join(patterns), name) is not None
 
 
 def find_metric(name):
     """The row of a logged name: an exact one first, else the one with the longest text outside its fields."""
-    return max((row for row in ROWS if matches(row, name)), key=lambda row: len(FIELD.sub("", row.name)), default=None)
+    return max(
+        (row for row in ROWS if matches(row, name)),
+        key=lambda row: len(FIELD.sub("", row.name)),
+        default=None,
+    )
 
 
 def logged(trainer, iterations, **options):
@@ -69,10 +76,14 @@ def logged(trainer, iterations, **options):
 def supervised():
     small = {"warmup_steps": 0, "batch_size": 2, "eval_every": 1}
     rows = [([1, 2, 1, 2], [False, False, True, True]), ([3, 4, 3], [False, True, True])]
-    sft = SFTTrainer(tiny.nano(), tiny.PAD, rows, rows, SFTSettings(**small, grokfast_lambda=2.0), 7)
+    sft = SFTTrainer(
+        tiny.nano(), tiny.PAD, rows, rows, SFTSettings(**small, grokfast_lambda=2.0), 7
+    )
     scorer = tiny.nano(model_class=LlamaForSequenceClassification, num_labels=1)
-    pairs = [Pair(PairSide([1, 2], [3], [True]), PairSide([1, 2], [4], [True]))] * 2
-    preference = PreferenceTrainer(tiny.nano(), tiny.PAD, pairs, pairs, PreferenceSettings(**small, sft_coef=1.0), 7)
+    pairs = [PreferencePair(PairSide([1, 2], [3], [True]), PairSide([1, 2], [4], [True]))] * 2
+    preference = PreferenceTrainer(
+        tiny.nano(), tiny.PAD, pairs, pairs, PreferenceSettings(**small, sft_coef=1.0), 7
+    )
     sides = [([1, 2, 3], [1, 2, 4])] * 2
     reward = RewardModelTrainer(scorer, tiny.PAD, sides, sides, RewardModelSettings(**small), 7)
     return logged(sft, 2) | logged(preference, 2) | logged(reward, 2)
@@ -80,7 +91,9 @@ def supervised():
 
 def policy(tokenizer, folder):
     rewards = RewardOrchestrator(
-        {name: 1.0 for name in COMPONENTS if name not in CHECKS and name != "judge"},  # these log no name of their own
+        {
+            name: 1.0 for name in REWARD_COMPONENTS if name not in ANSWER_CHECKS and name != "judge"
+        },  # these log no name of their own
         scorer=lambda rows: [float(len(row)) for row in rows],
         options=RewardSettings(window=3),
     )
@@ -88,26 +101,51 @@ def policy(tokenizer, folder):
     slope = ExitCondition(metric="reward/mean", statistic="slope", window=2, threshold=1e9)
     stages = (
         CurriculumStage(name="one", levels={"low": 1.0}, exit_conditions=(watched,)),
-        CurriculumStage(name="two", levels={"low": 1.0, "high": 1.0}, exit_conditions=(slope, watched)),
+        CurriculumStage(
+            name="two", levels={"low": 1.0, "high": 1.0}, exit_conditions=(slope, watched)
+        ),
     )
     every = make_trainer(
-        tokenizer, rewards=rewards, algorithm="ppo", critic=CriticSettings(value_clip_eps=0.2), epochs=2,
-        kl_max=1.0, importance="token", replay=ReplaySettings(iterations=2, share=0.5), curriculum=stages,
-        rollback=RollbackSettings(window=1), checkpoint_every=1, prompts_per_iteration=3,
-    )  # fmt: skip
+        tokenizer,
+        rewards=rewards,
+        algorithm="ppo",
+        critic=CriticSettings(value_clip_eps=0.2),
+        epochs=2,
+        kl_max=1.0,
+        importance="token",
+        replay=ReplaySettings(iterations=2, share=0.5),
+        curriculum=stages,
+        rollback=RollbackSettings(window=1),
+        checkpoint_every=1,
+        prompts_per_iteration=3,
+    )
     frozen = make_trainer(tokenizer).policy
-    group = make_trainer(tokenizer, algorithm="dapo", kl_coef=0.1, reference=frozen, prompts_per_iteration=2)
-    taught = make_trainer(tokenizer, kind=DistilledPolicySettings, teacher=LocalTeacher(frozen), gamma=0.0)
-    return logged(every, 4, checkpoints=CheckpointStore(folder)) | logged(group, 2) | logged(taught, 1)
+    group = make_trainer(
+        tokenizer, algorithm="dapo", kl_coef=0.1, reference=frozen, prompts_per_iteration=2
+    )
+    taught = make_trainer(
+        tokenizer, kind=DistilledPolicySettings, teacher=LocalTeacher(frozen), gamma=0.0
+    )
+    return (
+        logged(every, 4, checkpoints=CheckpointStore(folder)) | logged(group, 2) | logged(taught, 1)
+    )
 
 
 def network():
     settings = NetworkSettings(
-        num_environments=2, rollout_steps=8, epochs=2, minibatches=2, eval_episodes=2, advantages="vtrace", replay=1,
+        num_environments=2,
+        rollout_steps=8,
+        epochs=2,
+        minibatches=2,
+        eval_episodes=2,
+        advantages="vtrace",
+        replay=1,
         kl_target=0.01,
-    )  # fmt: skip
+    )
     trainer = NetworkTrainer(None, settings, 0, name="Walk", vector=walkers(2, continuous=True))
-    trainer.evaluate = lambda: PlayedEpisodes([1, 2], [3.0, 4.0], [5, 6], [False, True]).metrics()
+    trainer.evaluate = lambda: PlayedEpisodes(
+        [1, 2], [3.0, 4.0], [5, 6], [False, True]
+    ).compute_metrics()
     return logged(trainer, 3)
 
 
@@ -116,8 +154,15 @@ def names(tmp_path_factory):
     """Everything that small runs of all trainers log."""
     folder = tmp_path_factory.mktemp("checkpoints")
     renderer = thinkers.renderer_of_texts()
-    thoughts = thinkers.make_trainer(renderer, thinkers.teach(renderer), eval_every=1, check_every_episodes=12)
-    return supervised() | policy(train_tokenizer(["abc xyz"], 300), folder) | logged(thoughts, 1) | network()
+    thoughts = thinkers.make_trainer(
+        renderer, thinkers.teach(renderer), eval_every=1, check_every_episodes=12
+    )
+    return (
+        supervised()
+        | policy(train_tokenizer(["abc xyz"], 300), folder)
+        | logged(thoughts, 1)
+        | network()
+    )
 
 
 def test_every_logged_name_is_documented(names):
@@ -135,11 +180,25 @@ def constants():
             if "= MetricGroup(" in text:  # the reference itself
                 continue
             tree = ast.parse(text)
-            inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+            inner = {
+                id(part)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.JoinedStr)
+                for part in node.values
+            }
             for node in ast.walk(tree):
                 if isinstance(node, ast.JoinedStr):
-                    found.add("".join(part.value if isinstance(part, ast.Constant) else "*" for part in node.values))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+                    found.add(
+                        "".join(
+                            part.value if isinstance(part, ast.Constant) else "*"
+                            for part in node.values
+                        )
+                    )
+                elif (
+                    isinstance(node, ast.Constant)
+                    and isinstance(node.value, str)
+                    and id(node) not in inner
+                ):
                     found.add(node.value)
     return found
 
@@ -147,11 +206,15 @@ def constants():
 def test_every_name_in_the_sources_is_documented():
     pattern = re.compile(rf"({'|'.join(PREFIXES)})/[\w*/.]+")
     found = {text for text in constants() if pattern.fullmatch(text)}
-    found = {text for text in found if text[-1] not in "/_"} - INTERNAL  # those are beginnings, looked for in names
+    found = {
+        text for text in found if text[-1] not in "/_"
+    } - INTERNAL  # those are beginnings, looked for in names
     assert len(found) > 80
     known = {FIELD.sub("x", row.name) for row in ROWS}
     # A name with a value in it is known when it can be a row; which ones it is in fact, the runs above tell.
-    unknown = [text for text in found if find_metric(text) is None and not fnmatch.filter(known, text)]
+    unknown = [
+        text for text in found if find_metric(text) is None and not fnmatch.filter(known, text)
+    ]
     assert sorted(unknown) == []
 
 
@@ -164,23 +227,33 @@ def test_every_row_is_logged_by_something(names):
         last = row.name.rpartition("/")[2]
         pieces = [piece for piece in FIELD.split(last) if piece]
         if row.name.startswith("perf/"):
-            fragments |= {f"{text}_seconds" for text in INSIDE}  # spans, each logged by its name
-        assert all(piece in fragments for piece in pieces), f"{row.name} is documented, but nothing logs it"
+            fragments |= {
+                f"{text}_seconds" for text in ENCLOSING_SPANS
+            }  # spans, each logged by its name
+        assert all(piece in fragments for piece in pieces), (
+            f"{row.name} is documented, but nothing logs it"
+        )
 
 
 def test_rows_are_unique_and_whole():
     assert len({row.name for row in ROWS}) == len(ROWS)
-    for group in GROUPS:
+    for group in METRIC_GROUPS:
         for row in group.metrics:
-            assert row.name.startswith(f"{PREFIXES[GROUPS.index(group)]}/") or group is GROUPS[-1], row.name
+            assert (
+                row.name.startswith(f"{PREFIXES[METRIC_GROUPS.index(group)]}/")
+                or group is METRIC_GROUPS[-1]
+            ), row.name
             assert row.unit and row.meaning.endswith("."), row.name
             assert not row.worry or row.worry.endswith("."), row.name
 
 
 def test_the_nearest_row_is_found():
-    assert find_metric("train/success_rate_by_level/hard").name == "train/success_rate_by_level/{level}"
+    assert (
+        find_metric("train/success_rate_by_level/hard").name
+        == "train/success_rate_by_level/{level}"
+    )
     assert find_metric("reward/mean").name == "reward/mean"  # not the component `mean`
     assert find_metric("eval/sft/success_rate").name == "eval/{model}/success_rate"
     assert find_metric("train/unheard_of") is None
-    row = Metric("a/{b}", "-", "c")
+    row = MetricDescription("a/{b}", "-", "c")
     assert matches(row, "a/x.y") and not matches(row, "a/")

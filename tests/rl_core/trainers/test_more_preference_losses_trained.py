@@ -8,7 +8,7 @@ from helpers import tiny
 from helpers.tiny import PAD, VOCABULARY
 from torch.nn import functional
 
-from rl_core.data.pairs import Pair, PairSide, labelled_sides, mismatched_pairs
+from rl_core.data.pairs import PairSide, PreferencePair, build_mismatched_pairs, list_labelled_sides
 from rl_core.errors import DataError, SettingsError
 from rl_core.models import lora
 from rl_core.settings import LoraSettings, PreferenceSettings
@@ -29,7 +29,9 @@ def side(generator, prompt, last):
     observed = int(torch.randint(0, 3, (1,), generator=generator))
     length = int(torch.randint(1, 4, (1,), generator=generator))
     written = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
-    return PairSide(prompt, [*written, *[7] * observed, last], [True] * length + [False] * observed + [True])
+    return PairSide(
+        prompt, [*written, *[7] * observed, last], [True] * length + [False] * observed + [True]
+    )
 
 
 def pairs_of(count, seed=0):
@@ -39,19 +41,21 @@ def pairs_of(count, seed=0):
     for index in range(count):
         prompt = torch.randint(1, VOCABULARY, (2 + index % 3,), generator=generator).tolist()
         low, high = sorted((torch.randperm(VOCABULARY - 1, generator=generator)[:2] + 1).tolist())
-        pairs.append(Pair(side(generator, prompt, high), side(generator, prompt, low)))
+        pairs.append(PreferencePair(side(generator, prompt, high), side(generator, prompt, low)))
     return pairs
 
 
 def data_of(loss, count, seed=0):
     pairs = pairs_of(count, seed)
-    return mismatched_pairs(labelled_sides(pairs), 3) if loss == "kto" else pairs
+    return build_mismatched_pairs(list_labelled_sides(pairs), 3) if loss == "kto" else pairs
 
 
 def trainer_of(loss, model=None, train=8, heldout=5, **changes):
     options = {"learning_rate": 5e-3, "warmup_steps": 0, "batch_size": 64, "epochs": 2.0, **changes}
     settings = PreferenceSettings(loss=loss, **options)
-    return PreferenceTrainer(model or nano(), PAD, data_of(loss, train), data_of(loss, heldout, 1), settings, 7)
+    return PreferenceTrainer(
+        model or nano(), PAD, data_of(loss, train), data_of(loss, heldout, 1), settings, 7
+    )
 
 
 def logprob(model, row):
@@ -87,7 +91,9 @@ def loss_by_hand(loss, model, reference, pairs, settings):
             total += settings.sft_coef * -good / n
         else:
             p, q = math.exp(good / n), math.exp(bad / m)
-            total += -good / n - settings.beta * math.log(sigmoid(math.log(p / (1 - p) / (q / (1 - q)))))
+            total += -good / n - settings.beta * math.log(
+                sigmoid(math.log(p / (1 - p) / (q / (1 - q))))
+            )
     return total / len(pairs)
 
 
@@ -103,7 +109,9 @@ CHOICES = {
 def test_figures_by_hand_of_a_policy_that_has_moved(loss, micro_batch_tokens):
     trainer = trainer_of(loss, micro_batch_tokens=micro_batch_tokens, **CHOICES[loss])
     moved = nano(seed=5)
-    trainer.model.load_state_dict(moved.state_dict())  # as if trained; the references stay those of the start
+    trainer.model.load_state_dict(
+        moved.state_dict()
+    )  # as if trained; the references stay those of the start
     heldout = loss_by_hand(loss, moved, nano(), data_of(loss, 5, 1), trainer.settings)
     expected = loss_by_hand(loss, moved, nano(), data_of(loss, 8), trainer.settings)
     assert trainer.evaluate()["eval/loss"] == pytest.approx(heldout, rel=1e-5)
@@ -112,24 +120,35 @@ def test_figures_by_hand_of_a_policy_that_has_moved(loss, micro_batch_tokens):
     if loss == "kto":
         pairs = data_of(loss, 8)
         gaps = [logprob(moved, p.rejected)[0] - logprob(nano(), p.rejected)[0] for p in pairs]
-        assert metrics["train/reference_point"] == pytest.approx(max(0.0, sum(gaps) / len(gaps)), rel=1e-4)
+        assert metrics["train/reference_point"] == pytest.approx(
+            max(0.0, sum(gaps) / len(gaps)), rel=1e-4
+        )
 
 
 def test_the_reference_point_is_that_of_the_whole_step_and_not_clamped_away():
     trainer = trainer_of("kto", model=nano(seed=5), micro_batch_tokens=30)
     trainer.model.load_state_dict(nano().state_dict())
     pairs = data_of("kto", 8)
-    gap = sum(logprob(nano(), p.rejected)[0] - logprob(nano(seed=5), p.rejected)[0] for p in pairs) / len(pairs)
+    gap = sum(
+        logprob(nano(), p.rejected)[0] - logprob(nano(seed=5), p.rejected)[0] for p in pairs
+    ) / len(pairs)
     other = trainer_of("kto", micro_batch_tokens=30)
     other.model.load_state_dict(nano(seed=5).state_dict())
     found = [each.step()["train/reference_point"] for each in (trainer, other)]
-    assert found == [pytest.approx(max(0.0, gap), rel=1e-4), pytest.approx(max(0.0, -gap), rel=1e-4)]
+    assert found == [
+        pytest.approx(max(0.0, gap), rel=1e-4),
+        pytest.approx(max(0.0, -gap), rel=1e-4),
+    ]
     assert max(found) > 0 == min(found)  # one of the two is clamped, the other is not
 
 
 @pytest.mark.parametrize("loss", ["simpo", "orpo"])
 def test_losses_without_a_reference_compute_and_store_none(loss, monkeypatch):
-    monkeypatch.setattr(preference, "reference_logprobs", lambda *_, **__: pytest.fail("a reference was computed"))
+    monkeypatch.setattr(
+        preference,
+        "compute_reference_logprobs",
+        lambda *_, **__: pytest.fail("a reference was computed"),
+    )
     trainer = trainer_of(loss)
     metrics = trainer.step()
     assert trainer.references == {} and trainer.state_dict()["references"] == {}
@@ -148,7 +167,9 @@ def test_it_learns_its_pairs(loss):
 def test_stopped_and_resumed_the_numbers_are_the_same(loss, tmp_path):
     def run(folder, steps, tracker):
         torch.manual_seed(3)
-        trainer = trainer_of(loss, nano(dropout=0.1), train=12, batch_size=4, eval_every=2, checkpoint_every=1)
+        trainer = trainer_of(
+            loss, nano(dropout=0.1), train=12, batch_size=4, eval_every=2, checkpoint_every=1
+        )
         store = CheckpointStore(folder) if folder else None
         run_loop(trainer, trainer.settings, iterations=steps, tracker=tracker, checkpoints=store)
         return [weight.clone() for weight in trainer.model.parameters()], trainer.references
@@ -176,32 +197,45 @@ def test_new_adapters_are_their_own_reference_for_kto():
 
 def test_mismatched_partners_are_the_next_prompt_of_a_seeded_order():
     rows = [(PairSide([n], [n + 10], [True]), n % 2 == 0) for n in range(6)]
-    pairs = mismatched_pairs(rows, 0)
+    pairs = build_mismatched_pairs(rows, 0)
     assert [pair.chosen for pair in pairs] == [row for row, _ in rows]
     assert [pair.desirable for pair in pairs] == [True, False] * 3
     assert all(pair.rejected.prompt_ids == pair.chosen.prompt_ids for pair in pairs)
     partners = [pair.rejected.completion_ids[0] - 10 for pair in pairs]
-    assert sorted(partners) == list(range(6)) and all(n != partner for n, partner in enumerate(partners))
-    assert pairs == mismatched_pairs(rows, 0) != mismatched_pairs(rows, 1)
+    assert sorted(partners) == list(range(6)) and all(
+        n != partner for n, partner in enumerate(partners)
+    )
+    assert pairs == build_mismatched_pairs(rows, 0) != build_mismatched_pairs(rows, 1)
 
 
 def test_partners_never_share_the_prompt():
     rows = [(PairSide([n // 3], [n], [True]), True) for n in range(9)]
-    assert all(pair.rejected.completion_ids[0] // 3 != pair.chosen.prompt_ids[0] for pair in mismatched_pairs(rows, 2))
+    assert all(
+        pair.rejected.completion_ids[0] // 3 != pair.chosen.prompt_ids[0]
+        for pair in build_mismatched_pairs(rows, 2)
+    )
     alone = [(PairSide([5], [n], [True]), True) for n in range(3)]
     with pytest.raises(DataError, match="all rows have the same prompt"):
-        mismatched_pairs(alone, 0)
-    assert all(pair.rejected.completion_ids[0] < 9 for pair in mismatched_pairs(alone, 0, rows))
+        build_mismatched_pairs(alone, 0)
+    assert all(
+        pair.rejected.completion_ids[0] < 9 for pair in build_mismatched_pairs(alone, 0, rows)
+    )
 
 
 def test_both_sides_of_pairs_are_labelled_once():
     good, bad = PairSide([1], [2], [True]), PairSide([1], [3], [True])
     other = PairSide([1], [4], [True])
-    assert labelled_sides([Pair(good, bad), Pair(good, other)]) == [(good, True), (bad, False), (other, False)]
+    assert list_labelled_sides([PreferencePair(good, bad), PreferencePair(good, other)]) == [
+        (good, True),
+        (bad, False),
+        (other, False),
+    ]
 
 
 def test_pairs_and_labels_go_with_their_losses():
-    with pytest.raises(DataError, match=r"pairs_train\[0\]: the loss kto needs labelled completions"):
+    with pytest.raises(
+        DataError, match=r"pairs_train\[0\]: the loss kto needs labelled completions"
+    ):
         PreferenceTrainer(nano(), PAD, pairs_of(2), [], PreferenceSettings(loss="kto"), 0)
     with pytest.raises(DataError, match=r"pairs_train\[0\]: the loss simpo needs pairs"):
         PreferenceTrainer(nano(), PAD, data_of("kto", 2), [], PreferenceSettings(loss="simpo"), 0)
@@ -210,8 +244,14 @@ def test_pairs_and_labels_go_with_their_losses():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "simpo", "label_smoothing": 0.1}, r"label_smoothing: 0\.1 is not defined for simpo; use loss dpo"),
-        ({"loss": "orpo", "sft_coef": 0.1}, r"sft_coef: 0\.1 does not go with orpo, which holds the chosen"),
+        (
+            {"loss": "simpo", "label_smoothing": 0.1},
+            r"label_smoothing: 0\.1 is not defined for simpo; use loss dpo",
+        ),
+        (
+            {"loss": "orpo", "sft_coef": 0.1},
+            r"sft_coef: 0\.1 does not go with orpo, which holds the chosen",
+        ),
         ({"loss": "kto", "sft_coef": 0.1}, r"sft_coef: 0\.1 does not go with kto"),
         ({"loss": "kto", "batch_size": 1}, "batch_size: kto estimates a divergence"),
         ({"loss": "kto", "desirable_weight": 0.0, "undesirable_weight": 0.0}, "nothing is learned"),

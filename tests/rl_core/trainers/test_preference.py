@@ -10,18 +10,17 @@ from helpers import tiny
 from helpers.tiny import PAD, VOCABULARY
 from torch.nn import functional
 
-from rl_core.data.pairs import Pair, PairSide
+from rl_core.data.pairs import PairSide, PreferencePair
 from rl_core.errors import DataError, SettingsError
-from rl_core.memory import halve
 from rl_core.models import lora
+from rl_core.out_of_memory import halve_batch
 from rl_core.settings import LoraSettings, PreferenceSettings
 from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.storage.manifest import digest_bytes
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers.pair_references import reference_logprobs
-from rl_core.trainers.preference import PreferenceTrainer
+from rl_core.trainers.preference import PreferenceTrainer, compute_reference_logprobs
 from rl_core.training.loop import run_loop
 
 
@@ -43,7 +42,7 @@ def pairs_of(count, seed=0):
             ids = [3, *[7] * observed, last + 1]
             return PairSide(prompt, ids, [True, *[False] * observed, True])
 
-        pairs.append(Pair(side(high, index % 2 * 2), side(low, index % 4)))
+        pairs.append(PreferencePair(side(high, index % 2 * 2), side(low, index % 4)))
     return pairs
 
 
@@ -68,8 +67,13 @@ def figures_by_hand(model, reference, pairs, settings):
     """Loss, accuracy, margin and the rewards, pair by pair in plain Python."""
     rows = []
     for pair in pairs:
-        (chosen, n), (rejected, m) = sequence_logprob(model, pair.chosen), sequence_logprob(model, pair.rejected)
-        ref_chosen, ref_rejected = (sequence_logprob(reference, side)[0] for side in (pair.chosen, pair.rejected))
+        (chosen, n), (rejected, m) = (
+            sequence_logprob(model, pair.chosen),
+            sequence_logprob(model, pair.rejected),
+        )
+        ref_chosen, ref_rejected = (
+            sequence_logprob(reference, side)[0] for side in (pair.chosen, pair.rejected)
+        )
         if settings.loss == "ipo":
             good, bad = (chosen - ref_chosen) / n, (rejected - ref_rejected) / m
             loss = (good - bad - 1 / (2 * settings.beta)) ** 2
@@ -77,9 +81,22 @@ def figures_by_hand(model, reference, pairs, settings):
             good, bad = chosen - ref_chosen, rejected - ref_rejected
             z, e = settings.beta * (good - bad), settings.label_smoothing
             loss = (1 - e) * math.log1p(math.exp(-z)) + e * math.log1p(math.exp(z))
-        rows.append((loss + settings.sft_coef * -chosen / n, good > bad, settings.beta * good, settings.beta * bad))
+        rows.append(
+            (
+                loss + settings.sft_coef * -chosen / n,
+                good > bad,
+                settings.beta * good,
+                settings.beta * bad,
+            )
+        )
     loss, accuracy, good, bad = (sum(column) / len(rows) for column in zip(*rows, strict=True))
-    return {"loss": loss, "accuracy": accuracy, "margin": good - bad, "chosen_reward": good, "rejected_reward": bad}
+    return {
+        "loss": loss,
+        "accuracy": accuracy,
+        "margin": good - bad,
+        "chosen_reward": good,
+        "rejected_reward": bad,
+    }
 
 
 def figures_of(metrics, prefix="train"):
@@ -106,7 +123,9 @@ def test_the_first_loss_is_that_of_no_preference(changes, expected):
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo"])
 def test_a_step_raises_the_chosen_side_and_lowers_the_rejected_one(loss):
-    trainer = trainer_of(train=1, batch_size=1, loss=loss, warmup_steps=0, learning_rate=1e-3, epochs=5)
+    trainer = trainer_of(
+        train=1, batch_size=1, loss=loss, warmup_steps=0, learning_rate=1e-3, epochs=5
+    )
     (pair,) = pairs_of(1)
     before = [sequence_logprob(trainer.model, side)[0] for side in (pair.chosen, pair.rejected)]
     trainer.step()
@@ -125,8 +144,12 @@ def test_a_step_raises_the_chosen_side_and_lowers_the_rejected_one(loss):
 @pytest.mark.parametrize("micro_batch_tokens", [1, 40, 10_000])
 def test_figures_by_hand_of_a_policy_that_has_moved(changes, micro_batch_tokens):
     reference, moved = nano(), nano(seed=5)
-    trainer = trainer_of(nano(), train=8, batch_size=8, micro_batch_tokens=micro_batch_tokens, **changes)
-    trainer.model.load_state_dict(moved.state_dict())  # as if trained; the references stay those of the start
+    trainer = trainer_of(
+        nano(), train=8, batch_size=8, micro_batch_tokens=micro_batch_tokens, **changes
+    )
+    trainer.model.load_state_dict(
+        moved.state_dict()
+    )  # as if trained; the references stay those of the start
     pairs = pairs_of(8)
     expected = figures_by_hand(moved, reference, pairs, trainer.settings)
     assert 0 < expected["accuracy"] < 1  # both signs occur
@@ -135,8 +158,12 @@ def test_figures_by_hand_of_a_policy_that_has_moved(changes, micro_batch_tokens)
     assert figures_of(stepped) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert figures_of(evaluated, "eval") == pytest.approx(heldout, rel=1e-4, abs=1e-5)
     sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
-    gap = sum(sequence_logprob(reference, side)[0] - sequence_logprob(moved, side)[0] for side in sides)
-    assert stepped["train/reference_kl"] == pytest.approx(gap / sum(sum(side.loss_mask) for side in sides), rel=1e-4)
+    gap = sum(
+        sequence_logprob(reference, side)[0] - sequence_logprob(moved, side)[0] for side in sides
+    )
+    assert stepped["train/reference_kl"] == pytest.approx(
+        gap / sum(sum(side.loss_mask) for side in sides), rel=1e-4
+    )
     chosen = sum(sequence_logprob(moved, pair.chosen)[0] for pair in pairs) / 8
     assert stepped["train/chosen_logprob"] == pytest.approx(chosen, rel=1e-5)
     assert stepped["train/tokens"] == sum(len(side.ids) for side in sides)
@@ -145,7 +172,14 @@ def test_figures_by_hand_of_a_policy_that_has_moved(changes, micro_batch_tokens)
 def test_micro_batches_change_neither_loss_nor_gradient():
     losses, gradients = [], []
     for budget in (10_000, 40, 1):
-        trainer = trainer_of(nano(), train=8, batch_size=8, micro_batch_tokens=budget, max_grad_norm=1e9, sft_coef=0.3)
+        trainer = trainer_of(
+            nano(),
+            train=8,
+            batch_size=8,
+            micro_batch_tokens=budget,
+            max_grad_norm=1e9,
+            sft_coef=0.3,
+        )
         trainer.model.load_state_dict(nano(seed=5).state_dict())
         trainer.optimizer_step.optimizer.step = lambda t=trainer: gradients.append(
             [weight.grad.clone() for weight in t.model.parameters()]
@@ -160,21 +194,28 @@ def test_micro_batches_change_neither_loss_nor_gradient():
 def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss():
     trainer = trainer_of(train=8, batch_size=8)
     trainer.model.load_state_dict(nano(seed=5).state_dict())
-    (batch,) = trainer._batches(trainer._train)
-    loss_fn = trainer._loss_fn(trainer._train)
+    (batch,) = trainer._build_local_batches(trainer._train)
+    loss_fn = trainer._build_loss_fn(trainer._train)
     whole = float(loss_fn(batch)[0].detach())
-    halves = halve(batch)
+    halves = halve_batch(batch)
     assert [len(half.ref_chosen_B) for half in halves] == [4, 4]
-    assert sum(float(loss_fn(half)[0].detach()) for half in halves) == pytest.approx(whole, rel=1e-5)
+    assert sum(float(loss_fn(half)[0].detach()) for half in halves) == pytest.approx(
+        whole, rel=1e-5
+    )
 
 
 def test_observations_carry_no_loss():
     """Only what the policy wrote counts; what a tool answered is read, never learnt."""
     pairs = pairs_of(4)
     assert not all(all(pair.rejected.loss_mask) for pair in pairs)
-    references = [[sequence_logprob(nano(), side)[0] for side in (pair.chosen, pair.rejected)] for pair in pairs]
-    found = reference_logprobs(nano(), pairs, pad_id=PAD, max_tokens=30)
-    assert [value for row in found for value in row] == pytest.approx([v for row in references for v in row], rel=1e-5)
+    references = [
+        [sequence_logprob(nano(), side)[0] for side in (pair.chosen, pair.rejected)]
+        for pair in pairs
+    ]
+    found = compute_reference_logprobs(nano(), pairs, pad_id=PAD, max_tokens=30)
+    assert [value for row in found for value in row] == pytest.approx(
+        [v for row in references for v in row], rel=1e-5
+    )
     masked = [sum(side.loss_mask) for pair in pairs for side in (pair.chosen, pair.rejected)]
     assert set(masked) == {2}  # of 2 to 5 completion tokens
 
@@ -183,9 +224,9 @@ def test_references_are_computed_without_dropout_and_without_drawing():
     torch.manual_seed(3)
     state = torch.get_rng_state()
     model = nano(dropout=0.5).train()
-    found = reference_logprobs(model, pairs_of(3), pad_id=PAD, max_tokens=10_000)
+    found = compute_reference_logprobs(model, pairs_of(3), pad_id=PAD, max_tokens=10_000)
     assert torch.equal(torch.get_rng_state(), state) and model.training
-    assert found == reference_logprobs(nano(), pairs_of(3), pad_id=PAD, max_tokens=10_000)
+    assert found == compute_reference_logprobs(nano(), pairs_of(3), pad_id=PAD, max_tokens=10_000)
 
 
 def test_new_adapters_are_their_own_reference():
@@ -195,7 +236,9 @@ def test_new_adapters_are_their_own_reference():
         model = lora.add_adapter(nano(), adapters)
     trainer = trainer_of(model, warmup_steps=0)
     found, expected = trainer.references["train"], trainer_of(nano()).references["train"]
-    np.testing.assert_allclose(np.array(found), np.array(expected), rtol=0, atol=1e-5)  # other products, other rounding
+    np.testing.assert_allclose(
+        np.array(found), np.array(expected), rtol=0, atol=1e-5
+    )  # other products, other rounding
     assert trainer.step()["train/loss"] == pytest.approx(math.log(2), rel=1e-5)
     assert trainer.step()["train/reference_kl"] != 0
 
@@ -203,7 +246,10 @@ def test_new_adapters_are_their_own_reference():
 def test_it_learns_an_order_that_it_can_see():
     trainer = trainer_of(train=200, heldout=100, batch_size=50, epochs=8.0, learning_rate=1e-2)
     before = trainer.evaluate()
-    assert (before["eval/accuracy"], before["eval/loss"]) == (0.5, pytest.approx(math.log(2)))  # ties count half
+    assert (before["eval/accuracy"], before["eval/loss"]) == (
+        0.5,
+        pytest.approx(math.log(2)),
+    )  # ties count half
     outcome = run_loop(trainer, trainer.settings, iterations=trainer.total_steps)
     assert outcome.steps == 32
     assert outcome.metrics["eval/accuracy"] > 0.85
@@ -217,11 +263,13 @@ def test_bad_input_is_named():
         PreferenceTrainer(nano(), PAD, [good, pair], [], PreferenceSettings(), 0, references)
 
     with pytest.raises(DataError, match=r"pairs_train\[1\].rejected: no token carries loss"):
-        build(Pair(good.chosen, PairSide([1], [2], [False])))
-    with pytest.raises(DataError, match=r"pairs_train\[1\].chosen: 1 completion tokens, but a loss mask of 2"):
-        build(Pair(PairSide([1], [2], [True, True]), good.rejected))
+        build(PreferencePair(good.chosen, PairSide([1], [2], [False])))
+    with pytest.raises(
+        DataError, match=r"pairs_train\[1\].chosen: 1 completion tokens, but a loss mask of 2"
+    ):
+        build(PreferencePair(PairSide([1], [2], [True, True]), good.rejected))
     with pytest.raises(DataError, match="has no prompt"):
-        build(Pair(PairSide([], [2], [True]), good.rejected))
+        build(PreferencePair(PairSide([], [2], [True]), good.rejected))
     with pytest.raises(DataError, match="references of train: 1 rows for 2 pairs"):
         build(good, ([(0.0, 0.0)], []))
     with pytest.raises(DataError, match="references of train: row 1 is"):
@@ -258,20 +306,22 @@ def run(folder, tracker):
         for name, value in row.items()
         if not name.startswith("perf/")
     }
-    weights = digest_bytes(b"".join(tensor.numpy().tobytes() for tensor in trainer.model.state_dict().values()))
+    weights = digest_bytes(
+        b"".join(tensor.numpy().tobytes() for tensor in trainer.model.state_dict().values())
+    )
     return weights, metrics, trainer.references
 
 
 @pytest.mark.parametrize("hit", [1, 4, 8])
 def test_killed_and_resumed_the_numbers_are_the_same(tmp_path, hit):
     expected = run(None, MemoryTracker())
-    start = reference_logprobs(nano(), pairs_of(14), pad_id=PAD, max_tokens=16384)
+    start = compute_reference_logprobs(nano(), pairs_of(14), pad_id=PAD, max_tokens=16384)
     assert expected[2]["train"] == start
     tracker = MemoryTracker()
-    faults.configure(f"loop.stepped:{hit}:raise")
+    faults.configure_faults(f"loop.stepped:{hit}:raise")
     with pytest.raises(InjectedFault):
         run(tmp_path, tracker)
-    faults.configure(None)
+    faults.configure_faults(None)
     assert run(tmp_path, tracker) == expected
 
 

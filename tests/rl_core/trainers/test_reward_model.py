@@ -8,14 +8,18 @@ from helpers.tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
 from transformers import LlamaForSequenceClassification
 
 from rl_core.errors import DataError
-from rl_core.memory import halve
+from rl_core.out_of_memory import halve_batch
 from rl_core.settings import RewardModelSettings
 from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers.reward_model import RewardModelTrainer, _counts, longer_answer_baseline
-from rl_core.trainers.supervised_trainer import pair_micro_batches
+from rl_core.trainers.reward_model import (
+    RewardModelTrainer,
+    _count_pairs,
+    compute_longer_answer_baseline,
+)
+from rl_core.trainers.supervised_trainer import build_pair_batches
 from rl_core.training.loop import run_loop
 
 
@@ -32,14 +36,18 @@ def pairs_of(count, seed=0):
     for index in range(count):
         prompt = torch.randint(1, VOCABULARY, (2 + index % 3,), generator=generator).tolist()
         low, high = sorted(torch.randperm(VOCABULARY - 1, generator=generator)[:2].tolist())
-        pairs.append((prompt + [1] * (index % 2) + [high + 1], prompt + [1] * (index % 3) + [low + 1]))
+        pairs.append(
+            (prompt + [1] * (index % 2) + [high + 1], prompt + [1] * (index % 3) + [low + 1])
+        )
     return pairs
 
 
 def trainer_of(model=None, train=14, heldout=9, **changes):
     options = {"learning_rate": 5e-3, "warmup_steps": 2, "batch_size": 4, "epochs": 2.0, **changes}
     settings = RewardModelSettings(**options)
-    return RewardModelTrainer(model or scorer(), PAD, pairs_of(train), pairs_of(heldout, seed=1), settings, 7)
+    return RewardModelTrainer(
+        model or scorer(), PAD, pairs_of(train), pairs_of(heldout, seed=1), settings, 7
+    )
 
 
 def scores_of(model, pairs):
@@ -52,12 +60,18 @@ def expected_figures(model, pairs, center_coef):
     scores = scores_of(model, pairs)
     losses = [math.log1p(math.exp(-(c - r))) + center_coef * (c + r) ** 2 for c, r in scores]
     count = len(pairs)
-    return sum(losses) / count, sum(c > r for c, r in scores) / count, sum(c - r for c, r in scores) / count
+    return (
+        sum(losses) / count,
+        sum(c > r for c, r in scores) / count,
+        sum(c - r for c, r in scores) / count,
+    )
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 30, 10_000])
 def test_loss_accuracy_and_margin_by_hand(micro_batch_tokens):
-    trainer = trainer_of(train=8, batch_size=8, micro_batch_tokens=micro_batch_tokens, center_coef=0.05)
+    trainer = trainer_of(
+        train=8, batch_size=8, micro_batch_tokens=micro_batch_tokens, center_coef=0.05
+    )
     loss, accuracy, margin = expected_figures(trainer.model, pairs_of(8), 0.05)
     assert 0 < accuracy < 1  # both signs occur
     metrics = trainer.step()
@@ -81,17 +95,19 @@ def test_micro_batches_do_not_change_the_gradient():
 
 def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss():
     trainer = trainer_of(train=8, batch_size=8)
-    (batch,) = trainer._batches(trainer._train)
-    counts = _counts(trainer._train)
-    whole = float(trainer._loss(batch, counts)[0].detach())
-    halves = halve(batch)
+    (batch,) = trainer._build_local_batches(trainer._train)
+    counts = _count_pairs(trainer._train)
+    whole = float(trainer._compute_loss(batch, counts)[0].detach())
+    halves = halve_batch(batch)
     assert [len(half.chosen_lengths_B) for half in halves] == [4, 4]
-    assert sum(float(trainer._loss(half, counts)[0].detach()) for half in halves) == pytest.approx(whole, rel=1e-5)
+    assert sum(
+        float(trainer._compute_loss(half, counts)[0].detach()) for half in halves
+    ) == pytest.approx(whole, rel=1e-5)
 
 
 def test_both_rows_of_a_pair_are_in_one_micro_batch():
     # 20 tokens are 10 a side: the pair of 8 alone; 5 and 3 at a width of 5; 12 does not fit and stands alone
-    assert pair_micro_batches([3, 8, 5, 12], 20) == [([3], 12), ([1], 8), ([2, 0], 5)]
+    assert build_pair_batches([3, 8, 5, 12], 20) == [([3], 12), ([1], 8), ([2, 0], 5)]
 
 
 def test_evaluation_by_hand():
@@ -118,11 +134,11 @@ def test_it_learns_an_order_that_it_can_see():
 
 def test_longer_answer_baseline():
     # longer chosen, shorter chosen, equal: 1 + 0 + 0.5 of 3
-    assert longer_answer_baseline([(2, 1), (1, 2), (1, 1)]) == 0.5
-    assert longer_answer_baseline([(2, 1), (1, 1)]) == 0.75
-    assert longer_answer_baseline([(11, 5)]) == 1.0
+    assert compute_longer_answer_baseline([(2, 1), (1, 2), (1, 1)]) == 0.5
+    assert compute_longer_answer_baseline([(2, 1), (1, 1)]) == 0.75
+    assert compute_longer_answer_baseline([(11, 5)]) == 1.0
     with pytest.raises(DataError, match="no pair"):
-        longer_answer_baseline([])
+        compute_longer_answer_baseline([])
 
 
 def test_bad_pairs_are_named():
@@ -132,7 +148,10 @@ def test_bad_pairs_are_named():
         RewardModelTrainer(scorer(), PAD, [([1], [2])], [([1], [])], RewardModelSettings(), 0)
     with pytest.raises(DataError, match="no pair to train on"):
         RewardModelTrainer(scorer(), PAD, [], [], RewardModelSettings(), 0)
-    assert RewardModelTrainer(scorer(), PAD, [([1], [2])], [], RewardModelSettings(), 0).evaluate() == {}
+    assert (
+        RewardModelTrainer(scorer(), PAD, [([1], [2])], [], RewardModelSettings(), 0).evaluate()
+        == {}
+    )
 
 
 def run(folder, tracker):
@@ -153,8 +172,8 @@ def run(folder, tracker):
 def test_killed_and_resumed_the_numbers_are_the_same(tmp_path, hit):
     expected = run(None, MemoryTracker())
     tracker = MemoryTracker()
-    faults.configure(f"loop.stepped:{hit}:raise")
+    faults.configure_faults(f"loop.stepped:{hit}:raise")
     with pytest.raises(InjectedFault):
         run(tmp_path, tracker)
-    faults.configure(None)
+    faults.configure_faults(None)
     assert run(tmp_path, tracker) == expected

@@ -9,18 +9,32 @@ from helpers.library import small_policy
 import rl_core
 from rl_core.errors import DataError
 from rl_core.settings import RewardModelSettings
-from rl_core.trainers.reward_regression import RewardRegressionTrainer, ScoredRow
+from rl_core.trainers.reward_model import RewardRegressionTrainer, ScoredRow
 
 WORDS = ["bad", "so so", "fine", "very good"]
-SCORED = [{"prompt": f"{n} ?", "completion": WORDS[n % 4], "score": float(n % 4 + 1)} for n in range(24)]
+SCORED = [
+    {"prompt": f"{n} ?", "completion": WORDS[n % 4], "score": float(n % 4 + 1)} for n in range(24)
+]
 PAIRS = [
-    {"prompt": f"{n} ?", "chosen": "yes", "rejected": "no no", **({"tie": True} if n % 3 == 0 else {})}
+    {
+        "prompt": f"{n} ?",
+        "chosen": "yes",
+        "rejected": "no no",
+        **({"tie": True} if n % 3 == 0 else {}),
+    }
     for n in range(24)
 ]
 
 
 def settings(**options):
-    given = {"epochs": 12, "batch_size": 6, "eval_every": 1000, "warmup_steps": 0, "learning_rate": 3e-3, **options}
+    given = {
+        "epochs": 12,
+        "batch_size": 6,
+        "eval_every": 1000,
+        "warmup_steps": 0,
+        "learning_rate": 3e-3,
+        **options,
+    }
     return RewardModelSettings(**given)
 
 
@@ -43,10 +57,14 @@ def test_regression_learns_scores(layers):
 
 def test_the_first_loss_is_that_of_the_standardised_scores():
     options = settings(loss="mse", batch_size=64)
-    trainer = rl_core.reward_model(small_policy(), SCORED, heldout=0.25, settings=options).recipe.trainer
+    trainer = rl_core.reward_model(
+        small_policy(), SCORED, heldout=0.25, settings=options
+    ).recipe.trainer
     from rl_core.models import heads
 
-    found = heads.score(trainer.model, [row.ids for row in trainer._train], pad_id=trainer._pad_id)
+    found = heads.score_rows(
+        trainer.model, [row.ids for row in trainer._train], pad_id=trainer._pad_id
+    )
     wanted = [(row.score - trainer.mean) / trainer.std for row in trainer._train]
     expected = sum((a - b) ** 2 for a, b in zip(found, wanted, strict=True)) / len(found)
     assert trainer.step()["train/loss"] == pytest.approx(expected, rel=1e-5)
@@ -54,11 +72,13 @@ def test_the_first_loss_is_that_of_the_standardised_scores():
 
 @pytest.mark.parametrize("model", ["rao_kupper", "davidson"])
 def test_ties_are_learned_as_ties(model):
-    training = rl_core.reward_model(small_policy(), PAIRS, heldout=0.25, settings=settings(ties=model, center_coef=0.0))
+    training = rl_core.reward_model(
+        small_policy(), PAIRS, heldout=0.25, settings=settings(ties=model, center_coef=0.0)
+    )
     trainer = training.recipe.trainer
     assert trainer._has_ties
     pairs = list(trainer._train)
-    scores = [trainer._scores([pair.chosen_ids, pair.rejected_ids]) for pair in pairs]
+    scores = [trainer._score_rows([pair.chosen_ids, pair.rejected_ids]) for pair in pairs]
     expected = 0.0
     for (good, bad), pair in zip(scores, pairs, strict=True):
         d = good - bad
@@ -69,7 +89,7 @@ def test_ties_are_learned_as_ties(model):
             win, loss = math.log1p(3 * math.exp(-d)), math.log1p(3 * math.exp(d))
             expected += win + loss - math.log(8) if pair.tie else win
     trainer.settings = settings(ties=model, center_coef=0.0)
-    whole = trainer._evaluate(pairs)
+    whole = trainer._evaluate_examples(pairs)
     assert whole["loss"] == pytest.approx(expected / len(pairs), rel=1e-4)
     training.run()
     metrics = trainer.evaluate()
@@ -91,7 +111,9 @@ def test_ties_in_dpo_and_ipo_and_refusals_elsewhere():
         }
         assert found == pytest.approx(expected[loss], rel=1e-4)
     for loss in ("simpo", "orpo", "kto"):
-        with pytest.raises(DataError, match=f"is a tie, which only reward_model, dpo, ipo learn from, not {loss}"):
+        with pytest.raises(
+            DataError, match=f"is a tie, which only reward_model, dpo, ipo learn from, not {loss}"
+        ):
             rl_core.dpo(small_policy(), PAIRS, loss=loss, heldout=0.25)
     smooth = rl_core.PreferenceSettings(label_smoothing=0.1, epochs=1)
     with pytest.raises(DataError, match="is a tie, which label_smoothing does not take"):
@@ -99,16 +121,22 @@ def test_ties_in_dpo_and_ipo_and_refusals_elsewhere():
 
 
 def test_rows_that_do_not_go_with_the_loss():
-    with pytest.raises(DataError, match="has a score, which only a reward model with `loss: mse` takes"):
+    with pytest.raises(
+        DataError, match="has a score, which only a reward model with `loss: mse` takes"
+    ):
         rl_core.reward_model(small_policy(), SCORED, heldout=0.25)
-    with pytest.raises(DataError, match="has no score; a reward model with `loss: mse` needs prompt, completion"):
+    with pytest.raises(
+        DataError, match="has no score; a reward model with `loss: mse` needs prompt, completion"
+    ):
         rl_core.reward_model(small_policy(), PAIRS, heldout=0.25, settings=settings(loss="mse"))
     model = torch.nn.Linear(1, 1)
     same = [ScoredRow([1], 3.0), ScoredRow([2], 3.0)]
     with pytest.raises(DataError, match="all 2 scores are 3"):
         RewardRegressionTrainer(model, 0, same, [], settings(loss="mse"), 0)
     with pytest.raises(DataError, match=r"rows_train\[1\]: score nan must be finite"):
-        RewardRegressionTrainer(model, 0, [same[0], ScoredRow([1], math.nan)], [], settings(loss="mse"), 0)
+        RewardRegressionTrainer(
+            model, 0, [same[0], ScoredRow([1], math.nan)], [], settings(loss="mse"), 0
+        )
     all_ties = [{**row, "tie": True} for row in PAIRS]
     with pytest.raises(DataError, match="are ties, so no order can be checked"):
         rl_core.reward_model(small_policy(), all_ties, heldout=0.25)

@@ -10,28 +10,38 @@ from helpers.tiny import PAD, VOCABULARY, nano
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from rl_core.capabilities import router_logits
+from rl_core.capabilities import check_router_logits
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import DataError, NonFiniteTensor, SettingsError
-from rl_core.losses.router import load_balancing_loss
+from rl_core.losses.supervised import load_balancing_loss
 from rl_core.models import lora
-from rl_core.models.logprobs import token_outputs
-from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.models.logprobs import compute_token_outputs
+from rl_core.rollouts.batching import TrainRow, build_batches
 from rl_core.settings import LoraSettings, SFTSettings
 from rl_core.trainers.sft import SFTTrainer
 
 SHAPE = dict(
-    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-    max_position_embeddings=32, initializer_range=0.5, pad_token_id=PAD, bos_token_id=None, eos_token_id=None,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=32,
+    initializer_range=0.5,
+    pad_token_id=PAD,
+    bos_token_id=None,
+    eos_token_id=None,
     num_experts_per_tok=2,
-)  # fmt: skip
+)
 
 
 def mixture(family="mixtral", vocabulary=VOCABULARY):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if family == "mixtral":
-            return MixtralForCausalLM(MixtralConfig(vocab_size=vocabulary, num_local_experts=4, **SHAPE))
+            return MixtralForCausalLM(
+                MixtralConfig(vocab_size=vocabulary, num_local_experts=4, **SHAPE)
+            )
         experts = dict(num_experts=5, moe_intermediate_size=8, head_dim=8)
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=vocabulary, **experts, **SHAPE))
 
@@ -63,13 +73,19 @@ def by_numpy(layers, real, top_k):
 def test_the_loss_is_that_of_the_paper_and_of_transformers(top_k):
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
-        layers = tuple(2 * torch.randn(12, 5, generator=generator, requires_grad=True) for _ in range(3))
+        layers = tuple(
+            2 * torch.randn(12, 5, generator=generator, requires_grad=True) for _ in range(3)
+        )
         real = torch.rand(12, generator=generator) < 0.6
         found = load_balancing_loss(layers, real, top_k=top_k)
-        assert found.item() == pytest.approx(by_numpy([layer.detach() for layer in layers], real, top_k), rel=1e-6)
+        assert found.item() == pytest.approx(
+            by_numpy([layer.detach() for layer in layers], real, top_k), rel=1e-6
+        )
         theirs = load_balancing_loss_func(layers, 5, top_k, real.view(2, 6).long())
         assert found.item() == pytest.approx(theirs.item(), rel=1e-6)
-        for one, other in zip(torch.autograd.grad(found, layers), torch.autograd.grad(theirs, layers), strict=True):
+        for one, other in zip(
+            torch.autograd.grad(found, layers), torch.autograd.grad(theirs, layers), strict=True
+        ):
             torch.testing.assert_close(one, other)
 
 
@@ -83,7 +99,9 @@ def test_an_even_load_costs_top_k_and_one_expert_for_all_costs_most():
 
 def test_bad_routers_are_named():
     real = torch.tensor([True, False])
-    with pytest.raises(DataError, match=r"router_logits\[1\]: shape \(3, 2\), expected \[2, experts >= 1\]"):
+    with pytest.raises(
+        DataError, match=r"router_logits\[1\]: shape \(3, 2\), expected \[2, experts >= 1\]"
+    ):
         load_balancing_loss([torch.zeros(2, 2), torch.zeros(3, 2)], real, top_k=1)
     with pytest.raises(DataError, match="one real token"):
         load_balancing_loss([torch.zeros(2, 2)], ~torch.ones(2, dtype=torch.bool), top_k=1)
@@ -94,20 +112,26 @@ def test_bad_routers_are_named():
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_a_padded_batch_has_the_loss_that_the_model_itself_gives(family):
     model = mixture(family).eval()
-    [batch] = make_batches([TrainRow(ids[:1], ids[1:], mask[1:]) for ids, mask in rows_of(4)], 1000, PAD)
+    [batch] = build_batches(
+        [TrainRow(ids[:1], ids[1:], mask[1:]) for ids, mask in rows_of(4)], 1000, PAD
+    )
     assert not batch.attention_mask_BS.all()
-    outputs = token_outputs(model, batch, with_load_balancing=True)
+    outputs = compute_token_outputs(model, batch, with_load_balancing=True)
     whole = model(
-        input_ids=batch.input_ids_BS, attention_mask=batch.attention_mask_BS.long(), output_router_logits=True
+        input_ids=batch.input_ids_BS,
+        attention_mask=batch.attention_mask_BS.long(),
+        output_router_logits=True,
     )
     assert outputs.load_balancing_loss.item() == pytest.approx(whole.aux_loss.item(), rel=1e-5)
     # ours comes without an attention mask, as padding stands on the right; real tokens see none of it
-    plain = token_outputs(model, batch)
+    plain = compute_token_outputs(model, batch)
     assert plain.load_balancing_loss is None and torch.equal(plain.logprobs_BS, outputs.logprobs_BS)
 
 
 def sft(model=None, **changes):
-    settings = SFTSettings(**{"batch_size": 6, "learning_rate": 1e-2, "warmup_steps": 0, "epochs": 50, **changes})
+    settings = SFTSettings(
+        **{"batch_size": 6, "learning_rate": 1e-2, "warmup_steps": 0, "epochs": 50, **changes}
+    )
     return SFTTrainer(model or mixture(), PAD, rows_of(6), rows_of(3, 1), settings, 7)
 
 
@@ -115,12 +139,16 @@ def sft(model=None, **changes):
 def test_sft_adds_it_by_its_weight(checkpointing):
     """Loss and gradient of a whole step against the model's own, in one micro-batch."""
     model = mixture()
-    trainer = sft(model, router_aux_loss_coef=0.5, activation_checkpointing=checkpointing, max_grad_norm=1e9)
-    [batch] = trainer._batches(trainer._train)
+    trainer = sft(
+        model, router_aux_loss_coef=0.5, activation_checkpointing=checkpointing, max_grad_norm=1e9
+    )
+    [batch] = trainer._build_local_batches(trainer._train)
     twin = mixture().eval()
     labels = batch.input_ids_BS.masked_fill(~batch.loss_mask_BS, -100)
     mask = batch.attention_mask_BS.long()
-    theirs = twin(input_ids=batch.input_ids_BS, attention_mask=mask, labels=labels, output_router_logits=True)
+    theirs = twin(
+        input_ids=batch.input_ids_BS, attention_mask=mask, labels=labels, output_router_logits=True
+    )
     nll = theirs.loss - twin.router_aux_loss_coef * theirs.aux_loss
     (nll + 0.5 * theirs.aux_loss).backward()
     norm = torch.stack([p.grad.norm() for p in twin.parameters() if p.grad is not None]).norm()
@@ -133,12 +161,14 @@ def test_sft_adds_it_by_its_weight(checkpointing):
 
 def test_micro_batches_are_weighed_by_their_real_tokens():
     trainer = sft(router_aux_loss_coef=0.5, micro_batch_tokens=12)
-    batches = trainer._batches(trainer._train)
+    batches = trainer._build_local_batches(trainer._train)
     assert len(batches) > 2
     model, expected, total = mixture().eval(), 0.0, sum(len(ids) for ids, _ in rows_of(6))
     for batch in batches:
         mask = batch.attention_mask_BS.long()
-        aux = model(input_ids=batch.input_ids_BS, attention_mask=mask, output_router_logits=True).aux_loss
+        aux = model(
+            input_ids=batch.input_ids_BS, attention_mask=mask, output_router_logits=True
+        ).aux_loss
         expected += aux.item() * int(mask.sum()) / total
     assert trainer.step()["train/router_aux_loss"] == pytest.approx(expected, rel=1e-5)
 
@@ -149,10 +179,14 @@ def test_it_evens_the_load_and_leaves_evaluation_alone():
     first = balanced.step()["train/router_aux_loss"]
     for _ in range(30):
         last = balanced.step()["train/router_aux_loss"]
-    assert first > 2.05 and last < 2 + 0.5 * (first - 2)  # 2 experts a token: 2 where the load is even
+    assert first > 2.05 and last < 2 + 0.5 * (
+        first - 2
+    )  # 2 experts a token: 2 where the load is even
 
 
-@pytest.mark.parametrize("options", [{}, {"epochs": 2, "minibatches": 2}, {"micro_batch_tokens": 30}])
+@pytest.mark.parametrize(
+    "options", [{}, {"epochs": 2, "minibatches": 2}, {"micro_batch_tokens": 30}]
+)
 def test_policies_get_it_too(options):
     tokenizer = train_tokenizer(["abc xyz"], 300)
 
@@ -160,9 +194,15 @@ def test_policies_get_it_too(options):
         torch.manual_seed(0)
         model = mixture(vocabulary=len(tokenizer))
         trainer = make_trainer(
-            tokenizer, model=model, prompts_per_iteration=3, group_size=4, router_aux_loss_coef=coef,
-            learning_rate=1e-9, entropy_coef=0.01, **options,
-        )  # fmt: skip
+            tokenizer,
+            model=model,
+            prompts_per_iteration=3,
+            group_size=4,
+            router_aux_loss_coef=coef,
+            learning_rate=1e-9,
+            entropy_coef=0.01,
+            **options,
+        )
         metrics = trainer.step()
         return trainer, metrics
 
@@ -177,7 +217,9 @@ def test_policies_get_it_too(options):
         for rollout in rollouts:
             ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
             with torch.no_grad():
-                found = trainer.policy.eval()(input_ids=ids, output_router_logits=True).router_logits
+                found = trainer.policy.eval()(
+                    input_ids=ids, output_router_logits=True
+                ).router_logits
             for layer, logits in zip(layers, found, strict=True):
                 layer.append(logits.reshape(-1, 4))
         layers = [torch.cat(layer) for layer in layers]
@@ -197,11 +239,13 @@ def test_adapters_are_trained_by_it():
 
 
 def test_models_without_routers_are_refused():
-    said = "router_aux_loss_coef: 0.1 balances the experts of a mixture; LlamaForCausalLM gives none"
+    said = (
+        "router_aux_loss_coef: 0.1 balances the experts of a mixture; LlamaForCausalLM gives none"
+    )
     with pytest.raises(SettingsError, match=said):
         sft(nano(), router_aux_loss_coef=0.1)
     tokenizer = train_tokenizer(["abc xyz"], 300)
     with pytest.raises(SettingsError, match=said):
         make_trainer(tokenizer, router_aux_loss_coef=0.1)
-    assert router_logits(mixture()).reason == "2 routers of 4 experts, 2 per token"
-    assert router_logits(mixture().to("meta")).is_undecided
+    assert check_router_logits(mixture()).reason == "2 routers of 4 experts, 2 per token"
+    assert check_router_logits(mixture().to("meta")).is_undecided

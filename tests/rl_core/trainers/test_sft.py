@@ -33,7 +33,9 @@ def rows_of(count, seed=0):
 
 
 def trainer_of(model=None, train=14, **changes):
-    settings = SFTSettings(**{"learning_rate": 5e-3, "warmup_steps": 2, "batch_size": 4, "epochs": 2.0, **changes})
+    settings = SFTSettings(
+        **{"learning_rate": 5e-3, "warmup_steps": 2, "batch_size": 4, "epochs": 2.0, **changes}
+    )
     return SFTTrainer(model or tied(), PAD, rows_of(train), rows_of(5, seed=1), settings, 7)
 
 
@@ -127,7 +129,9 @@ def test_a_broken_model_stops_after_n_skipped_steps_with_the_tensors_name():
     trainer.step()
     with torch.no_grad():
         trainer.model.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
-    with pytest.raises(NonFiniteError, match=r"3 non-finite optimizer steps.*weight model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(
+        NonFiniteError, match=r"3 non-finite optimizer steps.*weight model\.layers\.1\.mlp\.up_proj"
+    ):
         run_loop(trainer, trainer.settings, iterations=trainer.total_steps)
     assert trainer.optimizer_step.skipped_steps == 3
 
@@ -138,13 +142,13 @@ def test_packing_gives_the_metrics_of_padding(micro_batch_tokens, monkeypatch):
     padded = trainer_of(batch_size=14)
     packed = trainer_of(batch_size=14, packing=True, micro_batch_tokens=micro_batch_tokens)
     shapes = []
-    compute = logprobs.hidden_states
+    compute = logprobs.compute_hidden_states
 
     def seen(model, batch, *others):
         shapes.append(tuple(batch.input_ids_BS.shape))
         return compute(model, batch, *others)
 
-    monkeypatch.setattr(logprobs, "hidden_states", seen)
+    monkeypatch.setattr(logprobs, "compute_hidden_states", seen)
     assert packed.evaluate() == pytest.approx(padded.evaluate(), rel=1e-5)
     for step in range(2):
         want = padded.step()
@@ -159,7 +163,9 @@ def test_packing_gives_the_metrics_of_padding(micro_batch_tokens, monkeypatch):
 
 def test_a_model_that_would_mix_packed_rows_gets_padded_ones(monkeypatch, caplog):
     refused = Decision("sequence packing", False, "it mixes them")
-    monkeypatch.setattr("rl_core.trainers.sft.sequence_packing", lambda model: refused)
+    monkeypatch.setattr(
+        "rl_core.capabilities.training.check_sequence_packing", lambda model: refused
+    )
     trainer = trainer_of(packing=True, train=4)
     assert "LlamaForCausalLM with attention 'sdpa' mixes the sequences of a row" in caplog.text
     expected = mean_nll(trainer.model, rows_of(4))
@@ -168,7 +174,9 @@ def test_a_model_that_would_mix_packed_rows_gets_padded_ones(monkeypatch, caplog
 
 def run(folder, tracker, *, store=CheckpointStore, **changes):
     torch.manual_seed(3)
-    trainer = trainer_of(tied(dropout=0.2), eval_every=3, checkpoint_every=1, schedule="cosine", **changes)
+    trainer = trainer_of(
+        tied(dropout=0.2), eval_every=3, checkpoint_every=1, schedule="cosine", **changes
+    )
     run_loop(
         trainer,
         trainer.settings,
@@ -188,10 +196,10 @@ def unbroken():
 @pytest.mark.parametrize("hit", range(1, 9))
 def test_killed_at_any_iteration_the_numbers_are_the_same(tmp_path, unbroken, point, hit):
     tracker = MemoryTracker()
-    faults.configure(f"{point}:{hit}:raise")
+    faults.configure_faults(f"{point}:{hit}:raise")
     with pytest.raises((InjectedFault, CheckpointError)):
         run(tmp_path, tracker)
-    faults.configure(None)
+    faults.configure_faults(None)
     assert run(tmp_path, tracker) == unbroken
 
 
@@ -199,15 +207,16 @@ def test_killed_with_packed_rows_the_numbers_are_the_same(tmp_path, unbroken):
     whole = run(None, MemoryTracker(), packing=True)
     assert whole != unbroken  # attention dropout draws over other shapes
     tracker = MemoryTracker()
-    faults.configure("loop.step:5:raise")
+    faults.configure_faults("loop.step:5:raise")
     with pytest.raises(InjectedFault):
         run(tmp_path, tracker, packing=True)
-    faults.configure(None)
+    faults.configure_faults(None)
     assert run(tmp_path, tracker, packing=True) == whole
 
 
 @pytest.mark.parametrize(
-    "item", ["rng/torch", "optimizer_step/optimizer", "optimizer_step/num_steps", "trainer/order", "model"]
+    "item",
+    ["rng/torch", "optimizer_step/optimizer", "optimizer_step/num_steps", "trainer/order", "model"],
 )
 def test_every_saved_item_is_needed(tmp_path, unbroken, item):
     """Dropping any item of the checkpoint changes the numbers, so the test above is sensitive to it."""
@@ -231,10 +240,10 @@ def test_every_saved_item_is_needed(tmp_path, unbroken, item):
             return state
 
     tracker = MemoryTracker()
-    faults.configure("loop.step:6:raise")
+    faults.configure_faults("loop.step:6:raise")
     with pytest.raises(InjectedFault):
         run(tmp_path, tracker)
-    faults.configure(None)
+    faults.configure_faults(None)
     weights, losses = run(tmp_path, tracker, store=Dropping)
     assert weights != unbroken[0]
     assert losses != unbroken[1]

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import DataError, SettingsError
-from rl_core.inference.engine import make_backend
+from rl_core.inference.engine import create_rollout_backend
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models import causal_lm
 from rl_core.rollouts.batching import TrainRow
@@ -30,8 +30,8 @@ from rl_core.settings import (
     SamplingSettings,
 )
 from rl_core.trainers.policy_gradient import trainer as policy_gradient
-from rl_core.trainers.policy_gradient.replay_buffer import Sample
-from rl_core.trainers.policy_gradient.trained_models import make_actor_critic
+from rl_core.trainers.policy_gradient.rollout_buffer import build_actor_critic
+from rl_core.trainers.policy_gradient.samples import TrainingSample
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 
 TEMPERATURES = (0.5, 2.0)
@@ -44,7 +44,9 @@ def tokenizer():
 
 def sharp_model(tokenizer, seed=0):
     """An untrained model is near to uniform at every temperature; this one has preferences."""
-    model = causal_lm.create(ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, seed)
+    model = causal_lm.create_model(
+        ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, seed
+    )
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(8.0)
     return model
@@ -52,22 +54,33 @@ def sharp_model(tokenizer, seed=0):
 
 def trainer_at(tokenizer, temperature, **options):
     sampling = SamplingSettings(max_completion_tokens=3, temperature=temperature)
-    return make_trainer(tokenizer, model=sharp_model(tokenizer), **{"sampling": sampling, **options})
+    return make_trainer(
+        tokenizer, model=sharp_model(tokenizer), **{"sampling": sampling, **options}
+    )
 
 
 def naive(model, ids, start, temperature):
     """[T] log-probabilities of ids[start:] and entropies, of softmax(logits / T)."""
     with torch.no_grad():
-        logits_SV = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].double() / temperature
+        logits_SV = (
+            model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].double() / temperature
+        )
     log_p_TV = logits_SV.log_softmax(-1)
-    return log_p_TV.gather(1, torch.tensor(ids[start:])[:, None])[:, 0], -(log_p_TV.exp() * log_p_TV).sum(-1)
+    return log_p_TV.gather(1, torch.tensor(ids[start:])[:, None])[:, 0], -(
+        log_p_TV.exp() * log_p_TV
+    ).sum(-1)
 
 
 def of_all(model, rollouts, temperature):
     """`naive` of all sampled tokens, one after the other; every completion here is one action."""
     assert all(all(rollout.loss_mask) for rollout in rollouts)
-    parts = [naive(model, [*r.prompt_ids, *r.completion_ids], len(r.prompt_ids), temperature) for r in rollouts]
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
+    parts = [
+        naive(model, [*r.prompt_ids, *r.completion_ids], len(r.prompt_ids), temperature)
+        for r in rollouts
+    ]
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(
+        [entropies for _, entropies in parts]
+    )
 
 
 def played(trainer):
@@ -81,10 +94,17 @@ def toy_model(vocabulary=4):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=vocabulary, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=8, initializer_range=0.5, tie_word_embeddings=False,
+            vocab_size=vocabulary,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=8,
+            initializer_range=0.5,
+            tie_word_embeddings=False,
             pad_token_id=0,
-        )  # fmt: skip
+        )
         return LlamaForCausalLM(config)
 
 
@@ -95,7 +115,9 @@ def gradient_of(model, value):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "dapo", "cispo", "gspo", "reinforce"])
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", "dr_grpo", "rloo", "dapo", "cispo", "gspo", "reinforce"]
+)
 def test_the_expected_gradient_is_that_of_the_policy_that_acted(algorithm, temperature):
     """All 16 answers of two tokens, each weighed by its probability, against d/dtheta sum_y pi_T(y) R(y).
 
@@ -104,28 +126,35 @@ def test_the_expected_gradient_is_that_of_the_policy_that_acted(algorithm, tempe
     """
     model = toy_model()
     pairs = list(itertools.product(range(4), repeat=2))
-    rewards = torch.tensor([(1.0, -0.5, 0.25, 2.0)[first] for first, _ in pairs], dtype=torch.float64)
-    first_V = (model(torch.tensor([[1]])).logits[0, -1].double() / temperature).softmax(-1)
-    second_VV = (model(torch.tensor([[1, token] for token in range(4)])).logits[:, -1].double() / temperature).softmax(
-        -1
+    rewards = torch.tensor(
+        [(1.0, -0.5, 0.25, 2.0)[first] for first, _ in pairs], dtype=torch.float64
     )
+    first_V = (model(torch.tensor([[1]])).logits[0, -1].double() / temperature).softmax(-1)
+    second_VV = (
+        model(torch.tensor([[1, token] for token in range(4)])).logits[:, -1].double() / temperature
+    ).softmax(-1)
     p = torch.stack([first_V[a] * second_VV[a, b] for a, b in pairs])
     expected = -gradient_of(model, (p * rewards).sum()) / 32
     weighed = (p * rewards).detach().tolist()
     settings = PolicySettings(
-        algorithm=algorithm, group_size=16, prompts_per_iteration=1,
-        sampling=SamplingSettings(max_completion_tokens=2, temperature=temperature), overlong_buffer=0,
-    )  # fmt: skip
+        algorithm=algorithm,
+        group_size=16,
+        prompts_per_iteration=1,
+        sampling=SamplingSettings(max_completion_tokens=2, temperature=temperature),
+        overlong_buffer=0,
+    )
     samples = [
-        Sample(TrainRow([1], pair, [True, True], [0.0, 0.0], temperature), 0.0, False, weight, True)
+        TrainingSample(
+            TrainRow([1], pair, [True, True], [0.0, 0.0], temperature), 0.0, False, weight, True
+        )
         for pair, weight in zip(pairs, weighed, strict=True)
     ]
-    update = PolicyUpdate(make_actor_critic(model, None, settings, 0), settings, [samples])
+    update = PolicyUpdate(build_actor_critic(model, None, settings, 0), settings, [samples])
     found = []
-    update.actor_critic.optimizer_step.apply = lambda batches, loss: (
+    update.actor_critic.optimizer_step.run_step = lambda batches, loss: (
         found.append(gradient_of(model, sum(loss(batch)[0] for batch in batches))) or {}
     )
-    update.run(np.random.default_rng(0))
+    update.run_optimizer_steps(np.random.default_rng(0))
     torch.testing.assert_close(found[0], expected, atol=1e-7, rtol=1e-4)
     assert expected.norm() > 1e-3
 
@@ -136,17 +165,23 @@ def test_the_gradients_of_entropy_and_kl_are_of_the_policy_that_acted(term, temp
     """The terms alone, as all rewards are equal, against autograd through all logits over T."""
     model, reference = toy_model(), toy_model()
     with torch.no_grad():
-        reference.lm_head.weight.add_(0.3 * torch.randn(4, 8, generator=torch.Generator().manual_seed(3)))
+        reference.lm_head.weight.add_(
+            0.3 * torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+        )
     pairs = [(0, 2), (3, 1), (1, 1)]
     settings = PolicySettings(
-        algorithm="rloo", group_size=3, prompts_per_iteration=1, kl_coef=0.5 if term == "kl" else 0.0,
+        algorithm="rloo",
+        group_size=3,
+        prompts_per_iteration=1,
+        kl_coef=0.5 if term == "kl" else 0.0,
         entropy_coef=0.7 if term == "entropy" else 0.0,
         sampling=SamplingSettings(max_completion_tokens=2, temperature=temperature),
-    )  # fmt: skip
+    )
     total = torch.zeros((), dtype=torch.float64)
     for pair in pairs:
         logits, others = (
-            m(torch.tensor([[1, *pair]])).logits[0, :2].double() / temperature for m in (model, reference)
+            m(torch.tensor([[1, *pair]])).logits[0, :2].double() / temperature
+            for m in (model, reference)
         )
         log_p, log_q = logits.log_softmax(-1), others.log_softmax(-1).detach()
         if term == "entropy":
@@ -155,13 +190,16 @@ def test_the_gradients_of_entropy_and_kl_are_of_the_policy_that_acted(term, temp
             d = (log_p - log_q).gather(1, torch.tensor(pair)[:, None])
             total = total + 0.5 * ((-d).exp() - 1 + d).sum()
     expected = gradient_of(model, total / 6)
-    samples = [Sample(TrainRow([1], pair, [True, True], [0.0, 0.0], temperature), 1.0, False) for pair in pairs]
-    update = PolicyUpdate(make_actor_critic(model, reference, settings, 0), settings, [samples])
+    samples = [
+        TrainingSample(TrainRow([1], pair, [True, True], [0.0, 0.0], temperature), 1.0, False)
+        for pair in pairs
+    ]
+    update = PolicyUpdate(build_actor_critic(model, reference, settings, 0), settings, [samples])
     found = []
-    update.actor_critic.optimizer_step.apply = lambda batches, loss: (
+    update.actor_critic.optimizer_step.run_step = lambda batches, loss: (
         found.append(gradient_of(model, sum(loss(batch)[0] for batch in batches))) or {}
     )
-    update.run(np.random.default_rng(0))
+    update.run_optimizer_steps(np.random.default_rng(0))
     torch.testing.assert_close(found[0], expected, atol=1e-6, rtol=1e-4)
     assert expected.norm() > 1e-2
 
@@ -169,7 +207,10 @@ def test_the_gradients_of_entropy_and_kl_are_of_the_policy_that_acted(term, temp
 # ------------------------------------------------------------------------------------------------------ whole trainers
 
 ALGORITHMS = {
-    **{name: dict(algorithm=name) for name in ("grpo", "dr_grpo", "rloo", "cispo", "gspo", "reinforce")},
+    **{
+        name: dict(algorithm=name)
+        for name in ("grpo", "dr_grpo", "rloo", "cispo", "gspo", "reinforce")
+    },
     "dapo": dict(algorithm="dapo", dynamic_sampling_tries=0, overlong_buffer=0),
     "ppo": dict(algorithm="ppo"),
     "ppo shared": dict(algorithm="ppo", critic=CriticSettings(kind="shared")),
@@ -179,26 +220,38 @@ ALGORITHMS = {
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_kl_and_entropy_of_every_algorithm_are_of_the_policy_that_acted(tokenizer, name, temperature):
+def test_kl_and_entropy_of_every_algorithm_are_of_the_policy_that_acted(
+    tokenizer, name, temperature
+):
     trainer = trainer_at(
-        tokenizer, temperature, reference=sharp_model(tokenizer, 1), kl_coef=0.1, importance="token",
+        tokenizer,
+        temperature,
+        reference=sharp_model(tokenizer, 1),
+        kl_coef=0.1,
+        importance="token",
         **ALGORITHMS[name],
-    )  # fmt: skip
+    )
     before = copy.deepcopy(trainer.policy)
     metrics = trainer.step()
     rollouts = played(trainer)
     assert {rollout.temperature for rollout in rollouts} == {temperature}
     logprobs, entropies = of_all(before, rollouts, temperature)
     reference, _ = of_all(trainer.actor_critic.reference, rollouts, temperature)
-    sampler = torch.tensor([value for rollout in rollouts for value in rollout.sampler_logprobs], dtype=torch.float64)
+    sampler = torch.tensor(
+        [value for rollout in rollouts for value in rollout.sampler_logprobs], dtype=torch.float64
+    )
     assert (sampler - logprobs).abs().max() < 1e-4
     assert (sampler - of_all(before, rollouts, 1.0)[0]).abs().max() > 0.1
     assert metrics["policy/mean_logprob"] == pytest.approx(float(logprobs.mean()), abs=1e-5)
     assert metrics["policy/entropy"] == pytest.approx(float(entropies.mean()), rel=1e-4)
     distance = reference - logprobs
-    assert metrics["policy/ref_kl"] == pytest.approx(float((distance.exp() - distance - 1).mean()), rel=1e-4)
+    assert metrics["policy/ref_kl"] == pytest.approx(
+        float((distance.exp() - distance - 1).mean()), rel=1e-4
+    )
     # on policy: ratio and weights are 1
-    assert metrics["policy/sampler_difference_max"] < 1e-4 and abs(metrics["policy/sampler_kl"]) < 1e-6
+    assert (
+        metrics["policy/sampler_difference_max"] < 1e-4 and abs(metrics["policy/sampler_kl"]) < 1e-6
+    )
     assert metrics["policy/importance_mean"] == pytest.approx(1, abs=1e-4)
     assert metrics["policy/effective_sample_share"] == pytest.approx(1, abs=1e-4)
 
@@ -208,9 +261,14 @@ def test_kl_and_entropy_of_every_algorithm_are_of_the_policy_that_acted(tokenize
 def test_a_kl_in_the_reward_is_of_the_policy_that_acted(tokenizer, temperature, epochs):
     """With a single update the sampler's log-probs stand for the policy's; with two they are measured."""
     trainer = trainer_at(
-        tokenizer, temperature, reference=sharp_model(tokenizer, 1), kl_coef=0.1, kl_in="reward", algorithm="rloo",
+        tokenizer,
+        temperature,
+        reference=sharp_model(tokenizer, 1),
+        kl_coef=0.1,
+        kl_in="reward",
+        algorithm="rloo",
         epochs=epochs,
-    )  # fmt: skip
+    )
     before = copy.deepcopy(trainer.policy)
     metrics = trainer.step()
     logprobs, _ = of_all(before, played(trainer), temperature)
@@ -221,16 +279,24 @@ def test_a_kl_in_the_reward_is_of_the_policy_that_acted(tokenizer, temperature, 
 @pytest.mark.parametrize("backend_class", ["engine", "transformers"])
 def test_weights_show_that_another_temperature_acted(tokenizer, backend_class):
     """A sampler at 2 that says 1: weights pi_1 / pi_2, cut at the cap."""
-    trainer = trainer_at(tokenizer, 1.0, importance="token", importance_cap=1.5, filter_threshold=0.0)
-    make = make_backend if backend_class == "engine" else TransformersBackend
+    trainer = trainer_at(
+        tokenizer, 1.0, importance="token", importance_cap=1.5, filter_threshold=0.0
+    )
+    make = create_rollout_backend if backend_class == "engine" else TransformersBackend
     inner = make(trainer.policy, eos_ids=range(0, len(tokenizer), 2), pad_id=0, max_length=32)
-    run = inner.run
-    inner.run = lambda sequences, sampling: run(sequences, dataclasses.replace(sampling, temperature=2.0))
+    run = inner.run_sequences
+    inner.run_sequences = lambda sequences, sampling: run(
+        sequences, dataclasses.replace(sampling, temperature=2.0)
+    )
     trainer.backend = inner
     before = copy.deepcopy(trainer.policy)
     metrics = trainer.step()
-    learned = [r for g in trainer.groups for r, a in zip(g.rollouts, g.advantages, strict=True) if a != 0]
-    weights = (of_all(before, learned, 1.0)[0] - of_all(before, learned, 2.0)[0]).exp().clamp(max=1.5)
+    learned = [
+        r for g in trainer.groups for r, a in zip(g.rollouts, g.advantages, strict=True) if a != 0
+    ]
+    weights = (
+        (of_all(before, learned, 1.0)[0] - of_all(before, learned, 2.0)[0]).exp().clamp(max=1.5)
+    )
     assert metrics["policy/importance_mean"] == pytest.approx(float(weights.mean()), rel=1e-3)
     assert metrics["policy/effective_sample_share"] < 0.97 and metrics["policy/sampler_kl"] > 0.01
 
@@ -239,9 +305,13 @@ def test_the_hard_kl_limit_is_of_the_policy_that_acted(tokenizer):
     trainer = trainer_at(tokenizer, 2.0, kl_max=1e9, learning_rate=1e-2)
     before = copy.deepcopy(trainer.policy)
     metrics = trainer.step()
-    learned = [r for g in trainer.groups for r, a in zip(g.rollouts, g.advantages, strict=True) if a != 0]
+    learned = [
+        r for g in trainer.groups for r, a in zip(g.rollouts, g.advantages, strict=True) if a != 0
+    ]
     moved = of_all(trainer.policy, learned, 2.0)[0] - of_all(before, learned, 2.0)[0]
-    assert metrics["policy/kl_after_max"] == pytest.approx(float((moved.exp() - moved - 1).mean()), rel=1e-3)
+    assert metrics["policy/kl_after_max"] == pytest.approx(
+        float((moved.exp() - moved - 1).mean()), rel=1e-3
+    )
 
 
 # ------------------------------------------------------------------------------------ stages of the curriculum, replay
@@ -264,9 +334,14 @@ def test_a_replayed_sample_keeps_the_temperature_of_its_stage(tokenizer, monkeyp
 
     def make():
         return trainer_at(
-            tokenizer, 1.0, curriculum=stages, importance="token", replay=ReplaySettings(iterations=2, share=0.5),
-            learning_rate=1e-12, entropy_coef=0.01,
-        )  # fmt: skip
+            tokenizer,
+            1.0,
+            curriculum=stages,
+            importance="token",
+            replay=ReplaySettings(iterations=2, share=0.5),
+            learning_rate=1e-12,
+            entropy_coef=0.01,
+        )
 
     trainer = make()
     trainer.step()
@@ -276,14 +351,24 @@ def test_a_replayed_sample_keeps_the_temperature_of_its_stage(tokenizer, monkeyp
     for each in (trainer, resumed):
         metrics = each.step()
         samples = updates[-1].buffer.samples
-        assert {(sample.is_replayed, sample.row.temperature) for sample in samples} == {(False, 2.0), (True, 0.5)}
+        assert {(sample.is_replayed, sample.row.temperature) for sample in samples} == {
+            (False, 2.0),
+            (True, 0.5),
+        }
         assert metrics["policy/sampler_difference_max"] < 1e-4
         assert metrics["policy/importance_mean"] == pytest.approx(1, abs=1e-4)
         entropies = [
-            naive(each.policy, [*s.row.prompt_ids, *s.row.completion_ids], len(s.row.prompt_ids), s.row.temperature)[1]
+            naive(
+                each.policy,
+                [*s.row.prompt_ids, *s.row.completion_ids],
+                len(s.row.prompt_ids),
+                s.row.temperature,
+            )[1]
             for s in samples
         ]
-        assert metrics["policy/entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-4)
+        assert metrics["policy/entropy"] == pytest.approx(
+            float(torch.cat(entropies).mean()), rel=1e-4
+        )
     assert trainer.settings.sampling.temperature == 1.0
 
 
@@ -298,9 +383,9 @@ def test_greedy_rollouts_are_refused():
     with pytest.raises(SettingsError, match="temperature: 0 must be greater than 0"):
         CurriculumStage(name="one", levels={"low": 1.0}, temperature=0)
     settings = PolicySettings(group_size=2)
-    samples = [Sample(TrainRow([1], [2], [True], [0.0], 0.0), 1.0, False)] * 2
+    samples = [TrainingSample(TrainRow([1], [2], [True], [0.0], 0.0), 1.0, False)] * 2
     with pytest.raises(DataError, match="sampled greedily"):
-        PolicyUpdate(make_actor_critic(toy_model(), None, settings, 0), settings, [samples])
+        PolicyUpdate(build_actor_critic(toy_model(), None, settings, 0), settings, [samples])
 
 
 def test_a_renderer_without_padding_token_is_refused(tokenizer):
@@ -308,13 +393,21 @@ def test_a_renderer_without_padding_token_is_refused(tokenizer):
 
     def again(renderer, **options):
         return policy_gradient.PolicyGradientTrainer(
-            trainer.policy, None, renderer, trainer.environment, trainer.settings, 7, trainer.rewards, trainer.backend,
+            trainer.policy,
+            None,
+            renderer,
+            trainer.environment,
+            trainer.settings,
+            7,
+            trainer.rewards,
+            trainer.backend,
             **options,
-        )  # fmt: skip
+        )
 
     class Bare:
         prompt_ids, observation_ids, action_text = (
-            getattr(trainer.renderer, name) for name in ("prompt_ids", "observation_ids", "action_text")
+            getattr(trainer.renderer, name)
+            for name in ("prompt_ids", "observation_ids", "action_text")
         )
 
     with pytest.raises(DataError, match=r"^pad_id: the renderer \(Bare\) has no padding token"):

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_core.settings import SFTSettings
-from rl_core.trainers.supervised_trainer import training_length
+from rl_core.trainers.supervised_trainer import compute_training_length
 
 
 @pytest.mark.parametrize(
@@ -12,9 +12,14 @@ from rl_core.trainers.supervised_trainer import training_length
         (3.0, None, 30, ""),
         (3.0, 12, 12, "max_steps 12 ends it after 1.2 epochs, not epochs: 3 (30 steps)"),
         (3.0, 30, 30, "epochs: 3 (30 steps) ends it, not max_steps 30"),
-        (0.55, 100, 6, "epochs: 0.55 (6 steps) ends it, not max_steps 100"),  # 5.5 steps, rounded up
+        (
+            0.55,
+            100,
+            6,
+            "epochs: 0.55 (6 steps) ends it, not max_steps 100",
+        ),  # 5.5 steps, rounded up
     ],
 )
 def test_the_limit_that_binds_is_named(epochs, max_steps, steps, words):
     settings = SFTSettings(epochs=epochs, max_steps=max_steps)
-    assert training_length(settings, batches_per_epoch=10) == (steps, words)
+    assert compute_training_length(settings, batches_per_epoch=10) == (steps, words)

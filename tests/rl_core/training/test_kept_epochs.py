@@ -6,11 +6,19 @@ from helpers.library import small_policy
 
 import rl_core
 from rl_core.settings import LoraSettings
-from rl_core.training import kept_epochs
+from rl_core.training import checkpoints
 
-ROWS = [{"prompt": f"{a} + {b} =", "completion": str(a + b)} for a in range(1, 6) for b in range(1, 5)]  # 20
+ROWS = [
+    {"prompt": f"{a} + {b} =", "completion": str(a + b)} for a in range(1, 6) for b in range(1, 5)
+]  # 20
 PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "e"} for row in ROWS]
-SETTINGS = {"batch_size": 8, "epochs": 3.5, "learning_rate": 1e-2, "warmup_steps": 0, "checkpoint_every": 4}
+SETTINGS = {
+    "batch_size": 8,
+    "epochs": 3.5,
+    "learning_rate": 1e-2,
+    "warmup_steps": 0,
+    "checkpoint_every": 4,
+}
 
 
 def sft(output, lora=None, **options):
@@ -52,7 +60,9 @@ def test_the_model_of_an_epoch_is_that_of_a_training_that_ends_there(tmp_path, l
 
 
 @pytest.mark.parametrize("epoch", [1, 2, 3])
-def test_a_run_that_dies_between_a_model_and_its_checkpoint_leaves_the_same(tmp_path, monkeypatch, epoch):
+def test_a_run_that_dies_between_a_model_and_its_checkpoint_leaves_the_same(
+    tmp_path, monkeypatch, epoch
+):
     sft(tmp_path / "whole", keep_epochs=2).run()
     written = []
 
@@ -63,10 +73,12 @@ def test_a_run_that_dies_between_a_model_and_its_checkpoint_leaves_the_same(tmp_
 
     training = sft(tmp_path / "cut", keep_epochs=2)
     with monkeypatch.context() as patched:
-        patched.setattr(kept_epochs, "fault", dies)
+        patched.setattr(checkpoints, "inject_fault", dies)
         with pytest.raises(RuntimeError, match="killed"):
             training.run()
-    (tmp_path / "cut/epochs/.tmp-3@elsewhere-1").mkdir()  # of another machine: left alone, and no epoch
+    (
+        tmp_path / "cut/epochs/.tmp-3@elsewhere-1"
+    ).mkdir()  # of another machine: left alone, and no epoch
     again = sft(tmp_path / "cut", keep_epochs=2)
     again.run()
     assert kept(tmp_path / "cut") == [".tmp-3@elsewhere-1", "2", "3"]
@@ -77,14 +89,24 @@ def test_a_run_that_dies_between_a_model_and_its_checkpoint_leaves_the_same(tmp_
 def test_preferences_and_reward_models_keep_theirs(tmp_path):
     shared = {"batch_size": 10, "epochs": 2.0, "warmup_steps": 0, "keep_epochs": 5}
     rl_core.dpo(
-        small_policy(), PAIRS, heldout=0.0, settings=rl_core.PreferenceSettings(**shared), output=tmp_path / "dpo"
+        small_policy(),
+        PAIRS,
+        heldout=0.0,
+        settings=rl_core.PreferenceSettings(**shared),
+        output=tmp_path / "dpo",
     ).run()
     rl_core.load_policy(tmp_path / "dpo/epochs/1")
     for number, loss in enumerate(("bradley_terry", "mse")):
-        rows = PAIRS if loss == "bradley_terry" else [{**row, "score": place} for place, row in enumerate(ROWS)]
+        rows = (
+            PAIRS
+            if loss == "bradley_terry"
+            else [{**row, "score": place} for place, row in enumerate(ROWS)]
+        )
         output = tmp_path / loss
         settings = rl_core.RewardModelSettings(**shared, loss=loss, head_layers=1 + number)
-        training = rl_core.reward_model(small_policy(), rows, heldout=0.0, settings=settings, output=output)
+        training = rl_core.reward_model(
+            small_policy(), rows, heldout=0.0, settings=settings, output=output
+        )
         training.run()
         training.save(output / "last")
         assert kept(output) == ["1", "2"]

@@ -27,7 +27,7 @@ from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
-from rl_core.training import loop_checkpoints, signals
+from rl_core.training import checkpoints, signals
 from rl_core.training.loop import run_loop
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
@@ -40,9 +40,13 @@ class NoisyTrainer:
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.model = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1)
+        )
         self.optimizer_step = OptimizerStep(
-            self.model, OptimizerSettings(learning_rate=0.01, schedule="cosine", dropout=True), iterations
+            self.model,
+            OptimizerSettings(learning_rate=0.01, schedule="cosine", dropout=True),
+            iterations,
         )
         self.order = DataOrder(20, 6, seed)
         self.noise = np.random.default_rng(seed)
@@ -52,17 +56,19 @@ class NoisyTrainer:
 
     def step(self):
         self.hook(self)
-        rows = self.order.next()
+        rows = self.order.next_batch()
         shift = random.random() + np.random.random() + float(self.noise.random())
-        batch = TrainBatch(self.data[rows], torch.ones(len(rows), 4), torch.ones(len(rows), 4), rows=rows)
+        batch = TrainBatch(
+            self.data[rows], torch.ones(len(rows), 4), torch.ones(len(rows), 4), rows=rows
+        )
 
         def loss_fn(part):
             target = part.input_ids_BS.sum(1) + shift
-            return (self.model(part.input_ids_BS).squeeze(-1) - target).square().sum() / len(rows), {
-                "train/shift": shift
-            }
+            return (self.model(part.input_ids_BS).squeeze(-1) - target).square().sum() / len(
+                rows
+            ), {"train/shift": shift}
 
-        return self.optimizer_step.apply([batch], loss_fn)
+        return self.optimizer_step.run_step([batch], loss_fn)
 
     def evaluate(self):
         self.model.eval()
@@ -118,7 +124,9 @@ def run(folder, *, trainer=None, tracker=None, settings=SETTINGS, iterations=ITE
     tracker = tracker or MemoryTracker()
     store = CheckpointStore(folder) if folder is not None else None
     options = {"best_metric": "eval/loss", "larger_is_better": False, **options}
-    outcome = run_loop(trainer, settings, iterations=iterations, tracker=tracker, checkpoints=store, **options)
+    outcome = run_loop(
+        trainer, settings, iterations=iterations, tracker=tracker, checkpoints=store, **options
+    )
     return outcome, weights_digest(trainer.model), tracker
 
 
@@ -133,7 +141,13 @@ def same_as_unbroken(result, unbroken, tracker=None):
     outcome, digest, last_tracker = result
     assert digest == unbroken[1]
     assert outcome.metrics == unbroken[0].metrics
-    assert (outcome.iterations, outcome.steps, outcome.stop_reason, outcome.best_metric, outcome.best_iteration) == (
+    assert (
+        outcome.iterations,
+        outcome.steps,
+        outcome.stop_reason,
+        outcome.best_metric,
+        outcome.best_iteration,
+    ) == (
         unbroken[0].iterations,
         unbroken[0].steps,
         unbroken[0].stop_reason,
@@ -148,7 +162,11 @@ def test_saving_changes_nothing(tmp_path, unbroken):
 
 
 KILLS = [
-    *((point, hit) for point in ("loop.step", "loop.stepped", "loop.logged") for hit in range(1, ITERATIONS + 1)),
+    *(
+        (point, hit)
+        for point in ("loop.step", "loop.stepped", "loop.logged")
+        for hit in range(1, ITERATIONS + 1)
+    ),
     *(("loop.evaluated", hit) for hit in range(1, 5)),
     *(("loop.saved", hit) for hit in range(1, 7)),
     ("loop.finished", 1),
@@ -158,10 +176,12 @@ KILLS = [
 @pytest.mark.parametrize(("point", "hit"), KILLS)
 def test_a_run_that_dies_anywhere_gives_the_same_numbers(tmp_path, unbroken, point, hit):
     tracker = MemoryTracker()
-    faults.configure(f"{point}:{hit}:raise")  # nothing of the loop catches it: as abrupt as a kill
+    faults.configure_faults(
+        f"{point}:{hit}:raise"
+    )  # nothing of the loop catches it: as abrupt as a kill
     with pytest.raises(InjectedFault):
         run(tmp_path, tracker=tracker)
-    faults.configure(None)
+    faults.configure_faults(None)
     result = run(tmp_path, tracker=tracker)
     same_as_unbroken(result, unbroken, tracker)
 
@@ -169,7 +189,7 @@ def test_a_run_that_dies_anywhere_gives_the_same_numbers(tmp_path, unbroken, poi
 def test_a_run_that_dies_again_and_again(tmp_path, unbroken):
     tracker = MemoryTracker()
     for _ in range(30):
-        faults.configure("loop.step:3:raise")  # two iterations and a checkpoint at a time
+        faults.configure_faults("loop.step:3:raise")  # two iterations and a checkpoint at a time
         try:
             result = run(tmp_path, tracker=tracker)
             break
@@ -181,8 +201,14 @@ def test_a_run_that_dies_again_and_again(tmp_path, unbroken):
 def test_kill_9_of_a_real_process(tmp_path, unbroken):
     here, folder = str(Path(__file__).parent), str(tmp_path)
     code = f"import sys; sys.path.insert(0, {here!r}); import test_loop; test_loop.run({folder!r})"
-    environment = {**os.environ, "POSTTRAIN_FAULT": "loop.stepped:8:kill", "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "POSTTRAIN_FAULT": "loop.stepped:8:kill",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert child.returncode == -signal.SIGKILL, child.stderr
     outcome, digest, _ = run(tmp_path)
     assert outcome.resumed_iteration == 6
@@ -203,7 +229,13 @@ def drop(state, path):
             "torch": torch.get_rng_state(),
             "cuda": [],
         },
-        "loop": {**state["loop"], "iteration": 0, "best_value": None, "best_iteration": None, "evaluated_iteration": 0},
+        "loop": {
+            **state["loop"],
+            "iteration": 0,
+            "best_value": None,
+            "best_iteration": None,
+            "evaluated_iteration": 0,
+        },
     }
     *folders, last = path.split("/")
     target, source = state, whole
@@ -237,13 +269,15 @@ def test_every_saved_item_is_needed(tmp_path, item):
     # the best evaluation lies before the cut, so that the best weights have to come from the checkpoint
     settings = LoopSettings(eval_every=1, checkpoint_every=5)
     options = {"settings": settings, "best_metric": "eval/draw", "larger_is_better": True}
-    expected_outcome, expected, expected_tracker = run(None, trainer=NoisyTrainer(ITERATIONS, seed=5), **options)
+    expected_outcome, expected, expected_tracker = run(
+        None, trainer=NoisyTrainer(ITERATIONS, seed=5), **options
+    )
     assert expected_outcome.best_iteration <= 5
     tracker = MemoryTracker()
-    faults.configure("loop.step:8:raise")
+    faults.configure_faults("loop.step:8:raise")
     with pytest.raises(InjectedFault):
         run(tmp_path, tracker=tracker, trainer=NoisyTrainer(ITERATIONS, seed=5), **options)
-    faults.configure(None)
+    faults.configure_faults(None)
 
     class Dropping(CheckpointStore):
         def load_latest(self):
@@ -259,16 +293,33 @@ def test_every_saved_item_is_needed(tmp_path, item):
         checkpoints=Dropping(tmp_path),
         best_metric="eval/draw",
     )
-    found = (weights_digest(trainer.model), outcome.best_iteration, outcome.iterations, logged_bits(tracker))
-    wanted = (expected, expected_outcome.best_iteration, expected_outcome.iterations, logged_bits(expected_tracker))
+    found = (
+        weights_digest(trainer.model),
+        outcome.best_iteration,
+        outcome.iterations,
+        logged_bits(tracker),
+    )
+    wanted = (
+        expected,
+        expected_outcome.best_iteration,
+        expected_outcome.iterations,
+        logged_bits(expected_tracker),
+    )
     assert (found == wanted) is (item is None)
 
 
 def test_resume_is_refused_key_by_key_and_allowed_explicitly(tmp_path, caplog):
     with pytest.raises(InjectedFault):
-        faults.configure("loop.step:5:raise")
-        run(tmp_path, fingerprint={"settings": {"learning_rate": 0.1, "betas": (0.9, 0.95)}, "data": "aa", "old": 1})
-    faults.configure(None)
+        faults.configure_faults("loop.step:5:raise")
+        run(
+            tmp_path,
+            fingerprint={
+                "settings": {"learning_rate": 0.1, "betas": (0.9, 0.95)},
+                "data": "aa",
+                "old": 1,
+            },
+        )
+    faults.configure_faults(None)
     changed = {"settings": {"learning_rate": 0.2, "betas": (0.9, 0.95)}, "data": "bb", "new": None}
     with pytest.raises(ResumeRefused) as error:
         run(tmp_path, fingerprint=changed)
@@ -286,13 +337,15 @@ def test_resume_is_refused_key_by_key_and_allowed_explicitly(tmp_path, caplog):
 
 def test_another_thread_count_is_refused(tmp_path):
     with pytest.raises(InjectedFault):
-        faults.configure("loop.step:5:raise")
+        faults.configure_faults("loop.step:5:raise")
         run(tmp_path)
-    faults.configure(None)
+    faults.configure_faults(None)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(before + 1)
-        with pytest.raises(ResumeRefused, match=f"runtime.threads: {before} in the checkpoint, {before + 1} now"):
+        with pytest.raises(
+            ResumeRefused, match=f"runtime.threads: {before} in the checkpoint, {before + 1} now"
+        ):
             run(tmp_path)
     finally:
         torch.set_num_threads(before)
@@ -323,7 +376,9 @@ def send_at(iteration, signum=signal.SIGTERM):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("iteration", [1, 3, 5, 12])
-def test_a_stop_signal_saves_raises_and_resumes_to_the_same_numbers(tmp_path, unbroken, signum, iteration):
+def test_a_stop_signal_saves_raises_and_resumes_to_the_same_numbers(
+    tmp_path, unbroken, signum, iteration
+):
     previous = signal.getsignal(signum)
     tracker = MemoryTracker()
     trainer = NoisyTrainer(ITERATIONS)
@@ -347,12 +402,16 @@ def test_the_second_signal_stops_at_once():
         raise AssertionError("went on")
 
     trainer.hook = hook
-    with pytest.raises(Stopped, match=r"within iteration 1 \(a second SIGTERM\); no checkpoint yet") as error:
+    with pytest.raises(
+        Stopped, match=r"within iteration 1 \(a second SIGTERM\); no checkpoint yet"
+    ) as error:
         run(None, trainer=trainer)
     assert error.value.signum == signal.SIGTERM
 
 
-def test_an_iteration_that_takes_too_long_is_given_up_and_done_again(tmp_path, unbroken, monkeypatch):
+def test_an_iteration_that_takes_too_long_is_given_up_and_done_again(
+    tmp_path, unbroken, monkeypatch
+):
     monkeypatch.setattr(signals, "GRACE_SECONDS", 0.05)
     previous = signal.getsignal(signal.SIGTERM)
     trainer, tracker, asked = NoisyTrainer(ITERATIONS), MemoryTracker(), send_at(6)
@@ -388,12 +447,22 @@ def test_no_signal_comes_after_the_block(monkeypatch):
 @pytest.mark.parametrize(("tick", "expected"), [(0.1, [3]), (30.0, [1, 2, 3])])
 def test_long_iterations_are_saved_before_their_turn(tmp_path, monkeypatch, tick, expected):
     """`tick` seconds pass between two looks at the clock, of which an iteration has several."""
-    saved, save = [], CheckpointStore.save
-    monkeypatch.setattr(CheckpointStore, "save", lambda self, state: (saved.append(state["loop"]), save(self, state)))
-    monkeypatch.setattr(loop_checkpoints, "SAVE_TIMES", 1.0)
+    saved, save = [], CheckpointStore.save_version
+    monkeypatch.setattr(
+        CheckpointStore,
+        "save_version",
+        lambda self, state: (saved.append(state["loop"]), save(self, state)),
+    )
+    monkeypatch.setattr(checkpoints, "UNSAVED_TO_SAVE_RATIO", 1.0)
     looks = itertools.count()
     settings = LoopSettings(eval_every=0, checkpoint_every=1000)
-    run(tmp_path, settings=settings, iterations=3, clock=lambda: tick * next(looks), best_metric=None)
+    run(
+        tmp_path,
+        settings=settings,
+        iterations=3,
+        clock=lambda: tick * next(looks),
+        best_metric=None,
+    )
     assert sorted({state["iteration"] for state in saved}) == expected
 
 
@@ -425,7 +494,9 @@ def test_in_a_worker_thread_an_event_stops(tmp_path, unbroken):
     assert (outcome.resumed_iteration, digest) == (7, unbroken[1])
 
 
-def scripted(values, *, patience=None, min_improvement=0.0, every=1, larger=True, iterations=None, **options):
+def scripted(
+    values, *, patience=None, min_improvement=0.0, every=1, larger=True, iterations=None, **options
+):
     trainer = ScriptedTrainer([None, *values])
     outcome = run_loop(
         trainer,
@@ -458,7 +529,12 @@ def test_a_tie_is_no_improvement():
 def test_small_gains_are_kept_but_do_not_buy_patience():
     # from 0.5: +0.04 and +0.08 are below 0.1, so patience ends at iteration 3; its weights are the best all the same
     outcome, weight, _ = scripted([0.5, 0.54, 0.58, 0.9], patience=2, min_improvement=0.1)
-    assert (outcome.stop_reason, outcome.iterations, outcome.best_metric, weight) == ("patience", 3, 0.58, 3.0)
+    assert (outcome.stop_reason, outcome.iterations, outcome.best_metric, weight) == (
+        "patience",
+        3,
+        0.58,
+        3.0,
+    )
     # ... but many small gains that add up to more than 0.1 do count
     outcome, _, _ = scripted([0.5, 0.58, 0.66, 0.74, 0.82], patience=2, min_improvement=0.1)
     assert outcome.stop_reason == "iterations"
@@ -499,12 +575,18 @@ def test_the_trainers_own_end_comes_first():
 
     trainer.step = step
     outcome = run_loop(trainer, LoopSettings(), iterations=3)
-    assert (outcome.stop_reason, outcome.iterations, outcome.metrics) == ("curriculum finished", 2, {"eval/score": 0.2})
+    assert (outcome.stop_reason, outcome.iterations, outcome.metrics) == (
+        "curriculum finished",
+        2,
+        {"eval/score": 0.2},
+    )
 
 
 def test_a_misspelt_best_metric_names_the_nearest():
     trainer = ScriptedTrainer([None, 0.1])
-    with pytest.raises(SettingsError, match=r"'eval/scores' is not evaluated; did you mean 'eval/score'"):
+    with pytest.raises(
+        SettingsError, match=r"'eval/scores' is not evaluated; did you mean 'eval/score'"
+    ):
         run_loop(trainer, LoopSettings(), iterations=1, best_metric="eval/scores")
 
 
@@ -513,37 +595,55 @@ def test_a_finished_run_is_not_run_again(tmp_path):
     first, weight, _ = scripted([0.1, 0.5, 0.4, 0.3], **options)
     second, weight_again, trainer = scripted([0.1, 0.5, 0.4, 0.3], **options)
     assert (trainer.evaluations, second.resumed_iteration) == (0, 4)
-    assert (second.best_metric, second.stop_reason, weight_again) == (first.best_metric, first.stop_reason, weight)
+    assert (second.best_metric, second.stop_reason, weight_again) == (
+        first.best_metric,
+        first.stop_reason,
+        weight,
+    )
     assert second.metrics == first.metrics
 
 
 def test_more_iterations_go_on_where_the_last_run_ended(tmp_path):
     run_loop(
-        ScriptedTrainer([None, 1.0, 2.0, 3.0, 4.0]), LoopSettings(), iterations=2, checkpoints=CheckpointStore(tmp_path)
+        ScriptedTrainer([None, 1.0, 2.0, 3.0, 4.0]),
+        LoopSettings(),
+        iterations=2,
+        checkpoints=CheckpointStore(tmp_path),
     )
     trainer = ScriptedTrainer([None, 1.0, 2.0, 3.0, 4.0])
     outcome = run_loop(trainer, LoopSettings(), iterations=4, checkpoints=CheckpointStore(tmp_path))
-    assert (outcome.resumed_iteration, outcome.iterations, outcome.metrics) == (2, 4, {"eval/score": 4.0})
+    assert (outcome.resumed_iteration, outcome.iterations, outcome.metrics) == (
+        2,
+        4,
+        {"eval/score": 4.0},
+    )
 
 
 def test_checkpoint_every_zero_saves_only_when_stopped(tmp_path):
     run(tmp_path / "never", settings=LoopSettings(checkpoint_every=0))
-    assert CheckpointStore(tmp_path / "never").versions() == []
+    assert CheckpointStore(tmp_path / "never").list_versions() == []
     trainer = NoisyTrainer()
     trainer.hook = send_at(2)
     with pytest.raises(Stopped):
         run(tmp_path / "stopped", trainer=trainer, settings=LoopSettings(checkpoint_every=0))
-    assert CheckpointStore(tmp_path / "stopped").versions() == [1]
+    assert CheckpointStore(tmp_path / "stopped").list_versions() == [1]
 
 
 def test_metrics_are_logged_at_the_steps_and_bad_ones_counted(caplog):
-    steps = {1: {"train/loss": 2.0}, 2: {"train/loss": math.nan, "policy/update_kl": math.inf, "reward/mean": 0.5}}
+    steps = {
+        1: {"train/loss": 2.0},
+        2: {"train/loss": math.nan, "policy/update_kl": math.inf, "reward/mean": 0.5},
+    }
     trainer, tracker = ScriptedTrainer([None, 0.0, 0.0, 0.25], steps), MemoryTracker()
     with caplog.at_level(logging.WARNING):
-        run_loop(trainer, LoopSettings(), iterations=3, tracker=tracker, clock=iter(range(100)).__next__)
+        run_loop(
+            trainer, LoopSettings(), iterations=3, tracker=tracker, clock=iter(range(100)).__next__
+        )
     bad = {"train/nonfinite_metrics": 2.0}
     memory = [row.pop("perf/memory_gb") for _, row in tracker.metrics[:3]]
-    assert memory == sorted(memory) and 0.05 < memory[0] < 100  # a peak, in 10^9 bytes: torch alone takes 0.1
+    assert (
+        memory == sorted(memory) and 0.05 < memory[0] < 100
+    )  # a peak, in 10^9 bytes: torch alone takes 0.1
     assert tracker.metrics == [
         (1, {"train/loss": 2.0, "perf/step_seconds": 1.0}),
         (2, {"reward/mean": 0.5, "perf/step_seconds": 1.0, "perf/tracking_seconds": 1.0} | bad),
@@ -558,9 +658,13 @@ def test_the_time_of_a_checkpoint_is_told_by_the_next_iteration(tmp_path):
     tracker = MemoryTracker()
     settings = LoopSettings(eval_every=0, checkpoint_every=2)
     run_loop(
-        ScriptedTrainer([0.1] * 6), settings, iterations=5, tracker=tracker, checkpoints=CheckpointStore(tmp_path),
+        ScriptedTrainer([0.1] * 6),
+        settings,
+        iterations=5,
+        tracker=tracker,
+        checkpoints=CheckpointStore(tmp_path),
         clock=iter(range(1000)).__next__,
-    )  # fmt: skip
+    )
     steps = [row for _, row in tracker.metrics if "perf/step_seconds" in row]
     assert [row.get("perf/checkpoint_seconds") for row in steps] == [None, None, 1.0, None, 1.0]
     assert [row.get("perf/tracking_seconds") for row in steps] == [None, 1.0, 1.0, 1.0, 1.0]
@@ -574,15 +678,18 @@ def test_frozen_weights_stay_out_of_the_checkpoint(tmp_path):
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1))
         model[0].requires_grad_(False)
         trainer = NoisyTrainer()
-        trainer.model, trainer.optimizer_step = model, OptimizerStep(model, OptimizerSettings(), ITERATIONS)
+        trainer.model, trainer.optimizer_step = (
+            model,
+            OptimizerStep(model, OptimizerSettings(), ITERATIONS),
+        )
         torch.manual_seed(4)
         return trainer
 
     _, expected, _ = run(None, trainer=build())
-    faults.configure("loop.step:8:raise")
+    faults.configure_faults("loop.step:8:raise")
     with pytest.raises(InjectedFault):
         run(tmp_path, trainer=build())
-    faults.configure(None)
+    faults.configure_faults(None)
     assert list(CheckpointStore(tmp_path).load_latest()["model"]) == ["3.weight", "3.bias"]
     assert run(tmp_path, trainer=build())[1] == expected
 
@@ -600,21 +707,45 @@ def test_the_history_of_metrics_grows_while_training_and_survives_a_kill(tmp_pat
 
     trainer.step = watched
     settings = LoopSettings(eval_every=0, checkpoint_every=2)
-    run(tmp_path / "a", trainer=trainer, settings=settings, iterations=7, best_metric=None, history=path,
-        clock=lambda: 0.5 * next(seconds))  # fmt: skip
-    assert sizes[0] == 0 < sizes[1] and sorted(sizes) == sizes and 1 < len(set(sizes)) < 6  # not at every step
+    run(
+        tmp_path / "a",
+        trainer=trainer,
+        settings=settings,
+        iterations=7,
+        best_metric=None,
+        history=path,
+        clock=lambda: 0.5 * next(seconds),
+    )
+    assert (
+        sizes[0] == 0 < sizes[1] and sorted(sizes) == sizes and 1 < len(set(sizes)) < 6
+    )  # not at every step
     final = json.loads(path.read_text())
     assert final["metrics"]["train/loss"] == [[float(i), 1 / i] for i in range(1, 8)]
-    assert final["summary"]["train/loss"]["mean"] == pytest.approx(sum(1 / i for i in range(1, 8)) / 7)
+    assert final["summary"]["train/loss"]["mean"] == pytest.approx(
+        sum(1 / i for i in range(1, 8)) / 7
+    )
     told = read_history(lines)
     assert (told["metrics"]["train/loss"], told["summary"]["train/loss"]) == (
-        final["metrics"]["train/loss"], final["summary"]["train/loss"],
-    )  # fmt: skip
+        final["metrics"]["train/loss"],
+        final["summary"]["train/loss"],
+    )
 
-    run(tmp_path / "b", trainer=ScriptedTrainer([0.1] * 8), settings=settings, iterations=4, best_metric=None)
+    run(
+        tmp_path / "b",
+        trainer=ScriptedTrainer([0.1] * 8),
+        settings=settings,
+        iterations=4,
+        best_metric=None,
+    )
     other = tmp_path / "other.json"
-    run(tmp_path / "b", trainer=ScriptedTrainer([0.1] * 8), settings=settings, iterations=7, best_metric=None,
-        history=other)  # fmt: skip
+    run(
+        tmp_path / "b",
+        trainer=ScriptedTrainer([0.1] * 8),
+        settings=settings,
+        iterations=7,
+        best_metric=None,
+        history=other,
+    )
     assert json.loads(other.read_text())["metrics"]["train/loss"] == final["metrics"]["train/loss"]
     names = ["a", "b", "history.json", "history.jsonl", "other.json", "other.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
@@ -626,23 +757,41 @@ def test_a_killed_export_goes_on_where_the_checkpoint_is(tmp_path):
     path, lines = tmp_path / "h.json", tmp_path / "h.jsonl"
 
     def go(iterations, folder="c", **options):
-        run(tmp_path / folder, trainer=ScriptedTrainer([0.1] * 9), settings=settings, iterations=iterations,
-            best_metric=None, history=options.get("history", path))  # fmt: skip
+        run(
+            tmp_path / folder,
+            trainer=ScriptedTrainer([0.1] * 9),
+            settings=settings,
+            iterations=iterations,
+            best_metric=None,
+            history=options.get("history", path),
+        )
 
-    faults.configure("loop.step:6:raise")  # five iterations done, the checkpoint is that of the fourth
+    faults.configure_faults(
+        "loop.step:6:raise"
+    )  # five iterations done, the checkpoint is that of the fourth
     with pytest.raises(InjectedFault):
         go(8)
-    faults.configure(None)
+    faults.configure_faults(None)
     kept = lines.read_bytes()
     rows = kept.splitlines(keepends=True)
-    assert [json.loads(row)["iteration"] for row in rows] == [1, 2, 3, 3, 4, 5]  # one of the evaluation
+    assert [json.loads(row)["iteration"] for row in rows] == [
+        1,
+        2,
+        3,
+        3,
+        4,
+        5,
+    ]  # one of the evaluation
     rows[1] = rows[1].replace(b"train/loss", b"train/lost", 1)
     lines.write_bytes(b"".join(rows) + kept[:50])
     go(8)
     told, whole = read_history(lines), json.loads(path.read_text())
     steps = [step for step, _ in told["metrics"]["train/loss"]]
     assert steps == [1, 3, 4, 5, 6, 7, 8], "that of the damaged line is lost here"
-    assert len(whole["metrics"]["train/loss"]) == 8 and told["summary"].keys() == whole["summary"].keys()
+    assert (
+        len(whole["metrics"]["train/loss"]) == 8
+        and told["summary"].keys() == whole["summary"].keys()
+    )
     assert [step for step, _ in told["metrics"]["eval/score"]] == [3, 6, 8]
     go(8, "d", history=tmp_path / "other.json")
     undisturbed = read_history(tmp_path / "other.jsonl")["metrics"]["train/loss"]
@@ -652,9 +801,13 @@ def test_a_killed_export_goes_on_where_the_checkpoint_is(tmp_path):
 def test_a_history_that_cannot_be_written_does_not_stop_training(tmp_path, caplog):
     settings = LoopSettings(eval_every=0, checkpoint_every=2)
     outcome, _, _ = run(
-        tmp_path / "a", trainer=ScriptedTrainer([0.1] * 8), settings=settings, iterations=3, best_metric=None,
+        tmp_path / "a",
+        trainer=ScriptedTrainer([0.1] * 8),
+        settings=settings,
+        iterations=3,
+        best_metric=None,
         history=tmp_path / "nowhere" / "history.json",
-    )  # fmt: skip
+    )
     assert outcome.iterations == 3
     assert "nowhere/history.jsonl: cannot be written" in caplog.text
 
@@ -670,8 +823,12 @@ def test_what_was_recorded_is_on_the_disk_before_a_checkpoint_says_so(tmp_path, 
         def sync(self):
             calls.append("sync")
 
-    save = CheckpointStore.save
-    monkeypatch.setattr(CheckpointStore, "save", lambda store, state: calls.append("save") or save(store, state))
+    save = CheckpointStore.save_version
+    monkeypatch.setattr(
+        CheckpointStore,
+        "save_version",
+        lambda store, state: calls.append("save") or save(store, state),
+    )
     run(tmp_path, tracker=Tracker(), iterations=4)
     assert calls.count("save") >= 2
     for place, call in enumerate(calls):

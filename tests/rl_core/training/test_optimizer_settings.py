@@ -11,10 +11,10 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.arithmetic import Arithmetic
 from rl_core.errors import SettingsError
-from rl_core.inference.engine import make_backend
+from rl_core.inference.engine import create_rollout_backend
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models import causal_lm
-from rl_core.models.logprobs import completion_logprobs, token_outputs
+from rl_core.models.logprobs import completion_logprobs, compute_token_outputs
 from rl_core.models.lora import add_adapter
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import (
@@ -43,7 +43,13 @@ EVERYTHING = {"optimizer": "muon", "grokfast_lambda": 2.0, "grokfast_alpha": 0.9
 
 
 def nano(kind=LlamaForCausalLM, dropout=0.0):
-    shape = dict(vocab_size=11, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
+    shape = dict(
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return kind(
@@ -61,13 +67,17 @@ def nano(kind=LlamaForCausalLM, dropout=0.0):
 
 def rows_of(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(1, 11, (2 + i % 4,), generator=generator).tolist() for i in range(count)]
+    prompts = [
+        torch.randint(1, 11, (2 + i % 4,), generator=generator).tolist() for i in range(count)
+    ]
     return [(prompt * 2, [False] * len(prompt) + [True] * len(prompt)) for prompt in prompts]
 
 
 def sft(model=None, **changes):
     options = {"learning_rate": 5e-3, "warmup_steps": 2, "batch_size": 4, "max_steps": 8, **changes}
-    return SFTTrainer(model or nano(), 0, rows_of(14), rows_of(5, seed=1), SFTSettings(**options), 7)
+    return SFTTrainer(
+        model or nano(), 0, rows_of(14), rows_of(5, seed=1), SFTSettings(**options), 7
+    )
 
 
 def batch_of(rows=3, length=8):
@@ -82,7 +92,9 @@ def copies(model):
 
 
 def equal(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def averages_of(trainer):
@@ -97,14 +109,20 @@ def test_the_loop_evaluates_and_leaves_the_averaged_weights():
     trainer = sft(ema_decay=0.8, eval_every=3)
     tracker, seen = MemoryTracker(), []
     evaluate = trainer.evaluate
-    trainer.evaluate = lambda: (seen.append((copies(trainer.model), averages_of(trainer))), evaluate())[1]
+    trainer.evaluate = lambda: (
+        seen.append((copies(trainer.model), averages_of(trainer))),
+        evaluate(),
+    )[1]
     step, raw = trainer.step, []
     trainer.step = lambda: (step(), raw.append(copies(trainer.model)))[0]
     outcome = run_loop(trainer, trainer.settings, iterations=8, tracker=tracker)
     assert len(seen) == 3  # after 3, 6 and 8 iterations
     for weights, averages in seen:
         assert all(torch.equal(weights[name], average) for name, average in averages.items())
-    assert all(torch.equal(copies(trainer.model)[name], average) for name, average in averages_of(trainer).items())
+    assert all(
+        torch.equal(copies(trainer.model)[name], average)
+        for name, average in averages_of(trainer).items()
+    )
     assert trainer.evaluate()["eval/loss"] == outcome.metrics["eval/loss"]
     # training itself never saw them
     plain = sft()
@@ -125,15 +143,27 @@ def test_the_best_averaged_weights_are_restored():
 
 def policy_trainer(evaluator=None, **changes):
     tokenizer = train_tokenizer(["1 2 3"], 300)
-    model = causal_lm.create(ModelSettings(preset="nano", context=96, device="cpu"), tokenizer, 0)
+    model = causal_lm.create_model(
+        ModelSettings(preset="nano", context=96, device="cpu"), tokenizer, 0
+    )
     renderer = ChatRenderer(tokenizer)
     eos = range(0, len(tokenizer), 2)
-    backend = make_backend(model, eos_ids=eos, pad_id=renderer.pad_id, max_length=96)
-    options = {"iterations": 3, "prompts_per_iteration": 3, "group_size": 4, "warmup_steps": 0, "learning_rate": 1e-2}
+    backend = create_rollout_backend(model, eos_ids=eos, pad_id=renderer.pad_id, max_length=96)
+    options = {
+        "iterations": 3,
+        "prompts_per_iteration": 3,
+        "group_size": 4,
+        "warmup_steps": 0,
+        "learning_rate": 1e-2,
+    }
     sampling = SamplingSettings(max_completion_tokens=3)
-    settings = PolicySettings(**{**options, "epochs": 2, "entropy_coef": 0.01, "sampling": sampling, **changes})
+    settings = PolicySettings(
+        **{**options, "epochs": 2, "entropy_coef": 0.01, "sampling": sampling, **changes}
+    )
     rewards = RewardOrchestrator({"task": 1.0})
-    reference = causal_lm.create(ModelSettings(preset="nano", context=96, device="cpu"), tokenizer, 1)
+    reference = causal_lm.create_model(
+        ModelSettings(preset="nano", context=96, device="cpu"), tokenizer, 1
+    )
     return PolicyGradientTrainer(
         model, reference, renderer, Arithmetic(), settings, 7, rewards, backend, evaluator=evaluator
     )
@@ -150,7 +180,9 @@ def test_rollouts_use_the_raw_weights_and_evaluation_the_average():
     run_loop(trainer, trainer.settings, iterations=3)
     assert all(row["policy/sampler_difference_max"] < 1e-4 for row in metrics)
     plain = policy_trainer()
-    assert all(torch.equal(seen[-1][name], average) for name, average in averages_of(trainer).items())
+    assert all(
+        torch.equal(seen[-1][name], average) for name, average in averages_of(trainer).items()
+    )
     for row in metrics:  # the same rollouts and updates as without the average
         names = [name for name in row if not name.startswith("perf/")]
         other = plain.step()
@@ -162,7 +194,9 @@ def test_rollouts_use_the_raw_weights_and_evaluation_the_average():
 
 def run(folder, tracker, store=CheckpointStore):
     torch.manual_seed(3)
-    trainer = sft(nano(dropout=0.2), eval_every=3, checkpoint_every=2, schedule="cosine", **EVERYTHING)
+    trainer = sft(
+        nano(dropout=0.2), eval_every=3, checkpoint_every=2, schedule="cosine", **EVERYTHING
+    )
     checkpoints = store(folder) if folder else None
     run_loop(trainer, trainer.settings, iterations=8, tracker=tracker, checkpoints=checkpoints)
     series = {
@@ -183,13 +217,17 @@ def same(left, right):
     return equal(left[0], right[0]) and equal(left[1], right[1]) and left[2] == right[2]
 
 
-@pytest.mark.parametrize("place", ["loop.step:2", "loop.step:6", "loop.evaluated:2", "loop.saved:3", "loop.finished:1"])
-def test_a_killed_run_with_muon_grokfast_and_average_gives_the_same_numbers(tmp_path, unbroken, place):
+@pytest.mark.parametrize(
+    "place", ["loop.step:2", "loop.step:6", "loop.evaluated:2", "loop.saved:3", "loop.finished:1"]
+)
+def test_a_killed_run_with_muon_grokfast_and_average_gives_the_same_numbers(
+    tmp_path, unbroken, place
+):
     tracker = MemoryTracker()
-    faults.configure(f"{place}:raise")
+    faults.configure_faults(f"{place}:raise")
     with pytest.raises(InjectedFault):
         run(tmp_path, tracker)
-    faults.configure(None)
+    faults.configure_faults(None)
     assert same(run(tmp_path, tracker), unbroken)
     assert same(run(tmp_path, tracker), unbroken)  # once more: the finished run is not run again
 
@@ -200,9 +238,9 @@ def test_each_of_them_is_needed_in_the_checkpoint(tmp_path, unbroken, item):
         def load_latest(self):
             state = super().load_latest()
             if item == "muon":
-                state["optimizer_step"]["optimizer"]["muon"] = sft(**EVERYTHING).optimizer_step.state_dict()[
-                    "optimizer"
-                ]["muon"]
+                state["optimizer_step"]["optimizer"]["muon"] = sft(
+                    **EVERYTHING
+                ).optimizer_step.state_dict()["optimizer"]["muon"]
             elif item == "grokfast":  # as at the start; without it a resume is refused
                 state["optimizer_step"][item] = sft(**EVERYTHING).optimizer_step.state_dict()[item]
             else:
@@ -210,10 +248,10 @@ def test_each_of_them_is_needed_in_the_checkpoint(tmp_path, unbroken, item):
             return state
 
     tracker = MemoryTracker()
-    faults.configure("loop.step:6:raise")
+    faults.configure_faults("loop.step:6:raise")
     with pytest.raises(InjectedFault):
         run(tmp_path, tracker)
-    faults.configure(None)
+    faults.configure_faults(None)
     weights, _, series = run(tmp_path, tracker, Dropping)
     assert not equal(weights, unbroken[0])
     assert series != unbroken[2]
@@ -254,7 +292,7 @@ def test_every_weight_gets_a_gradient_though_a_pass_without_one_came_first(monke
         assert logprobs.dtype == torch.float32
         return -logprobs.sum(), {}
 
-    optimizer_step.apply([batch_of()], loss_fn)
+    optimizer_step.run_step([batch_of()], loss_fn)
     assert len(seen) == 2 + 2 * 9 and all(seen.values())
 
 
@@ -269,11 +307,15 @@ def test_old_reference_and_new_logprobs_are_all_taken_under_autocast(monkeypatch
         return call
 
     monkeypatch.setattr(rollout_buffer, "completion_logprobs", spy(completion_logprobs))
-    monkeypatch.setattr(policy_update, "token_outputs", spy(token_outputs))
+    monkeypatch.setattr(policy_update, "compute_token_outputs", spy(compute_token_outputs))
     trainer = policy_trainer(autocast="bfloat16", kl_coef=0.1, learning_rate=1e-30)  # stands still
     metrics = trainer.step()
-    assert len(enabled) == 3 and all(enabled)  # reference; new in each of two epochs, the first of which are the old
-    assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-5)  # the same precision on both sides
+    assert len(enabled) == 3 and all(
+        enabled
+    )  # reference; new in each of two epochs, the first of which are the old
+    assert metrics["policy/ratio_max"] == pytest.approx(
+        1.0, abs=1e-5
+    )  # the same precision on both sides
     assert 0 < metrics["policy/sampler_difference_max"] < 0.1  # the sampler stays in float32
 
 
@@ -281,7 +323,9 @@ def test_a_reward_model_trains_and_is_evaluated_under_autocast():
     def trainer_of(autocast):
         pairs = [(chosen, chosen[:1]) for chosen, _ in rows_of(6)]
         settings = RewardModelSettings(batch_size=6, autocast=autocast)
-        return RewardModelTrainer(nano(LlamaForSequenceClassification), 0, pairs, pairs, settings, 0)
+        return RewardModelTrainer(
+            nano(LlamaForSequenceClassification), 0, pairs, pairs, settings, 0
+        )
 
     plain, cast = trainer_of("none"), trainer_of("bfloat16")
     found, expected = cast.evaluate()["eval/loss"], plain.evaluate()["eval/loss"]
@@ -293,7 +337,9 @@ def test_a_reward_model_trains_and_is_evaluated_under_autocast():
 
 
 def gradients(model, is_on, monkeypatch):
-    optimizer_step = OptimizerStep(model, OptimizerSettings(activation_checkpointing=is_on, dropout=True), 10)
+    optimizer_step = OptimizerStep(
+        model, OptimizerSettings(activation_checkpointing=is_on, dropout=True), 10
+    )
     seen, calls = {}, []
     named = list(model.named_parameters())
     monkeypatch.setattr(
@@ -306,18 +352,23 @@ def gradients(model, is_on, monkeypatch):
 
     def loss_fn(batch):
         if isinstance(model, LlamaForSequenceClassification):
-            return model.score(model.base_model(batch.input_ids_BS).last_hidden_state[:, -1]).square().sum(), {}
+            return model.score(
+                model.base_model(batch.input_ids_BS).last_hidden_state[:, -1]
+            ).square().sum(), {}
         return -completion_logprobs(model, batch)[0].sum(), {}
 
     torch.manual_seed(0)
-    optimizer_step.apply([batch_of()], loss_fn)
+    optimizer_step.run_step([batch_of()], loss_fn)
     return seen, sum(calls)
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapters", "classifier", "wrapped"])
 def test_checkpointing_computes_layers_twice_and_gives_the_same_gradients(monkeypatch, kind):
     def make():
-        model = nano(LlamaForSequenceClassification if kind == "classifier" else LlamaForCausalLM, dropout=0.3)
+        model = nano(
+            LlamaForSequenceClassification if kind == "classifier" else LlamaForCausalLM,
+            dropout=0.3,
+        )
         if kind == "adapters":
             torch.manual_seed(1)
             model = add_adapter(model, LoraSettings(rank=2))
@@ -350,17 +401,19 @@ def test_a_checkpointed_model_still_plays():
     class OneTurn:
         prompt_ids, seed = [1, 2, 3], 0
 
-        def advance(self, action_ids, logprobs, hit_limit):
+        def take_action(self, action_ids, logprobs, hit_limit):
             self.first = action_ids[0], logprobs[0]
 
     sequence = OneTurn()
-    backend.run([sequence], SamplingSettings(max_completion_tokens=4))
+    backend.run_sequences([sequence], SamplingSettings(max_completion_tokens=4))
     token, logprob = sequence.first
     assert logprob == pytest.approx(float(plain[0, -1].log_softmax(-1)[token]), abs=1e-5)
 
 
 def test_a_model_that_cannot_checkpoint_says_so():
-    with pytest.raises(SettingsError, match="activation_checkpointing: Linear is no transformers model"):
+    with pytest.raises(
+        SettingsError, match="activation_checkpointing: Linear is no transformers model"
+    ):
         OptimizerStep(nn.Linear(1, 1), OptimizerSettings(activation_checkpointing=True), 10)
 
 
@@ -375,5 +428,11 @@ def test_every_step_reports_loss_norm_rate_and_skipped_steps(changes):
     steps = [row for _, row in tracker.metrics if "train/loss" in row]
     assert len(steps) == 3
     for row in steps:
-        names = ("train/loss", "train/grad_norm", "train/learning_rate", "train/skipped_steps", "perf/memory_gb")
+        names = (
+            "train/loss",
+            "train/grad_norm",
+            "train/learning_rate",
+            "train/skipped_steps",
+            "perf/memory_gb",
+        )
         assert all(math.isfinite(row[name]) for name in names)

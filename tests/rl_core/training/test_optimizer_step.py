@@ -11,11 +11,10 @@ from torch import nn
 
 from rl_core.errors import DataError, NonFiniteError, OutOfMemory
 from rl_core.losses.masking import check_finite
-from rl_core.memory import halve
+from rl_core.out_of_memory import halve_batch
 from rl_core.settings import OptimizerSettings
-from rl_core.training.micro_batches import combine_metrics
-from rl_core.training.optimizer_step import OptimizerStep
-from rl_core.training.optimizers import learning_rate_at
+from rl_core.training.optimizer_step import OptimizerStep, combine_metrics
+from rl_core.training.optimizers import compute_learning_rate
 from rl_core.types import TrainBatch
 
 
@@ -45,13 +44,18 @@ def loss_fn_of(model, total):
     def loss_fn(batch):
         x = batch.x.to(next(model.parameters()).dtype)
         error = model(x).squeeze(-1) - batch.y.to(x.dtype)
-        return error.square().sum() / total, {"size": len(batch.y) / total, "error_max": error.detach().abs().max()}
+        return error.square().sum() / total, {
+            "size": len(batch.y) / total,
+            "error_max": error.detach().abs().max(),
+        }
 
     return loss_fn
 
 
 def settings_of(**changes):
-    return OptimizerSettings(**{"learning_rate": 0.1, "warmup_steps": 0, "weight_decay": 0.0, **changes})
+    return OptimizerSettings(
+        **{"learning_rate": 0.1, "warmup_steps": 0, "weight_decay": 0.0, **changes}
+    )
 
 
 def gradients_after(monkeypatch, micro_batches, loss_fn_for, **changes):
@@ -60,24 +64,34 @@ def gradients_after(monkeypatch, micro_batches, loss_fn_for, **changes):
     optimizer_step = OptimizerStep(model, settings_of(max_grad_norm=1e9, **changes), 10)
     seen = {}
     monkeypatch.setattr(
-        optimizer_step.optimizer, "step", lambda: seen.update({n: p.grad.clone() for n, p in model.named_parameters()})
+        optimizer_step.optimizer,
+        "step",
+        lambda: seen.update({n: p.grad.clone() for n, p in model.named_parameters()}),
     )
-    metrics = optimizer_step.apply(micro_batches, loss_fn_for(model))
+    metrics = optimizer_step.run_step(micro_batches, loss_fn_for(model))
     return seen, metrics
 
 
 def test_learning_rate_warms_up_and_falls_to_its_floor():
-    linear = OptimizerSettings(learning_rate=1.0, schedule="linear", warmup_steps=4, min_lr_ratio=0.2)
+    linear = OptimizerSettings(
+        learning_rate=1.0, schedule="linear", warmup_steps=4, min_lr_ratio=0.2
+    )
     # steps 0..3 rise by a quarter; steps 4..13 of 14 fall from 1 towards 0.2, by 0.08 each
     expected = [0.25, 0.5, 0.75, 1.0, 1.0, 0.92, 0.84]
-    assert [learning_rate_at(step, linear, 14) for step in range(7)] == pytest.approx(expected)
-    assert learning_rate_at(14, linear, 14) == pytest.approx(0.2)
-    assert learning_rate_at(1000, linear, 14) == pytest.approx(0.2)
-    cosine = OptimizerSettings(learning_rate=0.2, schedule="cosine", warmup_steps=0, min_lr_ratio=0.0)
+    assert [compute_learning_rate(step, linear, 14) for step in range(7)] == pytest.approx(expected)
+    assert compute_learning_rate(14, linear, 14) == pytest.approx(0.2)
+    assert compute_learning_rate(1000, linear, 14) == pytest.approx(0.2)
+    cosine = OptimizerSettings(
+        learning_rate=0.2, schedule="cosine", warmup_steps=0, min_lr_ratio=0.0
+    )
     # half-way: 0.2 * 0.5 * (1 + cos(pi/2)) = 0.1; a quarter: 0.1 * (1 + cos(pi/4))
-    assert [learning_rate_at(step, cosine, 8) for step in (0, 2, 4, 8)] == pytest.approx([0.2, 0.170710678, 0.1, 0.0])
+    assert [compute_learning_rate(step, cosine, 8) for step in (0, 2, 4, 8)] == pytest.approx(
+        [0.2, 0.170710678, 0.1, 0.0]
+    )
     constant = OptimizerSettings(learning_rate=0.3, warmup_steps=2)
-    assert [learning_rate_at(step, constant, 1) for step in (0, 1, 2, 99)] == pytest.approx([0.15, 0.3, 0.3, 0.3])
+    assert [compute_learning_rate(step, constant, 1) for step in (0, 1, 2, 99)] == pytest.approx(
+        [0.15, 0.3, 0.3, 0.3]
+    )
 
 
 def test_the_scale_multiplies_the_schedule_and_is_saved():
@@ -89,7 +103,7 @@ def test_the_scale_multiplies_the_schedule_and_is_saved():
     optimizer_step.num_steps, optimizer_step.learning_rate_scale = 1, 0.25
     assert optimizer_step.learning_rate == pytest.approx(0.1)  # 0.8 * 2/4 * 0.25
     batch = Rows(torch.tensor([[1.0]]), torch.tensor([0.0]), [0])
-    metrics = optimizer_step.apply([batch], lambda b: (optimizer_step.model(b.x).sum(), {}))
+    metrics = optimizer_step.run_step([batch], lambda b: (optimizer_step.model(b.x).sum(), {}))
     assert metrics["train/learning_rate"] == pytest.approx(0.1)
     assert [group["lr"] for group in optimizer_step.optimizer.param_groups] == pytest.approx([0.1])
     other.load_state_dict(optimizer_step.state_dict())
@@ -111,7 +125,7 @@ def test_first_adam_step_by_hand():
         model.weight.copy_(torch.tensor([[1.0, -1.0]]))
     optimizer_step = OptimizerStep(model, settings_of(), 10)
     batch = Rows(torch.tensor([[2.0, -3.0]]), torch.tensor([0.0]), [0])
-    metrics = optimizer_step.apply([batch], lambda b: (model(b.x).sum(), {}))
+    metrics = optimizer_step.run_step([batch], lambda b: (model(b.x).sum(), {}))
     # loss = 2*1 + (-3)(-1) = 5; gradient (2, -3), norm sqrt(13)
     assert metrics["train/loss"] == pytest.approx(5.0)
     assert metrics["train/grad_norm"] == pytest.approx(13**0.5)
@@ -129,7 +143,7 @@ def test_the_schedule_reaches_the_weights():
     batch = Rows(torch.ones(1, 1), torch.zeros(1), [0])
     weights = []
     for _ in range(4):
-        optimizer_step.apply([batch], lambda b: (model(b.x).sum(), {}))
+        optimizer_step.run_step([batch], lambda b: (model(b.x).sum(), {}))
         weights.append(float(model.weight.detach()))
     assert weights == pytest.approx([0.975, 0.925, 0.85, 0.75], abs=1e-5)
 
@@ -138,14 +152,20 @@ def test_gradients_are_clipped_by_their_global_norm(monkeypatch):
     model = nn.Linear(2, 1, bias=False)
     optimizer_step = OptimizerStep(model, settings_of(max_grad_norm=1.0), 10)
     seen = []
-    monkeypatch.setattr(optimizer_step.optimizer, "step", lambda: seen.append(model.weight.grad.clone()))
+    monkeypatch.setattr(
+        optimizer_step.optimizer, "step", lambda: seen.append(model.weight.grad.clone())
+    )
     batch = Rows(torch.tensor([[3.0, -4.0]]), torch.tensor([0.0]), [0])
-    metrics = optimizer_step.apply([batch], lambda b: (model(b.x).sum(), {}))
+    metrics = optimizer_step.run_step([batch], lambda b: (model(b.x).sum(), {}))
     assert metrics["train/grad_norm"] == pytest.approx(5.0)  # before clipping
     torch.testing.assert_close(seen[0], torch.tensor([[0.6, -0.8]]))
-    for size, expected in ((1.001, 1.0), (0.995, 0.995), (0.5, 0.5)):  # the gradient's norm, and what is left of it
+    for size, expected in (
+        (1.001, 1.0),
+        (0.995, 0.995),
+        (0.5, 0.5),
+    ):  # the gradient's norm, and what is left of it
         small = Rows(torch.tensor([[0.6, -0.8]]) * size, torch.tensor([0.0]), [0])
-        optimizer_step.apply([small], lambda b: (model(b.x).sum(), {}))
+        optimizer_step.run_step([small], lambda b: (model(b.x).sum(), {}))
         assert float(seen[-1].norm()) == pytest.approx(expected, rel=1e-5)
 
 
@@ -156,7 +176,7 @@ def test_decay_on_matrices_only():
         model.bias.fill_(1.0)
     optimizer_step = OptimizerStep(model, settings_of(learning_rate=0.1, weight_decay=0.5), 10)
     batch = Rows(torch.zeros(1, 2), torch.zeros(1), [0])
-    optimizer_step.apply([batch], lambda b: (0.0 * (model.weight.sum() + model.bias.sum()), {}))
+    optimizer_step.run_step([batch], lambda b: (0.0 * (model.weight.sum() + model.bias.sum()), {}))
     torch.testing.assert_close(model.weight.detach(), torch.full((2, 2), 0.95))  # 1 - lr * decay
     torch.testing.assert_close(model.bias.detach(), torch.ones(2))
 
@@ -230,7 +250,9 @@ def test_lack_of_memory_halves_and_gives_the_same_gradient(monkeypatch, caplog, 
     [
         torch.OutOfMemoryError("fake"),
         MemoryError(),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+        ),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -245,8 +267,8 @@ def test_the_limit_that_was_found_is_kept_and_saved(error):
             raise error
         return loss_fn_of(model, 8)(batch)
 
-    optimizer_step.apply([rows(8)], loss_fn)
-    optimizer_step.apply([rows(8)], loss_fn)
+    optimizer_step.run_step([rows(8)], loss_fn)
+    optimizer_step.run_step([rows(8)], loss_fn)
     assert sizes == [8, 4, 4, 4, 4]
     again = OptimizerStep(model_of(), settings_of(), 10)
     again.load_state_dict(optimizer_step.state_dict())
@@ -259,7 +281,7 @@ def test_a_single_row_that_does_not_fit_is_a_typed_error():
 
     optimizer_step = OptimizerStep(model_of(), settings_of(), 10)
     with pytest.raises(OutOfMemory, match="one row of 3 tokens does not fit"):
-        optimizer_step.apply([rows(4)], loss_fn)
+        optimizer_step.run_step([rows(4)], loss_fn)
 
 
 def test_an_optimizer_state_that_does_not_fit_is_a_typed_error(monkeypatch):
@@ -270,7 +292,7 @@ def test_an_optimizer_state_that_does_not_fit_is_a_typed_error(monkeypatch):
     optimizer_step = OptimizerStep(model, settings_of(), 10)
     monkeypatch.setattr(optimizer_step.optimizer, "step", refuse)
     with pytest.raises(OutOfMemory, match="the optimizer's state does not fit"):
-        optimizer_step.apply([rows(4)], loss_fn_of(model, 4))
+        optimizer_step.run_step([rows(4)], loss_fn_of(model, 4))
 
 
 def test_halves_of_a_train_batch_keep_every_field():
@@ -282,16 +304,16 @@ def test_halves_of_a_train_batch_keep_every_field():
         position_ids_BS=torch.tensor([[0, 1, 2], [0, 1, 0], [0, 0, 0], [0, 1, 2], [0, 0, 1]]),
         rows=[4, 3, 2, 1, 0],
     )
-    first, second = halve(batch)
+    first, second = halve_batch(batch)
     assert second.position_ids_BS.tolist() == [[0, 0, 0], [0, 1, 2], [0, 0, 1]]
     assert second.to("cpu").position_ids_BS.tolist() == second.position_ids_BS.tolist()
     assert first.rows == [4, 3] and second.rows == [2, 1, 0]
     assert first.input_ids_BS.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert second.sampler_logprobs_BS.tolist()[0] == [6.0, 7.0, 8.0]
     assert second.temperatures_BS is None
-    assert halve(halve(first)[0]) is None
+    assert halve_batch(halve_batch(first)[0]) is None
     with pytest.raises(DataError, match="dataclass"):
-        halve((1, 2))
+        halve_batch((1, 2))
 
 
 def poisoned(model, what):
@@ -318,25 +340,31 @@ def poisoned(model, what):
 def test_non_finite_steps_are_skipped_counted_named_and_stop_after_n(caplog, what, name):
     model = model_of()
     optimizer_step = OptimizerStep(model, settings_of(), 100, max_nonfinite=3)
-    optimizer_step.apply([rows(4)], loss_fn_of(model, 4))
+    optimizer_step.run_step([rows(4)], loss_fn_of(model, 4))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     moments = optimizer_step.state_dict()["optimizer"]["state"][0]["exp_avg"].clone()
     with caplog.at_level(logging.WARNING):
-        metrics = optimizer_step.apply([rows(4)], poisoned(model, what))
+        metrics = optimizer_step.run_step([rows(4)], poisoned(model, what))
     assert metrics["train/skipped_steps"] == 1.0
     assert re.search(name, caplog.text)
-    optimizer_step.apply([rows(4)], poisoned(model, what))
-    assert (optimizer_step.num_steps, optimizer_step.skipped_steps, optimizer_step.skipped_in_row) == (3, 2, 2)
+    optimizer_step.run_step([rows(4)], poisoned(model, what))
+    assert (
+        optimizer_step.num_steps,
+        optimizer_step.skipped_steps,
+        optimizer_step.skipped_in_row,
+    ) == (3, 2, 2)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(optimizer_step.state_dict()["optimizer"]["state"][0]["exp_avg"], moments)
-    good = optimizer_step.apply([rows(4)], loss_fn_of(model, 4))  # one good step: the count in a row starts anew
+    good = optimizer_step.run_step(
+        [rows(4)], loss_fn_of(model, 4)
+    )  # one good step: the count in a row starts anew
     assert (good["train/skipped_steps"], optimizer_step.skipped_in_row) == (2.0, 0)
     after = {key: value.clone() for key, value in model.state_dict().items()}
     assert not torch.equal(after["0.weight"], before["0.weight"])
     for _ in range(2):
-        optimizer_step.apply([rows(4)], poisoned(model, what))
+        optimizer_step.run_step([rows(4)], poisoned(model, what))
     with pytest.raises(NonFiniteError, match=f"3 non-finite optimizer steps in a row.*{name}"):
-        optimizer_step.apply([rows(4)], poisoned(model, what))
+        optimizer_step.run_step([rows(4)], poisoned(model, what))
     assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
 
 
@@ -345,12 +373,12 @@ def test_bad_steps_in_a_row_are_counted_over_a_restart():
     model, other = model_of(), model_of()
     first = OptimizerStep(model, settings_of(), 100, max_nonfinite=3)
     for _ in range(2):
-        first.apply([rows(4)], poisoned(model, "loss"))
+        first.run_step([rows(4)], poisoned(model, "loss"))
     again = OptimizerStep(other, settings_of(), 100, max_nonfinite=3)
     again.load_state_dict(first.state_dict())
     assert (again.num_steps, again.skipped_steps, again.skipped_in_row) == (2, 2, 2)
     with pytest.raises(NonFiniteError, match="3 non-finite optimizer steps in a row"):
-        again.apply([rows(4)], poisoned(other, "loss"))
+        again.run_step([rows(4)], poisoned(other, "loss"))
 
 
 def test_a_broken_weight_is_named_before_what_follows_from_it(caplog):
@@ -360,7 +388,7 @@ def test_a_broken_weight_is_named_before_what_follows_from_it(caplog):
         model[2].weight[0, 1] = float("nan")
     optimizer_step = OptimizerStep(model, settings_of(), 10)
     with caplog.at_level(logging.WARNING):
-        optimizer_step.apply([rows(4)], loss_fn_of(model, 4))
+        optimizer_step.run_step([rows(4)], loss_fn_of(model, 4))
     assert "not finite: weight 0.bias" in caplog.text
 
 
@@ -372,7 +400,7 @@ def test_small_updates_of_bfloat16_weights_are_not_rounded_away():
     optimizer_step = OptimizerStep(model, settings_of(learning_rate=1e-4), 100)
     batch = Rows(torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(1), [0])
     for _ in range(100):
-        optimizer_step.apply([batch], lambda b: (model(b.x).sum(), {}))
+        optimizer_step.run_step([batch], lambda b: (model(b.x).sum(), {}))
     assert model.weight.dtype == torch.bfloat16
     assert float(optimizer_step.state_dict()["masters"]["weight"]) == pytest.approx(0.99, abs=1e-4)
     assert float(model.weight.detach()) == pytest.approx(0.99, abs=2**-8)
@@ -382,21 +410,30 @@ def test_low_precision_gradients_accumulate_in_float32():
     """256 + 1 is 256 in bfloat16: accumulated there, the small micro-batches would vanish."""
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     optimizer_step = OptimizerStep(model, settings_of(max_grad_norm=1e9), 10)
-    batches = [Rows(torch.full((1, 1), v, dtype=torch.bfloat16), torch.zeros(1), [0]) for v in (256.0, 1.0, 1.0)]
-    metrics = optimizer_step.apply(batches, lambda b: (model(b.x).sum(), {}))
+    batches = [
+        Rows(torch.full((1, 1), v, dtype=torch.bfloat16), torch.zeros(1), [0])
+        for v in (256.0, 1.0, 1.0)
+    ]
+    metrics = optimizer_step.run_step(batches, lambda b: (model(b.x).sum(), {}))
     assert metrics["train/grad_norm"] == pytest.approx(258.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_dict_continues_bit_for_bit(dtype):
     def train(model, optimizer_step, steps):
-        return [optimizer_step.apply([rows(4, seed)], loss_fn_of(model, 4))["train/loss"].hex() for seed in steps]
+        return [
+            optimizer_step.apply([rows(4, seed)], loss_fn_of(model, 4))["train/loss"].hex()
+            for seed in steps
+        ]
 
     settings = settings_of(schedule="cosine", warmup_steps=2)
     model = model_of(dtype=dtype)
     optimizer_step = OptimizerStep(model, settings, 8)
     train(model, optimizer_step, range(4))
-    state, weights = optimizer_step.state_dict(), {key: value.clone() for key, value in model.state_dict().items()}
+    state, weights = (
+        optimizer_step.state_dict(),
+        {key: value.clone() for key, value in model.state_dict().items()},
+    )
     state = torch.load(_saved(state), weights_only=True)
     expected = train(model, optimizer_step, range(4, 8))
     other = model_of(seed=9, dtype=dtype)
@@ -404,7 +441,9 @@ def test_state_dict_continues_bit_for_bit(dtype):
     other.load_state_dict(weights)
     resumed.load_state_dict(state)
     assert train(other, resumed, range(4, 8)) == expected
-    assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items()
+    )
 
 
 def _saved(state):
@@ -419,7 +458,7 @@ def test_frozen_parameters_are_left_alone():
     model[0].requires_grad_(False)
     before = model[0].weight.clone()
     optimizer_step = OptimizerStep(model, settings_of(), 10)
-    optimizer_step.apply([rows(4)], loss_fn_of(model, 4))
+    optimizer_step.run_step([rows(4)], loss_fn_of(model, 4))
     assert torch.equal(model[0].weight, before)
     model.requires_grad_(False)
     with pytest.raises(DataError, match="no trainable parameter"):
@@ -428,4 +467,6 @@ def test_frozen_parameters_are_left_alone():
 
 def test_a_step_of_nothing_is_an_error():
     with pytest.raises(DataError, match="at least one micro-batch"):
-        OptimizerStep(model_of(), settings_of(), 10).apply([], lambda batch: (torch.zeros(()), {}))
+        OptimizerStep(model_of(), settings_of(), 10).run_step(
+            [], lambda batch: (torch.zeros(()), {})
+        )

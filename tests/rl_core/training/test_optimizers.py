@@ -11,7 +11,7 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_core.models.lora import add_adapter
 from rl_core.settings import LoraSettings, OptimizerSettings
 from rl_core.training.optimizer_step import OptimizerStep
-from rl_core.training.optimizers import build_optimizer, hidden_matrices, step_adamw
+from rl_core.training.optimizers import build_optimizer, find_hidden_matrices, step_adamw
 from rl_core.types import TrainBatch
 
 HIDDEN = {
@@ -26,14 +26,26 @@ HIDDEN = {
 
 
 def llama(kind=LlamaForCausalLM, **changes):
-    shape = dict(vocab_size=11, hidden_size=8, intermediate_size=12, num_attention_heads=2, num_key_value_heads=1)
+    shape = dict(
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return kind(LlamaConfig(**shape, num_hidden_layers=1, max_position_embeddings=8, pad_token_id=0, **changes))
+        return kind(
+            LlamaConfig(
+                **shape, num_hidden_layers=1, max_position_embeddings=8, pad_token_id=0, **changes
+            )
+        )
 
 
 def settings_of(**changes):
-    return OptimizerSettings(**{"learning_rate": 0.1, "warmup_steps": 0, "weight_decay": 0.0, **changes})
+    return OptimizerSettings(
+        **{"learning_rate": 0.1, "warmup_steps": 0, "weight_decay": 0.0, **changes}
+    )
 
 
 def one_weight(value=1.0, dtype=torch.float32):
@@ -55,7 +67,9 @@ def push(optimizer_step, gradient):
 def seen_by_optimizer(optimizer_step, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        optimizer_step.optimizer, "step", lambda: seen.append(float(next(optimizer_step.model.parameters()).grad))
+        optimizer_step.optimizer,
+        "step",
+        lambda: seen.append(float(next(optimizer_step.model.parameters()).grad)),
     )
     return seen
 
@@ -67,10 +81,14 @@ def test_a_quick_adamw_step_is_torchs_to_the_last_bit():
     models = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     settings = OptimizerSettings(weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6, warmup_steps=0)
-    quick, plain = (build_optimizer(model, dict(model.named_parameters()), settings) for model in models)
+    quick, plain = (
+        build_optimizer(model, dict(model.named_parameters()), settings) for model in models
+    )
     generator = torch.Generator().manual_seed(0)
     for turn in range(5):
-        for place, (one, other) in enumerate(zip(models[0].parameters(), models[1].parameters(), strict=True)):
+        for place, (one, other) in enumerate(
+            zip(models[0].parameters(), models[1].parameters(), strict=True)
+        ):
             one.grad = torch.randn(one.shape, generator=generator)
             other.grad = one.grad.clone()
             if turn == 3 and place == 2:
@@ -91,27 +109,34 @@ def test_a_quick_adamw_step_is_torchs_to_the_last_bit():
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(is_tied):
     model = llama(tie_word_embeddings=is_tied)
-    assert hidden_matrices(model) == HIDDEN
+    assert find_hidden_matrices(model) == HIDDEN
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer_step = OptimizerStep(model, settings_of(optimizer="muon", weight_decay=0.5), 10)
     groups = {
-        kind: [({names[id(p)] for p in group["params"]}, group["weight_decay"]) for group in part.param_groups]
+        kind: [
+            ({names[id(p)] for p in group["params"]}, group["weight_decay"])
+            for group in part.param_groups
+        ]
         for kind, part in optimizer_step.optimizer.parts.items()
     }
-    matrices = {"model.embed_tokens.weight"} if is_tied else {"model.embed_tokens.weight", "lm_head.weight"}
+    matrices = (
+        {"model.embed_tokens.weight"}
+        if is_tied
+        else {"model.embed_tokens.weight", "lm_head.weight"}
+    )
     norms = {name for name in names.values() if "norm" in name}
     assert groups == {"muon": [(HIDDEN, 0.5)], "adamw": [(matrices, 0.5), (norms, 0.0)]}
 
 
 def test_heads_of_a_reward_model_and_of_a_value_model_are_not_hidden():
-    assert hidden_matrices(llama(LlamaForSequenceClassification, num_labels=1)) == HIDDEN
+    assert find_hidden_matrices(llama(LlamaForSequenceClassification, num_labels=1)) == HIDDEN
     model = nn.ModuleDict({"trunk": nn.Linear(2, 2), "value_head": nn.Linear(2, 1)})
-    assert hidden_matrices(model) == {"trunk.weight"}
+    assert find_hidden_matrices(model) == {"trunk.weight"}
 
 
 def test_adapters_go_to_muon():
     model = add_adapter(llama(), LoraSettings(rank=2, target_modules=("q_proj", "up_proj")))
-    names = hidden_matrices(model)
+    names = find_hidden_matrices(model)
     assert len(names) == 4 and all(".lora_" in name for name in names)
     assert set(OptimizerStep(model, settings_of(optimizer="muon"), 10).optimizer.parts) == {"muon"}
 
@@ -125,14 +150,18 @@ def test_first_muon_step_by_hand():
     settings = settings_of(optimizer="muon", weight_decay=0.5, warmup_steps=2, max_grad_norm=1e9)
     optimizer_step = OptimizerStep(model, settings, 10)
     gradient = torch.diag(torch.tensor([3.0, -4.0]))
-    optimizer_step.apply([BATCH], lambda batch: ((model[0].weight * gradient).sum() + 7.0 * model[0].bias[0], {}))
+    optimizer_step.run_step(
+        [BATCH], lambda batch: ((model[0].weight * gradient).sum() + 7.0 * model[0].bias[0], {})
+    )
     expected = []
     for x in (0.6, -0.8):
         for _ in range(5):
             x = 3.4445 * x - 4.775 * x**3 + 2.0315 * x**5
         # the warm-up halves the learning rate of 0.1; 1 - 0.05 * 0.5 is left by the decay
         expected.append(0.975 - 0.05 * 0.2 * math.sqrt(2.0) * x)
-    assert torch.diag(model[0].weight.detach()).tolist() == pytest.approx(expected, abs=6e-4)  # of 0.01, in bfloat16
+    assert torch.diag(model[0].weight.detach()).tolist() == pytest.approx(
+        expected, abs=6e-4
+    )  # of 0.01, in bfloat16
     assert expected[0] < 0.975 < expected[1]
     assert float(model[0].weight.detach()[0, 1]) == pytest.approx(0.0, abs=1e-4)
     assert model[0].bias.tolist() == pytest.approx([-0.05, 0.0])  # AdamW, on the same schedule
@@ -164,7 +193,10 @@ def test_the_amplified_gradient_is_clipped(monkeypatch):
         one_weight(), settings_of(grokfast_lambda=2.0, grokfast_alpha=0.5, max_grad_norm=2.0), 10
     )
     seen = seen_by_optimizer(optimizer_step, monkeypatch)
-    for gradient in (0.5, 3.0):  # amplified to 1.5, which stays, and to 3 + 2 * 1.75 = 6.5, which is cut to 2
+    for gradient in (
+        0.5,
+        3.0,
+    ):  # amplified to 1.5, which stays, and to 3 + 2 * 1.75 = 6.5, which is cut to 2
         push(optimizer_step, gradient)
     assert seen == pytest.approx([1.5, 2.0])
 
@@ -195,20 +227,20 @@ def test_weight_average_by_hand():
     found = []
     for _ in range(3):
         push(optimizer_step, 1.0)
-        with optimizer_step.ema.swapped_in():
+        with optimizer_step.ema.use_averages():
             found.append(float(optimizer_step.model.weight.detach()))
     assert found == pytest.approx([0.9, (0.45 + 0.8) / 1.5, 1.325 / 1.75], abs=1e-6)
     assert float(optimizer_step.model.weight.detach()) == pytest.approx(0.7, abs=1e-6)
     push(optimizer_step, math.nan)  # skipped: no update, so nothing new to average
-    optimizer_step.ema.adopt()
+    optimizer_step.ema.adopt_averages()
     assert float(optimizer_step.model.weight.detach()) == pytest.approx(1.325 / 1.75, abs=1e-6)
 
 
 def test_before_the_first_update_the_average_is_the_weights():
     optimizer_step = OptimizerStep(one_weight(), settings_of(ema_decay=0.99), 10)
-    with optimizer_step.ema.swapped_in():
+    with optimizer_step.ema.use_averages():
         assert float(optimizer_step.model.weight.detach()) == 1.0
-    optimizer_step.ema.adopt()
+    optimizer_step.ema.adopt_averages()
     assert float(optimizer_step.model.weight.detach()) == 1.0
 
 
@@ -218,17 +250,19 @@ def test_weights_are_swapped_in_place_and_come_back_bit_for_bit(dtype):
     optimizer_step = OptimizerStep(model, settings_of(ema_decay=0.9), 10)
     for seed in range(3):
         ids = torch.randint(1, 11, (2, 6), generator=torch.Generator().manual_seed(seed))
-        optimizer_step.apply([BATCH], lambda batch, ids=ids: (model(ids, labels=ids).loss, {}))
+        optimizer_step.run_step([BATCH], lambda batch, ids=ids: (model(ids, labels=ids).loss, {}))
     places = [parameter.data_ptr() for parameter in model.parameters()]
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with pytest.raises(KeyError), optimizer_step.ema.swapped_in():
+    with pytest.raises(KeyError), optimizer_step.ema.use_averages():
         inside = [parameter.detach().clone() for parameter in model.parameters()]
         assert [parameter.data_ptr() for parameter in model.parameters()] == places
         raise KeyError
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
     assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(inside, before, strict=True) if a.ndim == 2)
-    if dtype == torch.bfloat16:  # averaged over the float32 masters: a bfloat16 average would stand still
+    if (
+        dtype == torch.bfloat16
+    ):  # averaged over the float32 masters: a bfloat16 average would stand still
         state = optimizer_step.state_dict()
         assert all(average.dtype == torch.float32 for average in state["ema"]["averages"].values())
 
@@ -241,19 +275,23 @@ def test_small_moves_add_up_in_the_average_of_bfloat16_weights():
     for _ in range(100):
         push(optimizer_step, 1.0)
     average = optimizer_step.state_dict()["ema"]["averages"]["weight"]
-    assert float(average) == pytest.approx(0.9901, abs=2e-5)  # w + 1e-4 * sum of (1 - d) d^k k = w + 1e-4
+    assert float(average) == pytest.approx(
+        0.9901, abs=2e-5
+    )  # w + 1e-4 * sum of (1 - d) d^k k = w + 1e-4
 
 
 def test_without_ema_the_weights_themselves_are_evaluated():
     optimizer_step = OptimizerStep(one_weight(), settings_of(), 10)
     push(optimizer_step, 1.0)
-    with optimizer_step.ema.swapped_in():
+    with optimizer_step.ema.use_averages():
         assert float(optimizer_step.model.weight.detach()) == pytest.approx(0.9)
     assert optimizer_step.state_dict()["ema"] is None
 
 
 def test_averages_of_another_model_are_refused():
-    optimizer_step = OptimizerStep(one_weight(), settings_of(ema_decay=0.5, grokfast_lambda=1.0), 10)
+    optimizer_step = OptimizerStep(
+        one_weight(), settings_of(ema_decay=0.5, grokfast_lambda=1.0), 10
+    )
     push(optimizer_step, 1.0)
     state = optimizer_step.state_dict()
     other = OptimizerStep(nn.Sequential(one_weight()), settings_of(ema_decay=0.5), 10)
@@ -261,7 +299,9 @@ def test_averages_of_another_model_are_refused():
         other.load_state_dict(state)
 
 
-@pytest.mark.parametrize("changes", [{"ema_decay": 1.0}, {"ema_decay": 0.0}, {"grokfast_alpha": 1.0}])
+@pytest.mark.parametrize(
+    "changes", [{"ema_decay": 1.0}, {"ema_decay": 0.0}, {"grokfast_alpha": 1.0}]
+)
 def test_decays_lie_below_one(changes):
     with pytest.raises(SettingsError, match=next(iter(changes))):
         settings_of(**changes)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.config import ConfigError, from_dict, named_code
+from tasks.config import ConfigError, build_settings, list_code_paths
 
 GOOD = """\
 import pathlib
@@ -32,29 +32,41 @@ def home(tmp_path, monkeypatch):
 
 
 def values(**changed):
-    names = {name: f"parts/mine.py:{name}" for name in ("loss", "advantages", "settled", "measure")} | changed
+    names = {
+        name: f"parts/mine.py:{name}" for name in ("loss", "advantages", "settled", "measure")
+    } | changed
     condition = {"function": names["settled"], "window": 2}
     curriculum = [{"name": "a", "levels": {"easy": 1}, "exit_conditions": [condition]}]
-    policy = {"loss": names["loss"], "loss_options": changed.get("options", {}), "advantages": names["advantages"],
-              "curriculum": curriculum, "early_stop": {"function": names["settled"]}}  # fmt: skip
+    policy = {
+        "loss": names["loss"],
+        "loss_options": changed.get("options", {}),
+        "advantages": names["advantages"],
+        "curriculum": curriculum,
+        "early_stop": {"function": names["settled"]},
+    }
     return {
         "name": "x",
-        "stages": {"sft": {}, "policy": policy, "evaluate": {}, "analyze": {"measures": [names["measure"]]}},
+        "stages": {
+            "sft": {},
+            "policy": policy,
+            "evaluate": {},
+            "analyze": {"measures": [names["measure"]]},
+        },
     }
 
 
 def problems_of(settings, **options):
     try:
-        from_dict(settings, check_files=False, **options)
+        build_settings(settings, check_files=False, **options)
     except ConfigError as error:
         return {".".join(map(str, problem.key)): problem.text for problem in error.problems}
     return {}
 
 
 def test_all_of_it_is_named_and_imported_only_where_that_is_asked_for(home):
-    settings = from_dict(values(), check_files=False, import_code=False)
+    settings = build_settings(values(), check_files=False, import_code=False)
     assert not (home / "ran").exists()
-    assert named_code(settings) == tuple(
+    assert list_code_paths(settings) == tuple(
         f"parts/mine.py:{name}" for name in ("loss", "advantages", "settled", "measure")
     )
     assert problems_of(values()) == {} and (home / "ran").exists()
@@ -67,14 +79,30 @@ CONDITION = "stages.policy.curriculum.0.exit_conditions.0.function"
     ("changed", "key", "message"),
     [
         ({"loss": "nowhere:loss"}, "stages.policy.loss", "module 'nowhere' cannot be imported"),
-        ({"loss": "parts/mine.py:los"}, "stages.policy.loss", "no function 'los' there; did you mean 'loss'?"),
-        ({"loss": "parts/mine.py:advantages"}, "stages.policy.loss", "it is called with (logprobs_BT"),
+        (
+            {"loss": "parts/mine.py:los"},
+            "stages.policy.loss",
+            "no function 'los' there; did you mean 'loss'?",
+        ),
+        (
+            {"loss": "parts/mine.py:advantages"},
+            "stages.policy.loss",
+            "it is called with (logprobs_BT",
+        ),
         ({"options": {"tou": 1}}, "stages.policy.loss", "unexpected keyword argument 'tou'"),
         ({"loss": "sapo"}, "stages.policy.loss", "is no import path; write package.module:name"),
-        ({"advantages": "parts/mine.py:loss"}, "stages.policy.advantages", "it is called with (rewards_R"),
+        (
+            {"advantages": "parts/mine.py:loss"},
+            "stages.policy.advantages",
+            "it is called with (rewards_R",
+        ),
         ({"settled": "parts/mine.py:advantages"}, CONDITION, "it is called with (history"),
         ({"settled": "parts/mine.py:x y"}, CONDITION, "is no import path"),
-        ({"measure": "parts/mine.py:advantages"}, "stages.analyze.measures.0", "called with one trajectory"),
+        (
+            {"measure": "parts/mine.py:advantages"},
+            "stages.analyze.measures.0",
+            "called with one trajectory",
+        ),
     ],
 )
 def test_one_message_names_the_key(home, changed, key, message):

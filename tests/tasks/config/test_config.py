@@ -11,11 +11,11 @@ from tasks.config import (
     STAGES,
     ConfigError,
     PipelineSettings,
-    from_dict,
-    load,
-    pipeline_model,
-    resolve,
-    settings_digest,
+    build_pipeline_model,
+    build_settings,
+    digest_settings,
+    dump_settings,
+    load_settings,
 )
 
 SMALL = "name: demo\nstages:\n  sft: {}\n"
@@ -30,32 +30,43 @@ def write(folder: Path, text: str) -> Path:
 def problems_of(folder: Path, text: str, *overrides: str) -> dict[str, str]:
     """Problems by dotted key."""
     with pytest.raises(ConfigError) as caught:
-        load(write(folder, text), overrides)
+        load_settings(write(folder, text), overrides)
     problems = {".".join(map(str, problem.key)): problem.text for problem in caught.value.problems}
     assert len(problems) == len(caught.value.problems)
     return problems
 
 
 def test_defaults_and_types(tmp_path):
-    settings = load(write(tmp_path, SMALL + "  policy: {learning_rate: 1e-5, betas: [0, 0.9], kl_coef: 1}\nseed: 3\n"))
+    settings = load_settings(
+        write(
+            tmp_path,
+            SMALL + "  policy: {learning_rate: 1e-5, betas: [0, 0.9], kl_coef: 1}\nseed: 3\n",
+        )
+    )
     assert settings.seed == 3 and settings.output == "outputs"
     assert settings.stages.active == ("sft", "policy")
     policy = settings.stages.policy
     assert policy.learning_rate == 1e-5
     assert policy.betas == (0.0, 0.9) and isinstance(policy.betas[0], float)
-    assert policy.kl_coef == 1.0 and isinstance(policy.kl_coef, float)  # a whole number where a number is asked for
+    assert policy.kl_coef == 1.0 and isinstance(
+        policy.kl_coef, float
+    )  # a whole number where a number is asked for
     assert settings.stages.sft.epochs == 3.0
     assert settings.experiment == "demo" and settings.registered_model == "demo"
 
 
 def test_stage_left_out_null_and_empty_block(tmp_path):
-    settings = load(write(tmp_path, "name: x\nstages:\n  sft: {}\n  policy: null\n  evaluate:\n"))
+    settings = load_settings(
+        write(tmp_path, "name: x\nstages:\n  sft: {}\n  policy: null\n  evaluate:\n")
+    )
     assert settings.stages.active == ("sft",)
 
 
 def test_timeouts(tmp_path):
-    settings = load(write(tmp_path, SMALL + "run: {timeout_seconds: 60, timeouts: {policy: 3600}}\n"))
-    assert settings.run.timeout("policy") == 3600 and settings.run.timeout("sft") == 60
+    settings = load_settings(
+        write(tmp_path, SMALL + "run: {timeout_seconds: 60, timeouts: {policy: 3600}}\n")
+    )
+    assert settings.run.find_timeout("policy") == 3600 and settings.run.find_timeout("sft") == 60
     assert settings.run.retries == 2
 
 
@@ -78,12 +89,24 @@ def test_timeouts(tmp_path):
         ("model: {presett: nano}", "model.presett", "unknown key; did you mean 'preset'?"),
         ("learning_rate: 1", "learning_rate", "it belongs to stages.sft, stages.distill, "),
         ("zzz: 1", "zzz", "unknown key; known: environment, model, name, online, output"),
-        ("environment: {name: pixel_grid, options: 3}", "environment.options", "a block of `name: value`"),
+        (
+            "environment: {name: pixel_grid, options: 3}",
+            "environment.options",
+            "a block of `name: value`",
+        ),
         ("tracking: {uri: ./mlruns}", "tracking.uri", "no store that MLflow takes"),
-        ("tracking: {uri: 'postgresql://me:secret@host/db'}", "tracking.uri", "MLFLOW_TRACKING_URI"),
+        (
+            "tracking: {uri: 'postgresql://me:secret@host/db'}",
+            "tracking.uri",
+            "MLFLOW_TRACKING_URI",
+        ),
         ("tracking: {registered_model: a/b}", "tracking.registered_model", "no path separators"),
         ("tracking: {system_metrics_seconds: -1}", "tracking.system_metrics_seconds", "at least 0"),
-        ("model: {target_module: q_proj}", "model.target_module", "did you mean 'lora.target_modules'?"),
+        (
+            "model: {target_module: q_proj}",
+            "model.target_module",
+            "did you mean 'lora.target_modules'?",
+        ),
         ("run: {timeouts: {polcy: 1}}", "run.timeouts.polcy", "did you mean 'policy'?"),
         ("run: {timeouts: {policy: 0}}", "run.timeouts.policy", "greater than 0"),
         ("run: {retries: -1}", "run.retries", "at least 0"),
@@ -122,7 +145,11 @@ def test_one_bad_line(tmp_path, line, key, expected):
         ("{betas: [0.9, 1.0]}", "betas.1", "less than 1"),
         ("{curriculum: easy}", "curriculum", "expected a list"),
         ("{curriculum: [{levels: {easy: 1}}]}", "curriculum.0.name", "is missing; add it"),
-        ("{curriculum: [{name: a, levels: {easy: true}}]}", "curriculum.0.levels.easy", "expected a number"),
+        (
+            "{curriculum: [{name: a, levels: {easy: true}}]}",
+            "curriculum.0.levels.easy",
+            "expected a number",
+        ),
         ("{curriculum: [{name: a, levels: {easy: 0}}]}", "curriculum.0.levels", "weight above 0"),
         (
             "{curriculum: [{name: a, levels: {easy: 1}, min_iterations: 9, max_iterations: 3}]}",
@@ -143,7 +170,9 @@ def test_one_bad_line_in_policy(tmp_path, block, key, expected):
     assert expected in problems[f"stages.policy.{key}"]
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "a\\b", ".x", "a b", "", "é", "x" * 65, "a..b", "-x", "a\nb"])
+@pytest.mark.parametrize(
+    "name", ["a/b", "..", "a\\b", ".x", "a b", "", "é", "x" * 65, "a..b", "-x", "a\nb"]
+)
 def test_names_that_are_no_single_folder(tmp_path, name):
     problems = problems_of(tmp_path, f"name: {json.dumps(name)}\nstages: {{sft: {{}}}}\n")
     assert list(problems) == ["name"]
@@ -160,7 +189,7 @@ def test_all_problems_at_once_in_the_order_of_the_file(tmp_path):
     text = "name: a/b\nstages:\n  policy:\n    group_size: 1\n    group_siz: 3\n    rewards: {tsk: 1}\nsede: 4\n"
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
-        load(path, ["stages.sft.epochs=-1"])
+        load_settings(path, ["stages.sft.epochs=-1"])
     lines = str(caught.value).splitlines()
     assert lines[0] == "6 problems:"
     starts = [
@@ -176,9 +205,13 @@ def test_all_problems_at_once_in_the_order_of_the_file(tmp_path):
 
 
 def test_one_bad_value_is_reported_once(tmp_path):
-    assert set(problems_of(tmp_path, SMALL + "  policy: {kl_coef: .inf}\n")) == {"stages.policy.kl_coef"}
+    assert set(problems_of(tmp_path, SMALL + "  policy: {kl_coef: .inf}\n")) == {
+        "stages.policy.kl_coef"
+    }
     # The loader has refused it; that the 0 in its place is out of range is no second problem.
-    assert set(problems_of(tmp_path, SMALL + "  policy: {learning_rate: .nan}\n")) == {"stages.policy.learning_rate"}
+    assert set(problems_of(tmp_path, SMALL + "  policy: {learning_rate: .nan}\n")) == {
+        "stages.policy.learning_rate"
+    }
     text = SMALL + "  policy: {curriculum: [{name: 1, levels: {easy: 1}}]}\n"
     assert set(problems_of(tmp_path, text)) == {"stages.policy.curriculum.0.name"}
 
@@ -189,48 +222,57 @@ def test_long_and_strange_values_are_shortened_and_escaped(tmp_path):
 
 
 def test_resolve_is_the_inverse_of_from_dict(tmp_path):
-    policy = (
-        "{curriculum: [{name: a, levels: {easy: 1}, exit_conditions: [{window: 3}]}, {name: b, levels: {hard: 2}}]}"
+    policy = "{curriculum: [{name: a, levels: {easy: 1}, exit_conditions: [{window: 3}]}, {name: b, levels: {hard: 2}}]}"
+    settings = load_settings(
+        write(tmp_path, f"{SMALL}  policy: {policy}\nmodel: {{vocab_size: 400}}\n")
     )
-    settings = load(write(tmp_path, f"{SMALL}  policy: {policy}\nmodel: {{vocab_size: 400}}\n"))
-    plain = resolve(settings)
+    plain = dump_settings(settings)
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
     assert plain["stages"]["policy"]["curriculum"][0]["exit_conditions"][0]["window"] == 3
-    assert from_dict(plain) == settings
-    assert from_dict(pipeline_model().model_validate(plain)) == settings
+    assert build_settings(plain) == settings
+    assert build_settings(build_pipeline_model().model_validate(plain)) == settings
 
 
 def test_from_dict_reports_without_a_file():
-    with pytest.raises(ConfigError, match=r"settings: stages\.policy\.group_siz: unknown key") as caught:
-        from_dict({"name": "x", "stages": {"policy": {"group_siz": 3}}})
+    with pytest.raises(
+        ConfigError, match=r"settings: stages\.policy\.group_siz: unknown key"
+    ) as caught:
+        build_settings({"name": "x", "stages": {"policy": {"group_siz": 3}}})
     assert isinstance(caught.value, SettingsError)
     with pytest.raises(ConfigError, match="found a list of 0"):
-        from_dict([])  # type: ignore[arg-type]
+        build_settings([])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"model\.lora\.alpha.*finite"):
-        from_dict({"name": "x", "stages": {"sft": {}}, "model": {"lora": {"alpha": float("nan")}}})
+        build_settings(
+            {"name": "x", "stages": {"sft": {}}, "model": {"lora": {"alpha": float("nan")}}}
+        )
 
 
 def test_from_dict_leaves_its_argument_alone():
     values = {"name": "x", "stages": {"policy": {"bad": 1}}}
     with pytest.raises(ConfigError):
-        from_dict(values)
+        build_settings(values)
     assert values == {"name": "x", "stages": {"policy": {"bad": 1}}}
 
 
 def test_digest(tmp_path):
-    settings = load(write(tmp_path, SMALL))
-    digest = settings_digest(settings)
+    settings = load_settings(write(tmp_path, SMALL))
+    digest = digest_settings(settings)
     assert len(digest) == 16 and int(digest, 16) >= 0
-    assert settings_digest(resolve(settings)) == digest
-    assert settings_digest(load(write(tmp_path, "stages:\n  sft: {epochs: 3}\nname: demo\n"))) == digest
-    assert settings_digest(dataclasses.replace(settings, seed=1)) != digest
-    assert settings_digest({"b": 1, "a": (2, Path("x"))}) == settings_digest({"a": [2, "x"], "b": 1})
+    assert digest_settings(dump_settings(settings)) == digest
+    assert (
+        digest_settings(load_settings(write(tmp_path, "stages:\n  sft: {epochs: 3}\nname: demo\n")))
+        == digest
+    )
+    assert digest_settings(dataclasses.replace(settings, seed=1)) != digest
+    assert digest_settings({"b": 1, "a": (2, Path("x"))}) == digest_settings(
+        {"a": [2, "x"], "b": 1}
+    )
     # SHA-256 of '{"a":1}', worked out with sha256sum
-    assert settings_digest({"a": 1}) == "015abd7f5cc57a2d"
+    assert digest_settings({"a": 1}) == "015abd7f5cc57a2d"
 
 
 def test_schema_has_every_field_with_its_meaning_and_range():
-    schema = pipeline_model().model_json_schema()  # of the form in the Prefect UI
+    schema = build_pipeline_model().model_json_schema()  # of the form in the Prefect UI
     json.dumps(schema, allow_nan=False)
     policy = schema["$defs"]["PolicySettings"]
     assert policy["additionalProperties"] is False
@@ -241,7 +283,11 @@ def test_schema_has_every_field_with_its_meaning_and_range():
         "title": "Learning Rate",
     }
     assert policy["properties"]["sampling"]["default"]["max_completion_tokens"] is None
-    assert policy["properties"]["betas"]["prefixItems"][0] == {"minimum": 0, "exclusiveMaximum": 1, "type": "number"}
+    assert policy["properties"]["betas"]["prefixItems"][0] == {
+        "minimum": 0,
+        "exclusiveMaximum": 1,
+        "type": "number",
+    }
     assert schema["properties"]["environment"]["default"] == {"name": "pixel_grid", "options": {}}
     assert schema["required"] == ["name", "stages"]
     assert set(schema["$defs"]["StagesSettings"]["properties"]) == {*STAGES, "own"}
@@ -252,14 +298,20 @@ def test_schema_has_every_field_with_its_meaning_and_range():
 
 def test_a_number_or_a_word_or_null(tmp_path):
     for text, value in (("4", 4), ("auto", "auto"), ("null", None)):
-        settings = load(write(tmp_path, SMALL), [f"threads={text}"])
-        assert settings.threads == value and resolve(settings)["threads"] == value
-        assert from_dict(resolve(settings), check_files=False) == settings
-    entry = pipeline_model().model_json_schema()["properties"]["threads"]
+        settings = load_settings(write(tmp_path, SMALL), [f"threads={text}"])
+        assert settings.threads == value and dump_settings(settings)["threads"] == value
+        assert build_settings(dump_settings(settings), check_files=False) == settings
+    entry = build_pipeline_model().model_json_schema()["properties"]["threads"]
     assert entry["anyOf"] == [
-        {"minimum": 1, "maximum": 1024, "type": "integer"}, {"const": "auto", "type": "string"}, {"type": "null"},
-    ]  # fmt: skip
-    for wrong, message in (("atuo", "did you mean 'auto'"), ("2", "leave out the quotes"), (0, "must be at least 1")):
+        {"minimum": 1, "maximum": 1024, "type": "integer"},
+        {"const": "auto", "type": "string"},
+        {"type": "null"},
+    ]
+    for wrong, message in (
+        ("atuo", "did you mean 'auto'"),
+        ("2", "leave out the quotes"),
+        (0, "must be at least 1"),
+    ):
         with pytest.raises(SettingsError, match=f"threads: .*{message}"):
             dataclasses.replace(settings, threads=wrong)
 
@@ -272,4 +324,4 @@ def test_dataclass_checks_alone_too():
 
 
 def load_stages():
-    return from_dict({"name": "x", "stages": {"sft": {}}}).stages
+    return build_settings({"name": "x", "stages": {"sft": {}}}).stages

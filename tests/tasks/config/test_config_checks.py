@@ -2,20 +2,20 @@
 
 import pytest
 
-from rl_core.curriculum.watched_metrics import ALWAYS
+from rl_core.curriculum.watched_metrics import ROLLOUT_METRICS
 from rl_core.errors import SettingsError
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rollouts.rollout_metrics import rollout_metrics
+from rl_core.rollouts.rollout_metrics import compute_rollout_metrics
 from rl_core.settings import ExitCondition
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
-from tasks.config import ConfigError, from_dict
+from tasks.config import ConfigError, build_settings
 from tasks.config.cross_checks import find_waste
 
 
 def problems_of(**values) -> dict[str, str]:
     """Problems by dotted key, of a pipeline named x with these values."""
     try:
-        from_dict({"name": "x", **values}, check_files=False)
+        build_settings({"name": "x", **values}, check_files=False)
     except ConfigError as error:
         return {".".join(map(str, problem.key)): problem.text for problem in error.problems}
     return {}
@@ -39,17 +39,29 @@ def test_a_missing_package_of_a_sink_is_named_before_anything_runs(monkeypatch):
     assert problems_of(stages={"sft": {}}, tracking={"sinks": ["prometheus:9464"]}) == {}
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *package: None)
     found = problems_of(stages={"sft": {}}, tracking={"sinks": ["dogstatsd", "prometheus"]})
-    assert found["tracking.sinks.0"] == "dogstatsd needs the package datadog; install it, or posttrain[datadog]"
+    assert (
+        found["tracking.sinks.0"]
+        == "dogstatsd needs the package datadog; install it, or posttrain[datadog]"
+    )
     assert found["tracking.sinks.1"] == "prometheus needs the package prometheus-client; install it"
 
 
 def test_a_network_needs_its_package_and_settings_that_fit(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *package: None)
     found = problems_of(stages={"network": {}})
-    assert list(found) == ["stages.network.environment"] and "pip install 'posttrain[gymnasium]'" in found.popitem()[1]
+    assert (
+        list(found) == ["stages.network.environment"]
+        and "pip install 'posttrain[gymnasium]'" in found.popitem()[1]
+    )
     found = problems_of(stages={"network": {"replay": 2, "eval_every": 0, "patience": 3}})
-    assert sorted(found) == ["stages.network.patience", "stages.network.replay"]  # what is broken is not made
-    assert found["stages.network.replay"] == "steps of older policies need their correction; set advantages to vtrace"
+    assert sorted(found) == [
+        "stages.network.patience",
+        "stages.network.replay",
+    ]  # what is broken is not made
+    assert (
+        found["stages.network.replay"]
+        == "steps of older policies need their correction; set advantages to vtrace"
+    )
 
 
 # What no machine has room for
@@ -57,28 +69,41 @@ def test_a_network_needs_its_package_and_settings_that_fit(monkeypatch):
 
 def test_sizes_beyond_reason_are_refused_by_their_range():
     assert "at most 65536" in policy_problems(group_size=1_000_000_000)["group_size"]
-    assert "at most 1048576" in problems_of(model={"vocab_size": 1_000_000_000}, stages={"sft": {}})["model.vocab_size"]
+    assert (
+        "at most 1048576"
+        in problems_of(model={"vocab_size": 1_000_000_000}, stages={"sft": {}})["model.vocab_size"]
+    )
     assert "more than 64 bits" in policy_problems(iterations=10**400)["iterations"]
     found = policy_problems(group_size=65_536, prompts_per_iteration=1024)["group_size"]
     assert "67,108,864 rollouts in one iteration, and 1,048,576 is the most" in found
-    found = problems_of(stages={"sft": {}, "distill": {"group_size": 65_536, "prompts_per_iteration": 1024}})
+    found = problems_of(
+        stages={"sft": {}, "distill": {"group_size": 65_536, "prompts_per_iteration": 1024}}
+    )
     assert any("67,108,864 rollouts" in text for text in found.values())
 
 
 def test_memory_is_estimated_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr("tasks.config.memory_checks.machine_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr("rl_core.machine_memory.measure_machine_memory", lambda: 8 * 2**30)
     # 4096 bytes of an episode, and 76 of each of its 512 tokens: 43,008 x 256 x 1024 = 10.5 GiB
-    many = {"group_size": 1024, "prompts_per_iteration": 256, "sampling": {"max_completion_tokens": 512}}
+    many = {
+        "group_size": 1024,
+        "prompts_per_iteration": 256,
+        "sampling": {"max_completion_tokens": 512},
+    }
     found = problems_of(model={"context": 1024}, stages={"sft": {}, "policy": many})
     assert list(found) == ["stages.policy.group_size"]
-    assert "256 x 1,024 rollouts of one iteration of up to 512 tokens take up to 10.5 GiB" in next(iter(found.values()))
-    assert "this machine has 8.0 GiB; lower this, or sampling.max_completion_tokens" in next(iter(found.values()))
+    assert "256 x 1,024 rollouts of one iteration of up to 512 tokens take up to 10.5 GiB" in next(
+        iter(found.values())
+    )
+    assert "this machine has 8.0 GiB; lower this, or sampling.max_completion_tokens" in next(
+        iter(found.values())
+    )
     many["group_size"] = 512
     assert problems_of(model={"context": 1024}, stages={"sft": {}, "policy": many}) == {}
     # 2**20 tokens x 256 x 16 bytes = 4 GiB; 65,536 slots x 2**20 tokens x 4 layers x 2 x 128 x 4 bytes = 256 TiB
     large = {"preset": "small", "vocab_size": 2**20, "context": 2**20}
     wide = {"sft": {}, "policy": {"sampling": {"slots": 65_536, "max_completion_tokens": 64}}}
-    monkeypatch.setattr("tasks.config.memory_checks.machine_memory", lambda: 2 * 2**30)
+    monkeypatch.setattr("rl_core.machine_memory.measure_machine_memory", lambda: 2 * 2**30)
     found = problems_of(model=large, stages=wide)
     assert sorted(found) == ["model.context", "model.vocab_size"]
     assert "4.0 GiB" in found["model.vocab_size"] and "262,144.0 GiB" in found["model.context"]
@@ -87,7 +112,9 @@ def test_memory_is_estimated_before_anything_is_allocated(monkeypatch):
 @pytest.mark.parametrize("name", ["logs", "mlflow", "operations", "Prefect"])
 def test_a_name_of_another_folder_of_the_output_is_reserved(name):
     found = problems_of(name=name, stages={"sft": {}})
-    assert found["name"].startswith(f"'{name}' is reserved") and found["name"].endswith("choose another name")
+    assert found["name"].startswith(f"'{name}' is reserved") and found["name"].endswith(
+        "choose another name"
+    )
     assert problems_of(name=f"{name}2", stages={"sft": {}}) == {}
 
 
@@ -105,8 +132,16 @@ def test_a_name_of_another_folder_of_the_output_is_reserved(name):
             "stages.prepare_data.preferences",
         ),
         ({"stages": {"preference": {}}}, "stages.preference", "has no pairs to learn from"),
-        ({"stages": {"prepare_data": {}, "preference": {}}}, "stages.preference", "stages.prepare_data.preferences"),
-        ({"stages": {"sft": {}, "distill": {}}}, "stages.distill.teacher.model", "no teacher is named"),
+        (
+            {"stages": {"prepare_data": {}, "preference": {}}},
+            "stages.preference",
+            "stages.prepare_data.preferences",
+        ),
+        (
+            {"stages": {"sft": {}, "distill": {}}},
+            "stages.distill.teacher.model",
+            "no teacher is named",
+        ),
         (
             {"stages": {"sft": {}, "distill": {"teacher": {"url": "http://127.0.0.1:8000"}}}},
             "stages.distill.teacher.model",
@@ -119,9 +154,21 @@ def test_a_name_of_another_folder_of_the_output_is_reserved(name):
             "stages.promote",
             "has no new model to promote",
         ),
-        ({"model": {"path": "org/name"}, "stages": {"sft": {}}}, "stages.sft", "add `prepare_data: {}`"),
-        ({"model": {"lora": {}}, "stages": {"sft": {}}}, "model.lora", "set model.path, or remove lora"),
-        ({"model": {"trust_remote_code": True}, "stages": {"sft": {}}}, "model.trust_remote_code", "brings no code"),
+        (
+            {"model": {"path": "org/name"}, "stages": {"sft": {}}},
+            "stages.sft",
+            "add `prepare_data: {}`",
+        ),
+        (
+            {"model": {"lora": {}}, "stages": {"sft": {}}},
+            "model.lora",
+            "set model.path, or remove lora",
+        ),
+        (
+            {"model": {"trust_remote_code": True}, "stages": {"sft": {}}},
+            "model.trust_remote_code",
+            "brings no code",
+        ),
     ],
 )
 def test_stage_without_what_it_needs(values, key, expected):
@@ -137,7 +184,10 @@ def test_stage_without_what_it_needs(values, key, expected):
         {"model": {"path": "models:/demo@champion"}, "stages": {"reward_model": {}}},
         {"stages": {"prepare_data": {"preferences": "pairs.jsonl"}, "reward_model": {}}},
         {"stages": {"sft": {}, "reward_model": {}}},
-        {"model": {"path": "org/name"}, "stages": {"preference": {}, "evaluate": {}, "promote": {}}},
+        {
+            "model": {"path": "org/name"},
+            "stages": {"preference": {}, "evaluate": {}, "promote": {}},
+        },
         {"stages": {"prepare_data": {"preferences": "pairs.jsonl"}, "preference": {}}},
         {"stages": {"sft": {}, "preference": {}, "policy": {}}},
         {"stages": {"sft": {}, "distill": {"teacher": {"model": "org/name"}}}},
@@ -154,7 +204,9 @@ def test_stages_that_have_what_they_need(values):
 def test_learned_reward_needs_the_reward_model_stage():
     assert "add `reward_model: {}`" in policy_problems(rewards={"learned": 1})["rewards.learned"]
     assert policy_problems(rewards={"task": 1, "learned": 0}) == {}
-    evaluated = problems_of(stages={"sft": {}, "evaluate": {"rewards": {"learned": 1, "lenght": 1}}})
+    evaluated = problems_of(
+        stages={"sft": {}, "evaluate": {"rewards": {"learned": 1, "lenght": 1}}}
+    )
     assert "scores while a policy trains" in evaluated["stages.evaluate.rewards.learned"]
     assert "did you mean 'length'" in evaluated["stages.evaluate.rewards.lenght"]
     stages = {"sft": {}, "reward_model": {}, "policy": {"rewards": {"learned": 1}}}
@@ -167,44 +219,70 @@ def test_learned_reward_needs_the_reward_model_stage():
         ({}, True),  # task alone
         ({"rewards": {"task": 1, "learned": 0}}, True),
         ({"rewards": {"task": 1, "learned": 0.1}}, False),
-        ({"rewards": {"task": 1, "learned": 0}, "curriculum": [stage(rewards={"learned": 1})]}, False),
-        ({"rewards": {"task": 1, "learned": 1}, "curriculum": [stage(rewards={"learned": 0})]}, True),
+        (
+            {"rewards": {"task": 1, "learned": 0}, "curriculum": [stage(rewards={"learned": 1})]},
+            False,
+        ),
+        (
+            {"rewards": {"task": 1, "learned": 1}, "curriculum": [stage(rewards={"learned": 0})]},
+            True,
+        ),
         (None, False),  # the reward model is what the pipeline is for
     ],
 )
 def test_a_reward_model_that_no_reward_uses_is_named(policy, wasted):
     stages = {"sft": {}, "reward_model": {}} | ({} if policy is None else {"policy": policy})
-    found = find_waste(from_dict({"name": "x", "stages": stages}, check_files=False))
+    found = find_waste(build_settings({"name": "x", "stages": stages}, check_files=False))
     assert [problem.key for problem in found] == [("stages", "reward_model")] * wasted
     assert all("set stages.policy.rewards.learned to a weight" in problem.text for problem in found)
     without = {name: value for name, value in stages.items() if name != "reward_model"}
-    if policy is not None and not policy.get("rewards", {}).get("learned") and "curriculum" not in policy:
-        assert find_waste(from_dict({"name": "x", "stages": without}, check_files=False)) == []
+    if (
+        policy is not None
+        and not policy.get("rewards", {}).get("learned")
+        and "curriculum" not in policy
+    ):
+        assert find_waste(build_settings({"name": "x", "stages": without}, check_files=False)) == []
 
 
 def test_an_alert_on_a_metric_that_nothing_logs_is_a_warning():
-    known = ("policy/ref_kl", "reward/alarm", "online/paused", "eval/success_rate_by_level/hard", "tool/share/look")
+    known = (
+        "policy/ref_kl",
+        "reward/alarm",
+        "online/paused",
+        "eval/success_rate_by_level/hard",
+        "tool/share/look",
+    )
     alerts = {**dict.fromkeys(known, "> 0.5"), "policy/reff_kl": "> 0.5"}
     values = {"name": "x", "stages": {"sft": {}}, "tracking": {"alerts": alerts}}
-    (found,) = find_waste(from_dict(values, check_files=False))
+    (found,) = find_waste(build_settings(values, check_files=False))
     assert found.key == ("tracking", "alerts", "policy/reff_kl")
     assert found.text == "no stage logs a metric of this name; did you mean 'policy/ref_kl'?"
 
 
 def test_weights_of_a_curriculum_stage():
     def problems(rewards, weights):
-        return policy_problems(rewards=rewards, curriculum=[{"name": "one", "levels": {"easy": 1}, "rewards": weights}])
+        return policy_problems(
+            rewards=rewards, curriculum=[{"name": "one", "levels": {"easy": 1}, "rewards": weights}]
+        )
 
     assert problems({"task": 1, "length": 0}, {"length": 0.5}) == {}
     assert "nothing to learn" in problems({"task": 1}, {"task": 0})["rewards"]
-    assert "add `reward_model: {}`" in problems({"task": 1, "learned": 0}, {"learned": 1})["rewards.learned"]
-    assert problems({"task": 0, "length": 0}, {"task": 1}) == {}  # a weight in every stage is enough
+    assert (
+        "add `reward_model: {}`"
+        in problems({"task": 1, "learned": 0}, {"learned": 1})["rewards.learned"]
+    )
+    assert (
+        problems({"task": 0, "length": 0}, {"task": 1}) == {}
+    )  # a weight in every stage is enough
     found = problems({"task": 1, "length": 0}, {"lenght": 1})
     assert "did you mean 'length'" in found["curriculum.0.rewards.lenght"]
 
 
 def test_reward_options():
-    assert "did you mean 'coherence'?" in policy_problems(rewards={"coherance": 1})["rewards.coherance"]
+    assert (
+        "did you mean 'coherence'?"
+        in policy_problems(rewards={"coherance": 1})["rewards.coherance"]
+    )
     every = dict.fromkeys(("task", "curiosity", "coherence", "tool_use", "format", "length"), 0.5)
     assert policy_problems(rewards=every, reward_options={"normalise": ["length"], "clip": 3}) == {}
     for options, key, text in (
@@ -230,30 +308,48 @@ def test_rewards():
 
 def test_completion_longer_than_the_context():
     assert policy_problems(sampling={"max_completion_tokens": 255}) == {}
-    text = policy_problems(sampling={"max_completion_tokens": 256})["sampling.max_completion_tokens"]
+    text = policy_problems(sampling={"max_completion_tokens": 256})[
+        "sampling.max_completion_tokens"
+    ]
     assert text.startswith("256 leaves no room for a prompt: model.context is 256")
     stages = {"sft": {}, "evaluate": {"sampling": {"max_completion_tokens": 60}}}
     assert problems_of(model={"context": 61}, stages=stages) == {}
-    assert list(problems_of(model={"context": 60}, stages=stages)) == ["stages.evaluate.sampling.max_completion_tokens"]
+    assert list(problems_of(model={"context": 60}, stages=stages)) == [
+        "stages.evaluate.sampling.max_completion_tokens"
+    ]
 
 
 def test_context_of_a_model_folder(tmp_path):
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')
     stages = {"policy": {"sampling": {"max_completion_tokens": 100}}}
-    text = problems_of(model={"path": str(tmp_path)}, stages=stages)["stages.policy.sampling.max_completion_tokens"]
+    text = problems_of(model={"path": str(tmp_path)}, stages=stages)[
+        "stages.policy.sampling.max_completion_tokens"
+    ]
     assert f"the context of {tmp_path} is 100" in text
-    assert problems_of(model={"path": "org/name"}, stages=stages) == {}  # not known without a download
+    assert (
+        problems_of(model={"path": "org/name"}, stages=stages) == {}
+    )  # not known without a download
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}], ids=str
+    "sampling",
+    [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}],
+    ids=str,
 )
 def test_another_distribution_than_the_trained_one(sampling):
     ((name, value),) = sampling.items()
     for stage in ("policy", "thoughts"):
-        text = problems_of(stages={"sft": {}, stage: {"sampling": sampling}})[f"stages.{stage}.sampling.{name}"]
-        assert text.startswith(f"{value} samples from another distribution than the one that is trained")
-    for stage in ("preference", "reward_model", "evaluate"):  # whose losses do not look at the sampler
+        text = problems_of(stages={"sft": {}, stage: {"sampling": sampling}})[
+            f"stages.{stage}.sampling.{name}"
+        ]
+        assert text.startswith(
+            f"{value} samples from another distribution than the one that is trained"
+        )
+    for stage in (
+        "preference",
+        "reward_model",
+        "evaluate",
+    ):  # whose losses do not look at the sampler
         assert problems_of(stages={"sft": {}, stage: {"sampling": sampling}}) == {}
 
 
@@ -291,7 +387,8 @@ def test_group_of_one(algorithm):
 
 def test_more_minibatches_than_rollouts():
     assert (
-        "more than the rollouts" in policy_problems(prompts_per_iteration=2, group_size=2, minibatches=5)["minibatches"]
+        "more than the rollouts"
+        in policy_problems(prompts_per_iteration=2, group_size=2, minibatches=5)["minibatches"]
     )
 
 
@@ -306,7 +403,9 @@ def test_unknown_environment_and_option():
     assert "did you mean 'look_cost'?" in text
     assert (
         "cannot be imported"
-        in problems_of(environment={"name": "no.such:Thing"}, stages={"sft": {}})["environment.name"]
+        in problems_of(environment={"name": "no.such:Thing"}, stages={"sft": {}})[
+            "environment.name"
+        ]
     )
 
 
@@ -345,12 +444,16 @@ def test_level_named_twice():
 
 def test_levels_of_gsm8k_are_checked_without_its_file():
     environment = {"name": "gsm8k", "options": {"path": "nowhere.jsonl"}}
-    problems = problems_of(environment=environment, stages={"sft": {}, "evaluate": {"levels": ["shrot"]}})
+    problems = problems_of(
+        environment=environment, stages={"sft": {}, "evaluate": {"levels": ["shrot"]}}
+    )
     assert list(problems) == ["stages.evaluate.levels.0"]
     assert "options.path" not in str(problems)
     assert (
         "needs a JSONL file"
-        in problems_of(environment={"name": "gsm8k"}, stages={"sft": {}})["environment.options.path"]
+        in problems_of(environment={"name": "gsm8k"}, stages={"sft": {}})[
+            "environment.options.path"
+        ]
     )
 
 
@@ -377,16 +480,27 @@ def test_threshold_that_can_never_be_met(comparison, threshold, possible):
         assert problems == {}
     else:
         text = problems["curriculum.0.exit_conditions.0.threshold"]
-        assert f"success_rate {comparison} {threshold:g} can never hold: success_rate is from 0 to 1" in text
+        assert (
+            f"success_rate {comparison} {threshold:g} can never hold: success_rate is from 0 to 1"
+            in text
+        )
     early = policy_problems(early_stop=condition(comparison=comparison, threshold=threshold))
     assert list(early) == ([] if possible else ["early_stop.threshold"])
 
 
 def test_metrics_by_full_name():
-    for metric in ("train/success_rate", "reward/task", "reward/mean", "success_rate_by_level/easy", "turns"):
+    for metric in (
+        "train/success_rate",
+        "reward/task",
+        "reward/mean",
+        "success_rate_by_level/easy",
+        "turns",
+    ):
         metric = f"train/{metric}" if metric.startswith("success_rate_by") else metric
         exits = [condition(metric=metric, threshold=0.5)]
-        assert policy_problems(curriculum=[stage("a", exit_conditions=exits), stage("b")]) == {}, metric
+        assert policy_problems(curriculum=[stage("a", exit_conditions=exits), stage("b")]) == {}, (
+            metric
+        )
     for metric, near in (
         ("sucess_rate", "success_rate"),
         ("reward/maen", "reward/mean"),
@@ -395,7 +509,9 @@ def test_metrics_by_full_name():
         exits = [condition(metric=metric)]
         text = policy_problems(curriculum=[stage("a", exit_conditions=exits), stage("b")])
         assert f"did you mean '{near}'?" in text["curriculum.0.exit_conditions.0.metric"]
-    assert "no such metric" in policy_problems(early_stop=condition(metric="zzz"))["early_stop.metric"]
+    assert (
+        "no such metric" in policy_problems(early_stop=condition(metric="zzz"))["early_stop.metric"]
+    )
     for old in ("policy/kl", "kl"):  # of one update here, to the reference in TRL
         said = policy_problems(early_stop=condition(metric=old))["early_stop.metric"]
         assert "policy/update_kl" in said and "policy/ref_kl" in said
@@ -404,14 +520,18 @@ def test_metrics_by_full_name():
 
 
 def test_known_metrics_are_those_that_an_iteration_has():
-    trajectory = Trajectory("pixel_grid", "easy", "colour", 0, "p", "t", turns=[Turn("answer x")], num_action_tokens=2)
+    trajectory = Trajectory(
+        "pixel_grid", "easy", "colour", 0, "p", "t", turns=[Turn("answer x")], num_action_tokens=2
+    )
     trajectory.rewards = {"task": 1.0}
     rollout = Rollout([1], [2, 3], [True, True], [-1.0, -1.0], trajectory)
     groups = [RolloutGroup([rollout])]
-    emitted = set(RewardOrchestrator({"task": 1.0}).score(groups)) | set(rollout_metrics(groups))
-    assert set(ALWAYS) <= emitted
+    emitted = set(RewardOrchestrator({"task": 1.0}).score(groups)) | set(
+        compute_rollout_metrics(groups)
+    )
+    assert set(ROLLOUT_METRICS) <= emitted
     named_by_settings = {"reward/task", "reward/weighted/task", "train/success_rate_by_level/easy"}
-    assert emitted - set(ALWAYS) == named_by_settings | {"reward/task/answered"}
+    assert emitted - set(ROLLOUT_METRICS) == named_by_settings | {"reward/task/answered"}
 
 
 def test_any_logged_metric_may_be_watched_and_others_say_what_they_need():
@@ -420,28 +540,52 @@ def test_any_logged_metric_may_be_watched_and_others_say_what_they_need():
             "early_stop.metric", ""
         )
 
-    assert said("policy/entropy") == said("policy/update_kl") == said("train/right_action_rate") == ""
-    assert "never logged with these settings; it needs eval_every above 0" in said("eval/success_rate")
+    assert (
+        said("policy/entropy") == said("policy/update_kl") == said("train/right_action_rate") == ""
+    )
+    assert "never logged with these settings; it needs eval_every above 0" in said(
+        "eval/success_rate"
+    )
     assert said("eval/success_rate", eval_every=2) == ""
-    assert "it needs kl_coef above 0" in said("policy/ref_kl") and said("policy/ref_kl", kl_coef=0.1) == ""
+    assert (
+        "it needs kl_coef above 0" in said("policy/ref_kl")
+        and said("policy/ref_kl", kl_coef=0.1) == ""
+    )
     assert "it needs a critic" in said("value/loss") and said("value/loss", algorithm="ppo") == ""
     weighted = {"rewards": {"task": 1.0, "tool_use": 0.1, "mine.py:score": 0.5}}
-    for metric in ("reward/tool_use/misused_turns", "reward/mine.py.score/parts", "reward/masked_rate"):
+    for metric in (
+        "reward/tool_use/misused_turns",
+        "reward/mine.py.score/parts",
+        "reward/masked_rate",
+    ):
         assert said(metric, **weighted) == "" and said(metric) != "", metric
     assert "has no tool 'zom'; did you mean 'zoom'?" in said("tool/share/zom")
-    for metric in ("tool/share/zoom", "reward/alarm", "reward/correlation/total", "train/failed_rate"):
+    for metric in (
+        "tool/share/zoom",
+        "reward/alarm",
+        "reward/correlation/total",
+        "train/failed_rate",
+    ):
         assert said(metric) == "", metric
-    assert said("eval/success_rate_by_level/easy", eval_every=2) == "" != said("eval/success_rate_by_level/easy")
+    assert (
+        said("eval/success_rate_by_level/easy", eval_every=2)
+        == ""
+        != said("eval/success_rate_by_level/easy")
+    )
     assert "measured by a clock" in said("perf/rollout_seconds")
     text = said("success_rate_ma100")
     assert "write metric: success_rate and window: 100" in text
-    late = policy_problems(early_stop=condition(metric="eval/success_rate", window=30), eval_every=20)
+    late = policy_problems(
+        early_stop=condition(metric="eval/success_rate", window=30), eval_every=20
+    )
     assert "30 evaluations never fill within" in late["early_stop.window"]
 
 
 def test_comparisons_by_name_are_said_in_signs():
     for word, sign in (("greater", ">"), ("at least", ">="), ("less_than", "<"), ("LTE", "<=")):
-        text = policy_problems(early_stop={"metric": "success_rate", "comparison": word})["early_stop.comparison"]
+        text = policy_problems(early_stop={"metric": "success_rate", "comparison": word})[
+            "early_stop.comparison"
+        ]
         assert text.endswith(f"'{word}' is written '{sign}'")
     with pytest.raises(SettingsError, match="'greater' is written '>'"):
         ExitCondition(comparison="greater")
@@ -463,16 +607,31 @@ def test_stage_names():
 
 def test_window_longer_than_its_stage():
     exits = [condition(window=10)]
-    problems = policy_problems(curriculum=[stage("a", exit_conditions=exits, max_iterations=9), stage("b")])
+    problems = policy_problems(
+        curriculum=[stage("a", exit_conditions=exits, max_iterations=9), stage("b")]
+    )
     assert "never fill within the 9" in problems["curriculum.0.exit_conditions.0.window"]
-    assert policy_problems(curriculum=[stage("a", exit_conditions=exits, max_iterations=10), stage("b")]) == {}
-    assert "within the 5" in policy_problems(iterations=5, early_stop=condition(window=6))["early_stop.window"]
+    assert (
+        policy_problems(
+            curriculum=[stage("a", exit_conditions=exits, max_iterations=10), stage("b")]
+        )
+        == {}
+    )
+    assert (
+        "within the 5"
+        in policy_problems(iterations=5, early_stop=condition(window=6))["early_stop.window"]
+    )
 
 
 def test_last_stage_out_of_reach():
     stages = [
         stage("a", exit_conditions=[condition(window=4), condition(window=6)]),  # at least 6
-        stage("b", exit_conditions=[condition(window=3), condition(window=5)], require="any", min_iterations=4),  # 4
+        stage(
+            "b",
+            exit_conditions=[condition(window=3), condition(window=5)],
+            require="any",
+            min_iterations=4,
+        ),  # 4
         stage("c"),
     ]
     assert "take at least 10" in policy_problems(iterations=10, curriculum=stages)["iterations"]
@@ -481,7 +640,9 @@ def test_last_stage_out_of_reach():
 
 def test_nothing_is_reported_that_rests_on_a_broken_value():
     # The context is mistyped: whether a completion fits it cannot be said.
-    problems = problems_of(model={"context": "long"}, stages={"policy": {"sampling": {"max_completion_tokens": 500}}})
+    problems = problems_of(
+        model={"context": "long"}, stages={"policy": {"sampling": {"max_completion_tokens": 500}}}
+    )
     assert list(problems) == ["model.context"]
     # The unknown key comes first: mended, it may be what the block lacks.
     problems = problems_of(stages={"evaluate": {"episods": 3}})
@@ -506,16 +667,25 @@ def test_slopes_that_can_never_be_met():
     )
     flat = condition(statistic="slope", comparison="<=", threshold=0.001)
     assert policy_problems(curriculum=[stage("a", exit_conditions=[flat]), stage("b")]) == {}
-    one = policy_problems(curriculum=[stage("a", exit_conditions=[{**flat, "window": 1}]), stage("b")])
+    one = policy_problems(
+        curriculum=[stage("a", exit_conditions=[{**flat, "window": 1}]), stage("b")]
+    )
     assert one["curriculum.0.exit_conditions.0.window"] == "1 point has no slope; use at least 2"
 
 
 def test_patience_counts_for_what_can_be_reached():
     exits = [condition(window=4, patience=3)]  # holds in the 6th iteration at the earliest
-    problems = policy_problems(curriculum=[stage("a", exit_conditions=exits, max_iterations=5), stage("b")])
+    problems = policy_problems(
+        curriculum=[stage("a", exit_conditions=exits, max_iterations=5), stage("b")]
+    )
     text = problems["curriculum.0.exit_conditions.0.window"]
     assert text.startswith("4 iterations with a patience of 3 never fill within the 5")
-    assert policy_problems(curriculum=[stage("a", exit_conditions=exits, max_iterations=6), stage("b")]) == {}
+    assert (
+        policy_problems(
+            curriculum=[stage("a", exit_conditions=exits, max_iterations=6), stage("b")]
+        )
+        == {}
+    )
     stages = [stage("a", exit_conditions=exits), stage("b")]
     assert "take at least 6" in policy_problems(iterations=6, curriculum=stages)["iterations"]
     assert policy_problems(iterations=7, curriculum=stages) == {}
@@ -525,23 +695,51 @@ def test_what_a_stage_overrides():
     override = {"task": 0.5, "tool_use": 0.1}
     problems = policy_problems(curriculum=[stage("a", rewards=override)])
     assert list(problems) == ["curriculum.0.rewards.tool_use"]
-    assert "a component of later stages alone with weight 0" in problems["curriculum.0.rewards.tool_use"]
-    assert policy_problems(rewards={"task": 1.0, "tool_use": 0}, curriculum=[stage("a", rewards=override)]) == {}
     assert (
-        "stage 'a': group_size: 1 leaves grpo" in policy_problems(curriculum=[stage("a", group_size=1)])["curriculum"]
+        "a component of later stages alone with weight 0"
+        in problems["curriculum.0.rewards.tool_use"]
     )
-    assert "greater than 0" in policy_problems(curriculum=[stage("a", temperature=0)])["curriculum.0.temperature"]
+    assert (
+        policy_problems(
+            rewards={"task": 1.0, "tool_use": 0}, curriculum=[stage("a", rewards=override)]
+        )
+        == {}
+    )
+    assert (
+        "stage 'a': group_size: 1 leaves grpo"
+        in policy_problems(curriculum=[stage("a", group_size=1)])["curriculum"]
+    )
+    assert (
+        "greater than 0"
+        in policy_problems(curriculum=[stage("a", temperature=0)])["curriculum.0.temperature"]
+    )
 
 
 @pytest.mark.parametrize(
     ("rollback", "key", "expected"),
     [
         ({"metric": "sucess_rate"}, "metric", "did you mean 'success_rate'?"),
-        ({"margin": 1.0, "window": 5}, "margin", "success_rate can never fall by more than 1: it is from 0 to 1"),
-        ({"margin": 1.0, "metric": "loop_rate", "better": "lower", "window": 5}, "margin", "can never rise by more"),
-        ({"window": 6, "patience": 5}, "window", "within the 10 iterations of its stage: a window of 6 and a patience"),
+        (
+            {"margin": 1.0, "window": 5},
+            "margin",
+            "success_rate can never fall by more than 1: it is from 0 to 1",
+        ),
+        (
+            {"margin": 1.0, "metric": "loop_rate", "better": "lower", "window": 5},
+            "margin",
+            "can never rise by more",
+        ),
+        (
+            {"window": 6, "patience": 5},
+            "window",
+            "within the 10 iterations of its stage: a window of 6 and a patience",
+        ),
         ({"window": 7, "patience": 5, "level": "before"}, "window", "take at least 11"),
-        ({"to": "previous", "window": 5}, "to", "there is no stage before the first one; use entry"),
+        (
+            {"to": "previous", "window": 5},
+            "to",
+            "there is no stage before the first one; use entry",
+        ),
         ({"learning_rate_factor": 2, "window": 5}, "learning_rate_factor", "at most 1"),
     ],
 )

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from tasks.config import ConfigError, from_dict, resolve
-from tasks.pipeline.key import stage_key
+from tasks.config import ConfigError, build_settings, dump_settings
+from tasks.pipeline.stage_key import compute_stage_key
 
 STAGES = {"prepare_data": {}, "sft": {}, "policy": {}, "evaluate": {}}
 
 
 def settings(model=None, **stages):
     values = {"name": "x", "model": model or {}, "stages": {**STAGES, **stages}}
-    return from_dict(values, check_files=False)
+    return build_settings(values, check_files=False)
 
 
 def test_a_pretrained_model_has_the_field_s_defaults():
@@ -33,27 +33,33 @@ def test_a_preset_keeps_its_own():
 def test_explicit_values_win_and_null_stands_for_the_default():
     policy = {"learning_rate": 3e-4, "sampling": {"max_completion_tokens": 64}}
     found = settings({"path": "org/name"}, policy=policy, sft={"learning_rate": None})
-    assert (found.stages.policy.learning_rate, found.stages.policy.sampling.max_completion_tokens) == (3e-4, 64)
+    assert (
+        found.stages.policy.learning_rate,
+        found.stages.policy.sampling.max_completion_tokens,
+    ) == (3e-4, 64)
     assert found.stages.sft.learning_rate == 2e-5
 
 
 def test_resolved_settings_show_the_values_in_force_and_stay():
     found = settings({"path": "org/name"}, policy={"algorithm": "ppo"})
-    plain = json.loads(json.dumps(resolve(found)))
+    plain = json.loads(json.dumps(dump_settings(found)))
     assert plain["stages"]["policy"]["learning_rate"] == 1e-6
     assert plain["stages"]["policy"]["critic"]["learning_rate"] == 1e-5
-    assert from_dict(plain, check_files=False) == found
-    preset = resolve(settings(policy={"algorithm": "ppo"}))
+    assert build_settings(plain, check_files=False) == found
+    preset = dump_settings(settings(policy={"algorithm": "ppo"}))
     moved = {**preset, "model": {**preset["model"], "path": "models:/x/3"}}  # as a retraining does
-    assert resolve(from_dict(moved, check_files=False))["stages"] == preset["stages"]
+    assert dump_settings(build_settings(moved, check_files=False))["stages"] == preset["stages"]
 
 
 def test_the_stage_s_key_has_the_value_in_force():
-    open_, given = settings({"path": "org/name"}), settings({"path": "org/name"}, policy={"learning_rate": 1e-6})
-    keys = {stage_key("policy", found.stages.policy, found, {}) for found in (open_, given)}
+    open_, given = (
+        settings({"path": "org/name"}),
+        settings({"path": "org/name"}, policy={"learning_rate": 1e-6}),
+    )
+    keys = {compute_stage_key("policy", found.stages.policy, found, {}) for found in (open_, given)}
     assert len(keys) == 1
     other = settings({"path": "org/name"}, policy={"learning_rate": 3e-4})
-    assert stage_key("policy", other.stages.policy, other, {}) not in keys
+    assert compute_stage_key("policy", other.stages.policy, other, {}) not in keys
 
 
 def test_a_default_fits_a_short_context(tmp_path):
@@ -77,4 +83,7 @@ def test_a_bad_value_is_reported_with_its_defaults():
     with pytest.raises(ConfigError) as caught:
         settings({"path": "org/name"}, policy={"learning_rate": "fast"})
     (problem,) = caught.value.problems
-    assert "expected a number greater than 0 and at most 1" in problem.text and "with LoRA 1e-5" in problem.text
+    assert (
+        "expected a number greater than 0 and at most 1" in problem.text
+        and "with LoRA 1e-5" in problem.text
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.config import ConfigError, from_dict, load, resolve
+from tasks.config import ConfigError, build_settings, dump_settings, load_settings
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def data(home: Path, path: str) -> str:
 
 def problem_of(path: Path, *overrides: str) -> tuple[str, str]:
     with pytest.raises(ConfigError) as caught:
-        load(path, overrides)
+        load_settings(path, overrides)
     (problem,) = caught.value.problems
     return ".".join(map(str, problem.key)), problem.text
 
@@ -39,9 +39,13 @@ def test_current_folder_first_then_the_config_s(home):
     for place in ("work", "configs"):
         (home / place / "rows.jsonl").write_text("{}\n")
     path = config(home, data(home, "rows.jsonl"))
-    assert load(path).stages.prepare_data.demonstrations == str(home / "work" / "rows.jsonl")
+    assert load_settings(path).stages.prepare_data.demonstrations == str(
+        home / "work" / "rows.jsonl"
+    )
     (home / "work" / "rows.jsonl").unlink()
-    assert load(path).stages.prepare_data.demonstrations == str(home / "configs" / "rows.jsonl")
+    assert load_settings(path).stages.prepare_data.demonstrations == str(
+        home / "configs" / "rows.jsonl"
+    )
     (home / "configs" / "rows.jsonl").unlink()
     key, text = problem_of(path)
     assert key == "stages.prepare_data.demonstrations"
@@ -50,25 +54,25 @@ def test_current_folder_first_then_the_config_s(home):
 
 def test_absolute_and_parent_paths(home):
     (home / "rows.jsonl").write_text("{}\n")
-    assert load(config(home, data(home, home / "rows.jsonl"))).stages.prepare_data.demonstrations == str(
-        home / "rows.jsonl"
-    )
-    assert load(config(home, data(home, "../rows.jsonl"))).stages.prepare_data.demonstrations == str(
-        home / "rows.jsonl"
-    )
+    assert load_settings(
+        config(home, data(home, home / "rows.jsonl"))
+    ).stages.prepare_data.demonstrations == str(home / "rows.jsonl")
+    assert load_settings(
+        config(home, data(home, "../rows.jsonl"))
+    ).stages.prepare_data.demonstrations == str(home / "rows.jsonl")
 
 
 def test_resolved_paths_stay_when_the_folder_changes(home, monkeypatch):
     (home / "work" / "rows.jsonl").write_text("{}\n")
-    settings = load(config(home, data(home, "rows.jsonl")))
+    settings = load_settings(config(home, data(home, "rows.jsonl")))
     monkeypatch.chdir(home)
-    assert from_dict(resolve(settings)) == settings
+    assert build_settings(dump_settings(settings)) == settings
 
 
 def test_a_folder_of_data_files_stands_for_all_of_them(home):
     (home / "work" / "folder").mkdir()
     (home / "work" / "folder" / "a.jsonl").write_text("{}\n")
-    found = load(config(home, data(home, "folder"))).stages.prepare_data.demonstrations
+    found = load_settings(config(home, data(home, "folder"))).stages.prepare_data.demonstrations
     assert found == str(home / "work" / "folder")
 
 
@@ -86,9 +90,13 @@ def test_missing_gsm8k_file_says_where_to_get_it(home):
     assert key == "environment.options.path"
     assert "openai/grade-school-math" in message and "question, answer" in message
     assert "--set environment.options.path=FILE" in message
-    assert load(config(home, text), check_files=False).environment.options == {"path": "gsm8k_train.jsonl"}
+    assert load_settings(config(home, text), check_files=False).environment.options == {
+        "path": "gsm8k_train.jsonl"
+    }
     (home / "configs" / "gsm8k_train.jsonl").write_text("{}\n")
-    assert load(config(home, text)).environment.options == {"path": str(home / "configs" / "gsm8k_train.jsonl")}
+    assert load_settings(config(home, text)).environment.options == {
+        "path": str(home / "configs" / "gsm8k_train.jsonl")
+    }
 
 
 def test_missing_preferences_say_what_to_write(home):
@@ -109,7 +117,7 @@ def test_model_folder_becomes_absolute(home):
     (home / "work" / "policy").mkdir()
     assert "holds no config.json" in problem_of(config(home, model("policy")))[1]
     (home / "work" / "policy" / "config.json").write_text("{}")
-    assert load(config(home, model("policy"))).model.path == str(home / "work" / "policy")
+    assert load_settings(config(home, model("policy"))).model.path == str(home / "work" / "policy")
 
 
 @pytest.mark.parametrize("given", ["sft/0123", "sft/0123/model/adapter"])
@@ -119,15 +127,21 @@ def test_a_folder_near_the_model_s_is_pointed_to_it(home, given):
     (folder / "adapter" / "adapter_config.json").write_text("{}")
     assert "did you mean" not in problem_of(config(home, model(given)))[1]
     (folder / "config.json").write_text("{}")
-    assert problem_of(config(home, model(given)))[1].endswith(f"so it is no model folder; did you mean {folder}?")
+    assert problem_of(config(home, model(given)))[1].endswith(
+        f"so it is no model folder; did you mean {folder}?"
+    )
 
 
-@pytest.mark.parametrize("path", ["gpt2", "org/model-1.5B", "models:/demo@champion", "models:/demo/3"])
+@pytest.mark.parametrize(
+    "path", ["gpt2", "org/model-1.5B", "models:/demo@champion", "models:/demo/3"]
+)
 def test_hub_names_and_registered_models_stay(home, path):
-    assert load(config(home, model(path))).model.path == path
+    assert load_settings(config(home, model(path))).model.path == path
 
 
-@pytest.mark.parametrize("path", ["./policy", "a/b/c", "/no/such/folder", "~/no-such-folder", "a b", ""])
+@pytest.mark.parametrize(
+    "path", ["./policy", "a/b/c", "/no/such/folder", "~/no-such-folder", "a b", ""]
+)
 def test_neither_folder_nor_name(home, path):
     key, text = problem_of(config(home, model(path)))
     assert key == "model.path"
@@ -142,7 +156,10 @@ def test_malformed_registered_model(home, path):
 
 def test_model_file_instead_of_its_folder(home):
     (home / "work" / "model.safetensors").write_text("x")
-    assert "give the folder that holds config.json" in problem_of(config(home, model("model.safetensors")))[1]
+    assert (
+        "give the folder that holds config.json"
+        in problem_of(config(home, model("model.safetensors")))[1]
+    )
 
 
 def test_context_of_the_folder_limits_completions(home):
@@ -150,7 +167,9 @@ def test_context_of_the_folder_limits_completions(home):
     folder.mkdir()
     (folder / "config.json").write_text('{"max_position_embeddings": 64}')
     path = config(home, model("policy"))
-    assert load(path).stages.evaluate.sampling.max_completion_tokens == 32  # the default leaves room
+    assert (
+        load_settings(path).stages.evaluate.sampling.max_completion_tokens == 32
+    )  # the default leaves room
     key, text = problem_of(path, "stages.evaluate.sampling.max_completion_tokens=64")
     assert key == "stages.evaluate.sampling.max_completion_tokens" and "64 leaves no room" in text
 
@@ -159,14 +178,29 @@ def test_context_of_frequencies_that_follow_the_length(home):
     folder = home / "work" / "policy"
     folder.mkdir()
     longrope = {"type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
-    shape = {"model_type": "phi3", "hidden_size": 16, "num_attention_heads": 4, "pad_token_id": 0, "vocab_size": 9}
+    shape = {
+        "model_type": "phi3",
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "pad_token_id": 0,
+        "vocab_size": 9,
+    }
     lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
     (folder / "config.json").write_text(json.dumps({**shape, **lengths, "rope_scaling": longrope}))
     path = config(home, model("policy"))
-    assert load(path).stages.evaluate.sampling.max_completion_tokens == 32  # half of 64, not of 256
-    assert load(path, ["model.rope_context=128"]).stages.evaluate.sampling.max_completion_tokens == 64
+    assert (
+        load_settings(path).stages.evaluate.sampling.max_completion_tokens == 32
+    )  # half of 64, not of 256
+    assert (
+        load_settings(
+            path, ["model.rope_context=128"]
+        ).stages.evaluate.sampling.max_completion_tokens
+        == 64
+    )
     key, text = problem_of(path, "model.rope_context=512")
-    assert key == "model.rope_context" and text.startswith("512, but the model is made for sequences of up to 256")
+    assert key == "model.rope_context" and text.startswith(
+        "512, but the model is made for sequences of up to 256"
+    )
     (folder / "config.json").write_text('{"max_position_embeddings": 64}')
     key, text = problem_of(path, "model.rope_context=32")
     assert key == "model.rope_context" and "do not depend on the length; leave it out" in text
@@ -176,7 +210,7 @@ def test_context_of_frequencies_that_follow_the_length(home):
 
 
 def test_output_folder_is_not_made(home):
-    load(config(home, "stages: {sft: {}}\n"))
+    load_settings(config(home, "stages: {sft: {}}\n"))
     assert not (home / "work" / "outputs").exists()
 
 
@@ -201,7 +235,7 @@ def test_what_lies_in_the_output_folder_cannot_be_written(home, monkeypatch, par
     monkeypatch.setattr(os, "access", lambda path, mode: path != closed)
     path = config(home, "stages: {sft: {}}\n")
     assert problem_of(path) == ("output", f"{closed} cannot be written into; give another folder")
-    assert load(path, ["output=elsewhere"])
+    assert load_settings(path, ["output=elsewhere"])
 
 
 def test_gpu_that_is_not_there(home, monkeypatch):
@@ -210,9 +244,9 @@ def test_gpu_that_is_not_there(home, monkeypatch):
     path = config(home, "model: {device: cuda}\nstages: {sft: {}}\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert problem_of(path) == ("model.device", "cuda, but torch sees no GPU here; use auto or cpu")
-    assert load(path, check_files=False).model.device == "cuda"
+    assert load_settings(path, check_files=False).model.device == "cuda"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert load(path).model.device == "cuda"
+    assert load_settings(path).model.device == "cuda"
 
 
 def test_few_bits_without_a_gpu_are_refused_where_something_trains_here(home, monkeypatch):
@@ -223,10 +257,16 @@ def test_few_bits_without_a_gpu_are_refused_where_something_trains_here(home, mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     key, told = problem_of(path)
     assert key == "model.lora.quantize"
-    assert told.startswith("nf4 needs a CUDA device, and the model is to be on cpu; set quantize to none")
+    assert told.startswith(
+        "nf4 needs a CUDA device, and the model is to be on cpu; set quantize to none"
+    )
     assert problem_of(path, "model.device=cuda")[0] == "model.device", "one problem, not two"
-    assert load(path, ask_servers=False).model.lora.quantize == "nf4", "to plan it, or to look at its runs"
-    assert load(path, ["stages.sft=null", "stages.evaluate={}"]), "merged models are played as they are"
+    assert load_settings(path, check_servers=False).model.lora.quantize == "nf4", (
+        "to plan it, or to look at its runs"
+    )
+    assert load_settings(path, ["stages.sft=null", "stages.evaluate={}"]), (
+        "merged models are played as they are"
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *package: None)
     assert "needs the package bitsandbytes" in problem_of(path)[1]
@@ -235,7 +275,7 @@ def test_few_bits_without_a_gpu_are_refused_where_something_trains_here(home, mo
 def test_missing_files_and_wrong_settings_at_once(home):
     text = "stages: {prepare_data: {demonstrations: no.jsonl}, sft: {epochs: -1}, policy: {group_size: 1}}\n"
     with pytest.raises(ConfigError) as caught:
-        load(config(home, text), ["output=/dev/null"])
+        load_settings(config(home, text), ["output=/dev/null"])
     assert [".".join(map(str, problem.key)) for problem in caught.value.problems] == [
         "stages.policy.group_size",
         "stages.prepare_data.demonstrations",
@@ -246,10 +286,8 @@ def test_missing_files_and_wrong_settings_at_once(home):
 
 def test_an_own_chat_template_is_found_beside_the_config(home):
     (home / "configs" / "own.jinja").write_text("x")
-    text = (
-        "model: {path: org/model, chat_template: own.jinja, chat_template_date: 2025-01-02}\nstages: {evaluate: {}}\n"
-    )
-    model = load(config(home, text)).model
+    text = "model: {path: org/model, chat_template: own.jinja, chat_template_date: 2025-01-02}\nstages: {evaluate: {}}\n"
+    model = load_settings(config(home, text)).model
     assert model.chat_template == str(home / "configs" / "own.jinja")
     assert model.chat_template_date == "2025-01-02", "without quotes as well"
     (home / "configs" / "own.jinja").unlink()

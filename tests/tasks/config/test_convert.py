@@ -7,13 +7,20 @@ from typing import get_args, get_type_hints
 import pytest
 from helpers import ROOT
 
-from flows.cli.main import main
-from flows.cli.pipeline_parsers import TRAINERS as OFFERED
+from posttrain.cli.main import main
+from posttrain.cli.train_commands import TRL_TRAINERS as OFFERED
 from rl_core import PolicySettings
 from rl_core.errors import SettingsError
-from rl_core.settings.peer_names import TRAINER_STAGES, peer_hint, trl_name, trl_names, verl_name, verl_names
-from tasks.config import ConfigError, from_dict
-from tasks.config.convert import TRAINERS, convert
+from rl_core.settings.framework_aliases import (
+    TRAINER_STAGES,
+    explain_framework_name,
+    find_trl_alias,
+    find_verl_alias,
+    list_trl_aliases,
+    list_verl_aliases,
+)
+from tasks.config import ConfigError, build_settings
+from tasks.config.convert import TRAINERS, convert_config
 from tasks.config.settings import PipelineSettings
 from tasks.config.yaml_loader import read_yaml
 
@@ -29,7 +36,7 @@ VERL = [name for group in RECORDED["verl"].values() if isinstance(group, list) f
 def settings_of(text, tmp_path):
     path = tmp_path / "converted.yaml"
     path.write_text(text)
-    return from_dict(read_yaml(path).data, check_files=False)
+    return build_settings(read_yaml(path).data, check_files=False)
 
 
 def block_at(path):
@@ -37,7 +44,10 @@ def block_at(path):
     tree = PipelineSettings
     for part in path.split("."):
         hint = get_type_hints(tree)[part]
-        tree = next((kind for kind in (hint, *get_args(hint)) if hasattr(kind, "__dataclass_fields__")), hint)
+        tree = next(
+            (kind for kind in (hint, *get_args(hint)) if hasattr(kind, "__dataclass_fields__")),
+            hint,
+        )
     return tree
 
 
@@ -49,17 +59,35 @@ def exists(path):
 
 
 def test_every_recorded_name_has_an_entry():
-    assert len(TRL["GRPO"]) == 191 and len(TRL["SFT"]) == 135 and len(TRL["DPO"]) == 139 and len(TRL["Reward"]) == 125
-    missing = [(trainer, name) for trainer, names in TRL.items() for name in names if trl_name(name, trainer) is None]
-    assert missing == [] and [name for name in VERL if verl_name(name) is None] == [] and len(VERL) == 357
+    assert (
+        len(TRL["GRPO"]) == 191
+        and len(TRL["SFT"]) == 135
+        and len(TRL["DPO"]) == 139
+        and len(TRL["Reward"]) == 125
+    )
+    missing = [
+        (trainer, name)
+        for trainer, names in TRL.items()
+        for name in names
+        if find_trl_alias(name, trainer) is None
+    ]
+    assert (
+        missing == []
+        and [name for name in VERL if find_verl_alias(name) is None] == []
+        and len(VERL) == 357
+    )
 
 
 def test_every_entry_names_settings_that_exist_or_says_why_there_are_none():
-    assert [row.names for row in (*trl_names(), *verl_names()) if len(row.note) < 4 or not row.names] == []
+    assert [
+        row.names
+        for row in (*list_trl_aliases(), *list_verl_aliases())
+        if len(row.difference) < 4 or not row.names
+    ] == []
     wrong = []
-    for row in (*trl_names(), *verl_names()):
+    for row in (*list_trl_aliases(), *list_verl_aliases()):
         stages = {TRAINER_STAGES.get(trainer, "preference") for trainer in row.trainers} or {"sft"}
-        for path in (path for stage in stages for path in row.paths(stage)):
+        for path in (path for stage in stages for path in row.resolve_paths(stage)):
             if not exists(path):
                 wrong.append(path)
     # A round of distillation is sampled as a policy's, but it has no critic, KL or entropy terms: none is named
@@ -67,24 +95,32 @@ def test_every_entry_names_settings_that_exist_or_says_why_there_are_none():
 
 
 def test_names_have_their_own_meaning_in_each_stage():
-    assert "stages.policy.kl_coef" in peer_hint("beta", "policy")
-    assert peer_hint("num_generations", "policy").startswith("TRL's num_generations is stages.policy.group_size here")
-    assert "a number of parts here" in peer_hint("ppo_mini_batch_size", "policy")
-    assert "stages.policy.clip_eps here" in peer_hint("epsilon", "sft")  # written in the wrong stage
-    assert "stages.policy.epochs" in peer_hint("num_iterations", "policy")
-    assert "stages.policy.iterations" in peer_hint("max_steps", "policy")
-    assert "no equal" in peer_hint("ignore_bias_buffers", "sft") and peer_hint("clip_epsilon", "policy") == ""
+    assert "stages.policy.kl_coef" in explain_framework_name("beta", "policy")
+    assert explain_framework_name("num_generations", "policy").startswith(
+        "TRL's num_generations is stages.policy.group_size here"
+    )
+    assert "a number of parts here" in explain_framework_name("ppo_mini_batch_size", "policy")
+    assert "stages.policy.clip_eps here" in explain_framework_name(
+        "epsilon", "sft"
+    )  # written in the wrong stage
+    assert "stages.policy.epochs" in explain_framework_name("num_iterations", "policy")
+    assert "stages.policy.iterations" in explain_framework_name("max_steps", "policy")
+    assert (
+        "no equal" in explain_framework_name("ignore_bias_buffers", "sft")
+        and explain_framework_name("clip_epsilon", "policy") == ""
+    )
     for stage, long_rows in (
         ("sft", "long_rows: cut"),
         ("preference", "long_rows: cut"),
         ("reward_model", "long_rows: drop"),
     ):
-        hint = peer_hint("max_length", stage)
+        hint = explain_framework_name("max_length", stage)
         assert "stages.prepare_data.max_tokens" in hint and long_rows in hint, hint
 
 
 @pytest.mark.parametrize(
-    ("stage", "trainer"), [("policy", "GRPO"), ("sft", "SFT"), ("preference", "DPO"), ("reward_model", "Reward")]
+    ("stage", "trainer"),
+    [("policy", "GRPO"), ("sft", "SFT"), ("preference", "DPO"), ("reward_model", "Reward")],
 )
 def test_a_peers_name_as_a_key_of_its_stage_is_answered_by_the_table(stage, trainer):
     """Each name that ours does not have itself; before the table, `beta` in policy was answered by 'betas'."""
@@ -93,12 +129,19 @@ def test_a_peers_name_as_a_key_of_its_stage_is_answered_by_the_table(stage, trai
     said = {}
     for start in range(0, len(names), 20):  # the reader stops after thirty problems
         with pytest.raises(ConfigError) as error:
-            from_dict({"name": "x", "stages": {stage: dict.fromkeys(names[start : start + 20], 1)}}, check_files=False)
-        said |= {problem.key[-1]: problem.text for problem in error.value.problems if problem.key[-1] in names}
+            build_settings(
+                {"name": "x", "stages": {stage: dict.fromkeys(names[start : start + 20], 1)}},
+                check_files=False,
+            )
+        said |= {
+            problem.key[-1]: problem.text
+            for problem in error.value.problems
+            if problem.key[-1] in names
+        }
     assert set(said) == set(names)
     for name, text in said.items():
-        row = trl_name(name, trainer)
-        assert row.note in text or "it belongs to stages." in text, (name, text)
+        row = find_trl_alias(name, trainer)
+        assert row.difference in text or "it belongs to stages." in text, (name, text)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +157,23 @@ def test_a_peers_name_as_a_key_of_its_stage_is_answered_by_the_table(stage, trai
 def test_long_rows_as_trl_takes_them(tmp_path, trainer, values, expected):
     """Before, `max_length` was said to have no equal: rows are cut or left out by settings of the data stage."""
     given = {"model_name_or_path": "m", "dataset_name": "rows.jsonl", **values}
-    data = settings_of(convert(given, "trl.yaml", trainer.lower()), tmp_path).stages.prepare_data
+    data = settings_of(
+        convert_config(given, "trl.yaml", trainer.lower()), tmp_path
+    ).stages.prepare_data
     assert (data.max_tokens, data.long_rows) == expected
 
 
 def test_blocks_of_verl_are_answered_leaf_by_leaf():
     block = {"actor": {"clip_ratio": 0.2, "ppo_epochs": 1}, "rollout": {"n": 4}}
     with pytest.raises(ConfigError) as error:
-        from_dict({"name": "x", "stages": {"evaluate": {}}, "actor_rollout_ref": block, "algorithm": {"lam": 1.0}})
+        build_settings(
+            {
+                "name": "x",
+                "stages": {"evaluate": {}},
+                "actor_rollout_ref": block,
+                "algorithm": {"lam": 1.0},
+            }
+        )
     text = str(error.value)
     for words in (
         "stages.policy.clip_eps",
@@ -141,18 +193,35 @@ def test_the_library_says_it_too():
 
 
 def test_trl_grpo_becomes_a_configuration(tmp_path):
-    text = convert(
+    text = convert_config(
         {
-            "learning_rate": 1e-5, "num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 4,
-            "gradient_accumulation_steps": 2, "max_completion_length": 100, "beta": 0.04, "epsilon": 0.1,
-            "loss_type": "grpo", "model_name_or_path": "org/model", "max_steps": 10, "warmup_steps": 0.2,
-            "use_vllm": True, "top_p": 0.9, "num_iterations": 2, "odd": 1,
+            "learning_rate": 1e-5,
+            "num_generations": 4,
+            "per_device_train_batch_size": 8,
+            "steps_per_generation": 4,
+            "gradient_accumulation_steps": 2,
+            "max_completion_length": 100,
+            "beta": 0.04,
+            "epsilon": 0.1,
+            "loss_type": "grpo",
+            "model_name_or_path": "org/model",
+            "max_steps": 10,
+            "warmup_steps": 0.2,
+            "use_vllm": True,
+            "top_p": 0.9,
+            "num_iterations": 2,
+            "odd": 1,
         },
         "my run.yaml",
-    )  # fmt: skip
+    )
     policy = settings_of(text, tmp_path).stages.policy
     # 8 completions x 4 steps per generation = 32 = 8 prompts x 4; 2 of the 4 steps make one optimizer step
-    assert (policy.prompts_per_iteration, policy.group_size, policy.minibatches, policy.epochs) == (8, 4, 2, 2)
+    assert (policy.prompts_per_iteration, policy.group_size, policy.minibatches, policy.epochs) == (
+        8,
+        4,
+        2,
+        2,
+    )
     assert policy.iterations == 3  # 10 optimizer steps, 4 in each round
     assert (policy.kl_coef, policy.clip_eps, policy.algorithm, policy.aggregation) == (
         0.04,
@@ -160,9 +229,19 @@ def test_trl_grpo_becomes_a_configuration(tmp_path):
         "grpo",
         "sequence_mean",
     )
-    assert (policy.schedule, policy.min_lr_ratio, policy.warmup_steps, policy.betas) == ("linear", 0, 2, (0.9, 0.999))
+    assert (policy.schedule, policy.min_lr_ratio, policy.warmup_steps, policy.betas) == (
+        "linear",
+        0,
+        2,
+        (0.9, 0.999),
+    )
     left = text.partition("# Not taken over:")[2]
-    assert "use_vllm: true" in left and "top_p: 0.9" in left and "odd: 1" in left and "epsilon" not in left
+    assert (
+        "use_vllm: true" in left
+        and "top_p: 0.9" in left
+        and "odd: 1" in left
+        and "epsilon" not in left
+    )
 
 
 def test_verl_becomes_a_configuration(tmp_path):
@@ -171,16 +250,26 @@ def test_verl_becomes_a_configuration(tmp_path):
         "actor_rollout_ref": {
             "model": {"path": "org/model"},
             "actor": {
-                "optim": {"lr": 3e-6}, "ppo_mini_batch_size": 16, "use_kl_loss": True, "kl_loss_coef": 0.002,
-                "kl_loss_type": "mse", "clip_ratio_high": 0.3, "_target_": "x.Y",
+                "optim": {"lr": 3e-6},
+                "ppo_mini_batch_size": 16,
+                "use_kl_loss": True,
+                "kl_loss_coef": 0.002,
+                "kl_loss_type": "mse",
+                "clip_ratio_high": 0.3,
+                "_target_": "x.Y",
             },
             "rollout": {"n": 5, "response_length": "${data.max_response_length}", "top_k": -1},
         },
         "algorithm": {"adv_estimator": "grpo"},
-    }  # fmt: skip
-    text = convert(values, "v.yaml")
+    }
+    text = convert_config(values, "v.yaml")
     policy = settings_of(text, tmp_path).stages.policy
-    assert (policy.algorithm, policy.prompts_per_iteration, policy.group_size, policy.minibatches) == ("grpo", 64, 5, 4)
+    assert (
+        policy.algorithm,
+        policy.prompts_per_iteration,
+        policy.group_size,
+        policy.minibatches,
+    ) == ("grpo", 64, 5, 4)
     assert (policy.kl_coef, policy.kl_in, policy.kl_estimator) == (0.002, "loss", "k2")
     assert policy.clip == (0.2, 0.3) and policy.dual_clip == 3 and policy.learning_rate == 3e-6
     assert policy.sampling.max_completion_tokens == 99
@@ -192,20 +281,24 @@ def test_any_value_of_any_name_gives_text_that_names_it(trainer, tmp_path):
     """Nonsense values: each name is in the result, carried over or in a comment, and what is written validates."""
     own = next(name for name in TRL if name.lower() == trainer)
     names = [*TRL[own], *TRL["Model"]]
-    text = convert(dict.fromkeys(names, 3), "x.yaml", trainer)
+    text = convert_config(dict.fromkeys(names, 3), "x.yaml", trainer)
     allowed = {"eval_strategy", "save_strategy", "lora_task_type"}
     assert [name for name in names if name not in text and name not in allowed] == []
 
 
 def test_what_ours_refuses_goes_into_the_comments_with_the_reason(tmp_path):
-    text = convert({"epsilon": 1.5, "num_generations": 4, "model_name_or_path": "org/m"}, "x.yaml")
+    text = convert_config(
+        {"epsilon": 1.5, "num_generations": 4, "model_name_or_path": "org/m"}, "x.yaml"
+    )
     assert "less than 1" in text and "clip_eps:" not in text.partition("# Not")[0]
     assert settings_of(text, tmp_path).stages.policy.clip_eps is None
 
 
 def test_command_and_its_refusals(tmp_path, capsys):
     path = tmp_path / "sft.json"
-    path.write_text(json.dumps({"packing": True, "dataset_name": "rows.jsonl", "model_name_or_path": "org/m"}))
+    path.write_text(
+        json.dumps({"packing": True, "dataset_name": "rows.jsonl", "model_name_or_path": "org/m"})
+    )
     assert main(["convert", str(path)]) == 0
     out = capsys.readouterr().out
     assert "packing: true  # packing" in out and "demonstrations: rows.jsonl" in out
@@ -228,10 +321,16 @@ def test_recorded_names_are_those_of_an_installed_trl():
 
 def test_options_of_adapters_are_taken_over(tmp_path):
     given = {
-        "model_name_or_path": "org/m", "use_peft": True, "lora_target_modules": "all-linear", "use_rslora": True,
-        "use_dora": True, "lora_modules_to_save": ["norm"], "load_in_4bit": True, "num_generations": 4,
-    }  # fmt: skip
-    lora = settings_of(convert(given, "x.yaml"), tmp_path).model.lora
+        "model_name_or_path": "org/m",
+        "use_peft": True,
+        "lora_target_modules": "all-linear",
+        "use_rslora": True,
+        "use_dora": True,
+        "lora_modules_to_save": ["norm"],
+        "load_in_4bit": True,
+        "num_generations": 4,
+    }
+    lora = settings_of(convert_config(given, "x.yaml"), tmp_path).model.lora
     assert (lora.target_modules, lora.rank_stabilized, lora.dora) == ("all-linear", True, True)
     assert (lora.modules_to_save, lora.quantize) == (("norm",), "nf4")
 
@@ -248,8 +347,12 @@ def test_options_of_adapters_are_taken_over(tmp_path):
     ],
 )
 def test_places_of_metrics_become_sinks(given, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr("tasks.config.cross_checks.check_installed", lambda sink: None)
-    rest = {"actor_rollout_ref": {"rollout": {"n": 4}}} if "trainer" in given else {"num_generations": 4}
-    text = convert({**given, **rest}, "peer.yaml")
+    monkeypatch.setattr("rl_core.settings.services.check_sink_installed", lambda sink: None)
+    rest = (
+        {"actor_rollout_ref": {"rollout": {"n": 4}}}
+        if "trainer" in given
+        else {"num_generations": 4}
+    )
+    text = convert_config({**given, **rest}, "peer.yaml")
     assert settings_of(text, tmp_path).tracking.sinks == (expected or ())
     assert ("tracking.sinks" in text.partition("# Not taken over")[2]) == (expected is None)

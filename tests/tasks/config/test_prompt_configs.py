@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.settings import PolicySettings
-from tasks.config import ConfigError, from_dict
-from tasks.pipeline.key import stage_key
+from tasks.config import ConfigError, build_settings
+from tasks.pipeline.stage_key import compute_stage_key
 
 ROWS = [{"prompt": f"{n} + 1 =", "answer": str(n + 1), "level": str(n % 2)} for n in range(30)]
 
@@ -19,39 +19,55 @@ def rewarded(trajectories, anwser):
 def config(folder, rewards=None, stages=None, **options):
     place = Path(folder) / "q.jsonl"
     place.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    stages = stages or {"prepare_data": {}, "sft": {}, "policy": {"rewards": rewards or {"task": 1.0}}}
+    stages = stages or {
+        "prepare_data": {},
+        "sft": {},
+        "policy": {"rewards": rewards or {"task": 1.0}},
+    }
     return {
-        "name": "own", "environment": {"name": "prompts", "options": {"path": str(place), **options}},
-        "output": str(folder), "stages": stages,
-    }  # fmt: skip
+        "name": "own",
+        "environment": {"name": "prompts", "options": {"path": str(place), **options}},
+        "output": str(folder),
+        "stages": stages,
+    }
 
 
 def problems(values):
     with pytest.raises(ConfigError) as error:
-        from_dict(values)
+        build_settings(values)
     return str(error.value)
 
 
 def test_a_file_with_a_verifier_is_a_pipeline(tmp_path):
-    settings = from_dict(config(tmp_path, verifier="numeric"))
+    settings = build_settings(config(tmp_path, verifier="numeric"))
     assert settings.environment.options["verifier"] == "numeric"
-    curriculum = [{"name": "a", "levels": {"0": 1.0}, "max_iterations": 1}, {"name": "b", "levels": {"1": 1.0}}]
-    from_dict(
-        config(tmp_path, verifier="exact", stages={"policy": {"curriculum": curriculum}, "prepare_data": {}, "sft": {}})
+    curriculum = [
+        {"name": "a", "levels": {"0": 1.0}, "max_iterations": 1},
+        {"name": "b", "levels": {"1": 1.0}},
+    ]
+    build_settings(
+        config(
+            tmp_path,
+            verifier="exact",
+            stages={"policy": {"curriculum": curriculum}, "prepare_data": {}, "sft": {}},
+        )
     )
     curriculum[1]["levels"] = {"2": 1.0}
     wrong = config(
-        tmp_path, verifier="exact", stages={"policy": {"curriculum": curriculum}, "prepare_data": {}, "sft": {}}
+        tmp_path,
+        verifier="exact",
+        stages={"policy": {"curriculum": curriculum}, "prepare_data": {}, "sft": {}},
     )
     assert "environment 'prompts' has no level '2'" in problems(wrong)
 
 
 def test_what_is_wrong_is_said_with_its_key(tmp_path):
     assert "stages.policy.rewards: prompts alone reward nothing" in problems(config(tmp_path))
-    from_dict(config(tmp_path, rewards={"exact": 1.0}))
+    build_settings(config(tmp_path, rewards={"exact": 1.0}))
     named = {f"{__file__}:rewarded": 1.0}
-    assert "asks for the column 'anwser', but the rows have prompt, answer, level; did you mean 'answer'" in problems(
-        config(tmp_path, rewards=named)
+    assert (
+        "asks for the column 'anwser', but the rows have prompt, answer, level; did you mean 'answer'"
+        in problems(config(tmp_path, rewards=named))
     )
     assert "environment.options.target: no row has a column 'gold'" in problems(
         config(tmp_path, verifier="exact", target="gold")
@@ -62,17 +78,17 @@ def test_what_is_wrong_is_said_with_its_key(tmp_path):
 
 
 def test_another_content_is_another_stage(tmp_path):
-    settings = from_dict(config(tmp_path, verifier="exact", heldout=str(tmp_path / "q.jsonl")))
-    before = stage_key("policy", PolicySettings(), settings, {})
-    assert stage_key("policy", PolicySettings(), settings, {}) == before
+    settings = build_settings(config(tmp_path, verifier="exact", heldout=str(tmp_path / "q.jsonl")))
+    before = compute_stage_key("policy", PolicySettings(), settings, {})
+    assert compute_stage_key("policy", PolicySettings(), settings, {}) == before
     with (tmp_path / "q.jsonl").open("a") as file:
         file.write(json.dumps(ROWS[0]) + "\n")
-    assert stage_key("policy", PolicySettings(), settings, {}) != before
+    assert compute_stage_key("policy", PolicySettings(), settings, {}) != before
     (tmp_path / "many").mkdir()
     (tmp_path / "many" / "a.csv").write_text("prompt,answer\nx,1\ny,2\n")
     folder = config(tmp_path, verifier="exact")
     folder["environment"]["options"]["path"] = str(tmp_path / "many")
-    settings = from_dict(folder)
-    before = stage_key("policy", PolicySettings(), settings, {})
+    settings = build_settings(folder)
+    before = compute_stage_key("policy", PolicySettings(), settings, {})
     (tmp_path / "many" / "a.csv").write_text("prompt,answer\nx,1\ny,3\n")
-    assert stage_key("policy", PolicySettings(), settings, {}) != before
+    assert compute_stage_key("policy", PolicySettings(), settings, {}) != before

@@ -5,19 +5,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.cli import resume
-from flows.parameters import passed_on, read_settings
+from flows.parameters import flow_parameters, read_settings
+from posttrain.cli import resumable_runs
 from rl_core.errors import SettingsError
-from tasks.config import PipelineSettings, from_dict, resolve
-from tasks.config.masking import masked, masked_keys
-from tasks.pipeline.pipeline_tracker import PipelineTracker
+from tasks.config import PipelineSettings, build_settings, dump_settings
+from tasks.config.displayed_settings import list_masked_keys, mask_secrets
 from tasks.pipeline.run_options import RunOptions
+from tasks.pipeline.run_tracking import PipelineTracker
 from tasks.tracking import Tracking
 
 SECRETS = {
-    "api_key": "one-1", "hf_token": "two-2", "judgePassword": "three-3", "API-Keys": ["four-4", {"x": "five-5"}],
-    "client": {"secret": "six-6"}, "CREDENTIALS": {"user": "seven-7"},
-}  # fmt: skip
+    "api_key": "one-1",
+    "hf_token": "two-2",
+    "judgePassword": "three-3",
+    "API-Keys": ["four-4", {"x": "five-5"}],
+    "client": {"secret": "six-6"},
+    "CREDENTIALS": {"user": "seven-7"},
+}
 PLAIN = {
     "max_tokens": 64,
     "tokenizer": "bytes",
@@ -33,26 +37,42 @@ PLAIN = {
 def settings(tmp_path) -> PipelineSettings:
     values = {"name": "secretive", "output": str(tmp_path), "stages": {"sft": {}}}
     values["environment"] = {"name": "my_tasks:Env", "options": {**SECRETS, **PLAIN}}
-    return from_dict(values, check_files=False, import_code=False)
+    return build_settings(values, check_files=False, import_code=False)
 
 
 def test_texts_of_secret_options_are_masked_and_nothing_else(settings):
-    whole = resolve(settings)
-    hidden = masked(whole)
+    whole = dump_settings(settings)
+    hidden = mask_secrets(whole)
     assert hidden["environment"]["options"] == {
-        "api_key": "***", "hf_token": "***", "judgePassword": "***", "API-Keys": ["***", {"x": "***"}],
-        "client": {"secret": "***"}, "CREDENTIALS": {"user": "***"}, **PLAIN,
-    }  # fmt: skip
-    assert {**hidden, "environment": None} == {**whole, "environment": None} and whole == resolve(settings)
-    assert masked_keys(hidden)[:2] == ["environment.options.api_key", "environment.options.hf_token"]
-    assert len(masked_keys(hidden)) == 7 and masked_keys(whole) == []
+        "api_key": "***",
+        "hf_token": "***",
+        "judgePassword": "***",
+        "API-Keys": ["***", {"x": "***"}],
+        "client": {"secret": "***"},
+        "CREDENTIALS": {"user": "***"},
+        **PLAIN,
+    }
+    assert {**hidden, "environment": None} == {
+        **whole,
+        "environment": None,
+    } and whole == dump_settings(settings)
+    assert list_masked_keys(hidden)[:2] == [
+        "environment.options.api_key",
+        "environment.options.hf_token",
+    ]
+    assert len(list_masked_keys(hidden)) == 7 and list_masked_keys(whole) == []
 
 
 def test_no_secret_is_written_by_a_run(settings, tmp_path):
     tracker = PipelineTracker(
-        Tracking(None, tmp_path), settings, RunOptions(), home=tmp_path / "t", started="2026-11-22 10:00:00",
-        resumed=False, on_progress=lambda *_: None,
-    )  # fmt: skip
+        Tracking(None, tmp_path),
+        settings,
+        RunOptions(),
+        home=tmp_path / "t",
+        started="2026-11-22 10:00:00",
+        resumed=False,
+        on_progress=lambda *_: None,
+    )
     tracker.log_settings(1)
     tracker.close("FINISHED")
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
@@ -63,15 +83,17 @@ def test_no_secret_is_written_by_a_run(settings, tmp_path):
 
 def test_a_flow_called_here_gets_them_though_its_parameter_has_none(settings, monkeypatch):
     got = []
-    monkeypatch.setattr("flows.parameters.from_dict", lambda values, **_: got.append(values))
-    with passed_on(settings) as stored:
+    monkeypatch.setattr("tasks.config.build_settings", lambda values, **_: got.append(values))
+    with flow_parameters(settings) as stored:
         assert "one-1" not in json.dumps(stored)
         read_settings({**stored, "seed": 5})
     read_settings(stored)
-    assert got == [{**resolve(settings), "seed": 5}, stored]
+    assert got == [{**dump_settings(settings), "seed": 5}, stored]
 
 
 def test_a_run_whose_secrets_were_not_stored_is_not_resumed_without_them(settings, tmp_path):
-    record = SimpleNamespace(name="secretive", settings=masked(resolve(settings)))
-    with pytest.raises(SettingsError, match=r"environment\.options\.api_key, .*posttrain run CONFIG"):
-        resume.settings_of(record, tmp_path)
+    record = SimpleNamespace(name="secretive", settings=mask_secrets(dump_settings(settings)))
+    with pytest.raises(
+        SettingsError, match=r"environment\.options\.api_key, .*posttrain run CONFIG"
+    ):
+        resumable_runs.load_recorded_settings(record, tmp_path)

@@ -52,9 +52,15 @@ def test_scalars_follow_yaml_1_2(text, value):
 
 def test_every_key_and_item_has_its_line(tmp_path):
     document = read_yaml(
-        write(tmp_path, "# top\nname: x\nstages:\n  policy:\n    curriculum:\n    - name: a\n    - name: b\n")
+        write(
+            tmp_path,
+            "# top\nname: x\nstages:\n  policy:\n    curriculum:\n    - name: a\n    - name: b\n",
+        )
     )
-    assert document.data == {"name": "x", "stages": {"policy": {"curriculum": [{"name": "a"}, {"name": "b"}]}}}
+    assert document.data == {
+        "name": "x",
+        "stages": {"policy": {"curriculum": [{"name": "a"}, {"name": "b"}]}},
+    }
     assert document.lines[("name",)] == 2
     assert document.lines[("stages", "policy", "curriculum", 1)] == 7
     assert document.lines[("stages", "policy", "curriculum", 1, "name")] == 7
@@ -72,7 +78,10 @@ def test_keys_are_text_as_written(tmp_path):
 
 def test_duplicate_keys_name_both_lines(tmp_path):
     document = read_yaml(write(tmp_path, "a:\n  b: 1\n  c: 2\n  b: 3\na: 4\n"))
-    places = [(problem.key, problem.place.rsplit(":", 1)[1], problem.text) for problem in document.problems]
+    places = [
+        (problem.key, problem.location.rsplit(":", 1)[1], problem.text)
+        for problem in document.problems
+    ]
     assert places == [
         (("a", "b"), "4", "the key is given twice, first on line 2; keep one"),
         (("a",), "5", "the key is given twice, first on line 1; keep one"),
@@ -82,7 +91,7 @@ def test_duplicate_keys_name_both_lines(tmp_path):
 @pytest.mark.parametrize("text", [".nan", ".inf", "-.Inf", "1e999"])
 def test_numbers_that_are_not_finite_are_problems(tmp_path, text):
     (problem,) = read_yaml(write(tmp_path, f"a: 1\nb: {text}\n")).problems
-    assert problem.key == ("b",) and problem.place.endswith(":2") and text in problem.text
+    assert problem.key == ("b",) and problem.location.endswith(":2") and text in problem.text
 
 
 def test_lone_surrogates_and_nul_are_problems(tmp_path):
@@ -95,7 +104,10 @@ def test_lone_surrogates_and_nul_are_problems(tmp_path):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("a: !!python/object/apply:os.system [echo]\n", ":1: holds the tag 'tag:yaml.org,2002:python/object/apply"),
+        (
+            "a: !!python/object/apply:os.system [echo]\n",
+            ":1: holds the tag 'tag:yaml.org,2002:python/object/apply",
+        ),
         ("a: 1\nb: !secret x\n", ":2: holds the tag '!secret'"),
         ("a: !!str 1\n", "tags are not allowed"),
         ("", "is empty"),
@@ -144,12 +156,16 @@ def test_small_aliases_and_merges_work(tmp_path):
     assert document.lines[("use", "y")] == 5
     assert document.lines[("use", "w")] == 2
     document.data["again"]["y"]["z"] = 9
-    assert document.data["base"]["y"]["z"] == 2  # copies: an override of one does not change the other
+    assert (
+        document.data["base"]["y"]["z"] == 2
+    )  # copies: an override of one does not change the other
 
 
 def test_missing_file_names_its_neighbours(tmp_path):
     write(tmp_path, "name: x\n", "demo.yaml")
-    assert message_of(tmp_path / "demos.yaml").endswith(f"no such file; did you mean '{tmp_path / 'demo.yaml'}'?")
+    assert message_of(tmp_path / "demos.yaml").endswith(
+        f"no such file; did you mean '{tmp_path / 'demo.yaml'}'?"
+    )
     assert message_of(tmp_path / "other.yaml").endswith(f"no such file; {tmp_path} has demo.yaml")
 
 

@@ -10,7 +10,15 @@ from helpers.waiting import delivered_run_id
 from rl_core.errors import BackendError, DataError, SettingsError
 from rl_core.storage import faults
 from tasks.lifecycle import approval
-from tasks.lifecycle.approval import ApprovalRequest, answer, ask, asked, expire, read, requests
+from tasks.lifecycle.approval import (
+    ApprovalRequest,
+    answer_request,
+    expire_requests,
+    list_approval_requests,
+    read_approval_request,
+    reload_request,
+    request_approval,
+)
 from tasks.tracking import Tracking
 
 
@@ -34,11 +42,17 @@ def model(tracking, request):
 
 def asking(tracking, name, version=2, champion=1, seconds=60.0, **place):
     request = ApprovalRequest(
-        name=name, version=version, state="waiting", key=f"key{version}", champion=champion,
-        deadline=float(int(time.time() + seconds)), reason="gain +5", **place,
-    )  # fmt: skip
+        name=name,
+        version=version,
+        state="waiting",
+        key=f"key{version}",
+        champion=champion,
+        deadline=float(int(time.time() + seconds)),
+        reason="gain +5",
+        **place,
+    )
     tracking.tag_version(name, version, {"gate.reason": "gain +5"})
-    return ask(tracking, request)
+    return request_approval(tracking, request)
 
 
 def tags(tracking, name, version=2):
@@ -49,51 +63,63 @@ def test_what_is_asked_is_on_the_version(tracking, model):
     request = asking(tracking, model, run="demo · 1", run_id="abcdef", flow_run_id="f")
     found = tags(tracking, model)
     assert found["approval.state"] == "waiting" and found["gate.decision"] == "awaiting approval"
-    assert found["approval.champion"] == "1" and found["approval.deadline"] == request.until
-    assert read(tracking.registry.version(model, 2)) == dataclasses.replace(request, reason="gain +5")
+    assert found["approval.champion"] == "1" and found["approval.deadline"] == request.deadline_text
+    assert read_approval_request(tracking.registry.version(model, 2)) == dataclasses.replace(
+        request, reason="gain +5"
+    )
     assert tracking.versions(model)[1].aliases == ("challenger",)
-    assert [request.name for request in requests(tracking) if request.name == model] == [model]
+    assert [
+        request.name for request in list_approval_requests(tracking) if request.name == model
+    ] == [model]
 
 
 def test_yes_moves_the_champion_and_says_who_when_why(tracking, model):
     request = asking(tracking, model)
-    done = answer(tracking, request, approve=True, by="ada", note="fine")
+    done = answer_request(tracking, request, approve=True, answered_by="ada", note="fine")
     assert tracking.champion(model).version == 2
     found = tags(tracking, model)
-    assert (found["approval.state"], found["approval.by"], found["approval.note"]) == ("approved", "ada", "fine")
+    assert (found["approval.state"], found["approval.by"], found["approval.note"]) == (
+        "approved",
+        "ada",
+        "fine",
+    )
     assert found["gate.decision"] == "promoted" and found["approval.when"].endswith(" UTC")
-    assert done.outcome == f"version 2 of {model} promoted: approved by ada on {done.when}: fine; gain +5"
+    assert (
+        done.summary
+        == f"version 2 of {model} promoted: approved by ada on {done.when}: fine; gain +5"
+    )
     assert tracking.versions(model)[1].aliases == ("champion",)
 
 
 def test_no_leaves_the_champion(tracking, model):
-    done = answer(tracking, asking(tracking, model), approve=False, by="ada")
+    done = answer_request(tracking, asking(tracking, model), approve=False, answered_by="ada")
     assert tracking.champion(model).version == 1 and done.state == "rejected"
     assert tags(tracking, model)["gate.decision"] == "rejected by hand"
 
 
 def test_a_second_answer_is_refused(tracking, model):
     request = asking(tracking, model)
-    answer(tracking, request, approve=False, by="ada", note="worse")
+    answer_request(tracking, request, approve=False, answered_by="ada", note="worse")
     with pytest.raises(
-        SettingsError, match=r"nothing to decide any more: version 2 of .* rejected by ada on .*: worse"
+        SettingsError,
+        match=r"nothing to decide any more: version 2 of .* rejected by ada on .*: worse",
     ):
-        answer(tracking, request, approve=True, by="bob")
+        answer_request(tracking, request, approve=True, answered_by="bob")
     assert tracking.champion(model).version == 1
 
 
 def test_a_champion_that_moved_meanwhile_is_not_overtaken(tracking, model):
     request = asking(tracking, model)
     tracking.set_champion(model, 3)
-    done = answer(tracking, request, approve=True, by="ada")
+    done = answer_request(tracking, request, approve=True, answered_by="ada")
     assert tracking.champion(model).version == 3 and done.state == "superseded"
-    assert "version 3 is champion now, and the comparison was with version 1" in done.outcome
-    assert asked(tracking, request).state == "superseded"
+    assert "version 3 is champion now, and the comparison was with version 1" in done.summary
+    assert reload_request(tracking, request).state == "superseded"
 
 
 def test_no_champion_then_and_one_now(tracking, model):
     request = asking(tracking, model, champion=None)
-    assert answer(tracking, request, approve=True, by="ada").state == "superseded"
+    assert answer_request(tracking, request, approve=True, answered_by="ada").state == "superseded"
     assert tracking.champion(model).version == 1
 
 
@@ -103,25 +129,34 @@ def test_the_deadline_rejects(tracking, model, how, monkeypatch):
     monkeypatch.setattr(approval.time, "time", lambda: request.deadline + 1)
     if how == "answer":
         with pytest.raises(SettingsError, match=r"nobody approved it until .*asks again"):
-            answer(tracking, request, approve=True, by="ada")
+            answer_request(tracking, request, approve=True, answered_by="ada")
     else:
-        assert [late.state for late in expire(tracking, model)] == ["timed out"]
-        assert expire(tracking, model) == []
+        assert [late.state for late in expire_requests(tracking, model)] == ["timed out"]
+        assert expire_requests(tracking, model) == []
     assert tracking.champion(model).version == 1
     assert tags(tracking, model)["gate.decision"] == "approval timed out"
 
 
-def test_a_form_that_prefect_took_in_time_counts_though_it_arrives_late(tracking, model, monkeypatch):
+def test_a_form_that_prefect_took_in_time_counts_though_it_arrives_late(
+    tracking, model, monkeypatch
+):
     request = asking(tracking, model)
     monkeypatch.setattr(approval.time, "time", lambda: request.deadline + 1)
-    assert answer(tracking, request, approve=True, by="ada", in_time=True).state == "approved"
+    assert (
+        answer_request(tracking, request, approve=True, answered_by="ada", in_time=True).state
+        == "approved"
+    )
 
 
 def test_asking_again_forgets_the_old_answer(tracking, model):
-    answer(tracking, asking(tracking, model), approve=False, by="ada", note="no")
+    answer_request(tracking, asking(tracking, model), approve=False, answered_by="ada", note="no")
     asking(tracking, model)
     found = tags(tracking, model)
-    assert found["approval.state"] == "waiting" and not found["approval.by"] and not found["approval.note"]
+    assert (
+        found["approval.state"] == "waiting"
+        and not found["approval.by"]
+        and not found["approval.note"]
+    )
 
 
 def test_the_runs_that_asked_say_what_was_decided(tracking, model, tmp_path):
@@ -131,14 +166,18 @@ def test_the_runs_that_asked_say_what_was_decided(tracking, model, tmp_path):
         record.parent.mkdir(parents=True)
         record.write_text(json.dumps({"run_id": run_id, "status": "waiting", "only": None}))
         request = asking(tracking, model, run="demo", run_id=run_id)
-        run.set_tags({"result": f"policy 50%; {request.outcome}"})
-        run.set_description(f"| promote | {request.outcome} |")
+        run.set_tags({"result": f"policy 50%; {request.summary}"})
+        run.set_description(f"| promote | {request.summary} |")
         run.flush(20)
-    done = answer(tracking, asked(tracking, request), approve=True, by="ada")
+    done = answer_request(
+        tracking, reload_request(tracking, request), approve=True, answered_by="ada"
+    )
     found = tracking.store.client.get_run(run_id).data.tags
-    assert found["result"] == f"policy 50%; {done.outcome}"[:250] and found["approval"] == "approved"
-    assert found["mlflow.note.content"] == f"| promote | {done.outcome} |"
-    answer_of_page = {"before": request.outcome, "now": done.outcome}
+    assert (
+        found["result"] == f"policy 50%; {done.summary}"[:250] and found["approval"] == "approved"
+    )
+    assert found["mlflow.note.content"] == f"| promote | {done.summary} |"
+    answer_of_page = {"before": request.summary, "now": done.summary}
     left = {"run_id": run_id, "status": "finished", "only": None, "answer": answer_of_page}
     assert json.loads(record.read_text()) == left
 
@@ -157,9 +196,9 @@ def test_an_answer_that_was_cut_off_was_not_given(tracking, model, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(tracking.store.client, "set_model_version_tag", cut)
         with pytest.raises(KeyboardInterrupt):
-            answer(tracking, request, approve=False, by="ada")
-    assert asked(tracking, request).is_waiting
-    answer(tracking, request, approve=False, by="ada")
+            answer_request(tracking, request, approve=False, answered_by="ada")
+    assert reload_request(tracking, request).is_waiting
+    answer_request(tracking, request, approve=False, answered_by="ada")
     found = tags(tracking, model)
     assert (found["approval.by"], found["gate.decision"]) == ("ada", "rejected by hand")
 
@@ -170,110 +209,147 @@ def test_an_answer_is_noted_on_the_run_by_whoever_finds_it_there(tracking, model
     with tracking.start_run("demo", tmp_path / "run") as run:
         run_id = delivered_run_id(run)
         request = asking(tracking, model, run="demo", run_id=run_id)
-        run.set_tags({"result": f"policy 50%; {request.outcome}"[:40].rstrip() + end})
-        run.set_description(f"| promote | {request.outcome} |")
+        run.set_tags({"result": f"policy 50%; {request.summary}"[:40].rstrip() + end})
+        run.set_description(f"| promote | {request.summary} |")
         run.flush(20)
-    faults.configure("approval.settled:1:raise")
+    faults.configure_faults("approval.settled:1:raise")
     try:
         with pytest.raises(faults.InjectedFault):
-            answer(tracking, asked(tracking, request), approve=False, by="ada")
+            answer_request(
+                tracking, reload_request(tracking, request), approve=False, answered_by="ada"
+            )
     finally:
-        faults.configure(None)
-    done = asked(tracking, request)
-    assert done.state == "rejected" and "approval" not in tracking.store.client.get_run(run_id).data.tags
+        faults.configure_faults(None)
+    done = reload_request(tracking, request)
+    assert (
+        done.state == "rejected"
+        and "approval" not in tracking.store.client.get_run(run_id).data.tags
+    )
     for _ in range(2):
-        approval.note_answer(tracking, done)
+        approval.record_answer(tracking, done)
         found = tracking.store.client.get_run(run_id).data.tags
-        assert found["result"] == f"policy 50%; {done.outcome}"[:250] and found["approval"] == "rejected"
-        assert found["mlflow.note.content"] == f"| promote | {done.outcome} |"
+        assert (
+            found["result"] == f"policy 50%; {done.summary}"[:250]
+            and found["approval"] == "rejected"
+        )
+        assert found["mlflow.note.content"] == f"| promote | {done.summary} |"
 
 
 def test_the_same_answer_given_again_finishes_one_that_was_killed(tracking, model, tmp_path):
-    from flows.cli.approve import decide
+    from posttrain.cli.approvals import decide_approval
 
     with tracking.start_run(f"{model} · 1", tmp_path / "run") as run:
         run_id = delivered_run_id(run)
         request = asking(tracking, model, run=f"{model} · 1", run_id=run_id)
-    faults.configure("approval.settled:1:raise")
+    faults.configure_faults("approval.settled:1:raise")
     try:
         with pytest.raises(faults.InjectedFault):
-            answer(tracking, request, approve=True, by="ada")
+            answer_request(tracking, request, approve=True, answered_by="ada")
     finally:
-        faults.configure(None)
+        faults.configure_faults(None)
     moved, uri = [], tracking.store.uri
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(tracking), "journal_move", lambda self, version, *rest: moved.append(version.version))
-        assert "answered before" in decide(tracking.output, uri, model, approve=True, by="bob")
-        assert tracking.store.client.get_run(run_id).data.tags["approval"] == "approved" and moved == [2]
+        patch.setattr(
+            type(tracking),
+            "record_alias_move",
+            lambda self, version, *rest: moved.append(version.version),
+        )
+        assert "answered before" in decide_approval(
+            tracking.output, uri, model, approve=True, by="bob"
+        )
+        assert tracking.store.client.get_run(run_id).data.tags[
+            "approval"
+        ] == "approved" and moved == [2]
         tracking.set_champion(model, 3)
-        decide(tracking.output, uri, model, approve=True)
-    assert tracking.champion(model).version == 3 and moved == [2]  # not moved back to what was approved before
+        decide_approval(tracking.output, uri, model, approve=True)
+    assert tracking.champion(model).version == 3 and moved == [
+        2
+    ]  # not moved back to what was approved before
 
 
 def test_a_run_that_is_gone_does_not_hinder(tracking, model):
-    done = answer(tracking, asking(tracking, model, run_id="0" * 32), approve=True, by="ada")
+    done = answer_request(
+        tracking, asking(tracking, model, run_id="0" * 32), approve=True, answered_by="ada"
+    )
     assert done.state == "approved" and tracking.champion(model).version == 2
 
 
 def test_the_same_comparison_with_another_version_of_the_champions_model(tracking, model):
     summary = {
-        "registered_model": model, "model_version": 3, "key": "k", "champion_before": 1, "approval_timeout_seconds": 9,
+        "registered_model": model,
+        "model_version": 3,
+        "key": "k",
+        "champion_before": 1,
+        "approval_timeout_seconds": 9,
         "reason": "gain over champion version 1 +5.0 points",
-    }  # fmt: skip
-    asked_now = approval.question(summary, 2, run="r")
-    assert asked_now.champion == 2 and asked_now.reason == "gain over champion version 2 +5.0 points"
-    assert asked_now.run == "r" and approval.question(summary, None).champion is None
+    }
+    asked_now = approval.build_approval_request(summary, 2, run="r")
+    assert (
+        asked_now.champion == 2 and asked_now.reason == "gain over champion version 2 +5.0 points"
+    )
+    assert asked_now.run == "r" and approval.build_approval_request(summary, None).champion is None
 
 
 # The command
 
 
 def test_the_run_is_found_by_name_pipeline_or_id(tracking, model):
-    from flows.cli.approve import find
+    from posttrain.cli.approvals import find_pending_request
 
     request = asking(tracking, model, run=f"{model} · 2026", run_id="0123456789")
-    known = requests(tracking)
+    known = list_approval_requests(tracking)
     for text in (f"{model} · 2026", model, "012345", "0123456789"):
-        assert find(tracking, known, text).run_id == request.run_id
+        assert find_pending_request(tracking, known, text).run_id == request.run_id
     with pytest.raises(DataError, match="no run"):
-        find(tracking, known, "01234")  # too short to mean an id
+        find_pending_request(tracking, known, "01234")  # too short to mean an id
     asking(tracking, model, version=3, run=f"{model} · 2027", run_id="9876543210")
     with pytest.raises(SettingsError, match="matches several pending runs"):
-        find(tracking, requests(tracking), model)
+        find_pending_request(tracking, list_approval_requests(tracking), model)
 
 
 def test_what_cannot_be_decided_is_said(tracking, model, tmp_path):
-    from flows.cli.approve import decide, find
+    from posttrain.cli.approvals import decide_approval, find_pending_request
 
     with tracking.start_run("plain · 1", tmp_path / "run") as run:
         delivered_run_id(run)
     with pytest.raises(SettingsError, match="'plain' asked for no approval"):
-        find(tracking, [], "plain")
+        find_pending_request(tracking, [], "plain")
     request = asking(tracking, model, run=f"{model} · 2026", run_id="a" * 32)
-    answer(tracking, request, approve=False, by="ada")
-    with pytest.raises(SettingsError, match=f"'{model}' is not pending: version 2 .* rejected by ada"):
-        find(tracking, requests(tracking), model)
+    answer_request(tracking, request, approve=False, answered_by="ada")
+    with pytest.raises(
+        SettingsError, match=f"'{model}' is not pending: version 2 .* rejected by ada"
+    ):
+        find_pending_request(tracking, list_approval_requests(tracking), model)
     uri = tracking.store.uri
     with pytest.raises(SettingsError, match=r"is not pending: version 2 .* rejected by ada"):
-        decide(tracking.output, uri, model, approve=True)  # another answer than the one that was given
-    assert "answered before: version 2" in decide(tracking.output, uri, model, approve=False, by="ada")
+        decide_approval(
+            tracking.output, uri, model, approve=True
+        )  # another answer than the one that was given
+    assert "answered before: version 2" in decide_approval(
+        tracking.output, uri, model, approve=False, by="ada"
+    )
     with pytest.raises(SettingsError, match="name the run"):
-        decide(tracking.output, uri, None, approve=True)
+        decide_approval(tracking.output, uri, None, approve=True)
     with pytest.raises(DataError, match=r"no runs in sqlite:.*give the run's --config"):
-        decide(tmp_path, None, "demo", approve=True)
+        decide_approval(tmp_path, None, "demo", approve=True)
     assert not (tmp_path / "mlflow").exists()
 
 
 def test_the_command_shows_then_decides(tracking, model):
-    from flows.cli.approve import decide
+    from posttrain.cli.approvals import decide_approval
 
     asking(tracking, model, run=f"{model} · 2026", run_id="b" * 32)
     uri = tracking.store.uri
-    assert f"{model} · 2026" in decide(tracking.output, uri, None, approve=None)
-    shown = decide(tracking.output, uri, model, approve=None, where=" --output x")
-    assert "waits for approval until" in shown and f"approve '{model} · 2026' --yes --note 'WHY' --output x" in shown
+    assert f"{model} · 2026" in decide_approval(tracking.output, uri, None, approve=None)
+    shown = decide_approval(tracking.output, uri, model, approve=None, store_options=" --output x")
+    assert (
+        "waits for approval until" in shown
+        and f"approve '{model} · 2026' --yes --note 'WHY' --output x" in shown
+    )
     assert tracking.champion(model).version == 1
-    assert "promoted: approved by me on" in decide(tracking.output, uri, model, approve=True, by="me")
+    assert "promoted: approved by me on" in decide_approval(
+        tracking.output, uri, model, approve=True, by="me"
+    )
     assert tracking.champion(model).version == 2
 
 
@@ -288,46 +364,73 @@ def test_the_command_shows_then_decides(tracking, model):
         ({"key": "k1", "state": "approved"}, False, "promoted"),
         ({"key": "k1", "state": "rejected"}, False, "rejected"),
         ({"key": "k1", "state": "timed out"}, False, "rejected"),
-        ({"key": "k1", "state": "superseded"}, True, "awaiting approval"),  # the champion of then is back
+        (
+            {"key": "k1", "state": "superseded"},
+            True,
+            "awaiting approval",
+        ),  # the champion of then is back
         ({"key": "k2", "state": "rejected"}, True, "awaiting approval"),  # of another comparison
     ],
 )
 def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks, decision):
     from types import SimpleNamespace
 
-    from flows.post_training import _decision
-    from tasks.pipeline.result import StageResult
+    from flows.post_training import _describe_decision
     from tasks.pipeline.run_options import FlowRunAddress, RunOptions
+    from tasks.pipeline.stage_result import StageResult
     from tasks.stages import promote
 
     summary = {
-        "decision": "awaiting approval", "registered_model": "m", "model_version": 2, "champion_before": 1, "key": "k1",
-        "reason": "better", "approval_timeout_seconds": 60.0, "note": "",
-    }  # fmt: skip
+        "decision": "awaiting approval",
+        "registered_model": "m",
+        "model_version": 2,
+        "champion_before": 1,
+        "key": "k1",
+        "reason": "better",
+        "approval_timeout_seconds": 60.0,
+        "note": "",
+    }
     result = StageResult("promote", "f", "d", "k1", True, 0.0, "stage-run", summary)
-    before = ApprovalRequest(name="m", version=2, champion=1, deadline=0.0, **known) if known else None
+    before = (
+        ApprovalRequest(name="m", version=2, champion=1, deadline=0.0, **known) if known else None
+    )
     calls, tags, waiting = [], {}, []
-    monkeypatch.setattr(promote, "read", lambda version: before)
-    monkeypatch.setattr(promote, "ask", lambda tracking, request: calls.append(request) or request)
+    monkeypatch.setattr(promote, "read_approval_request", lambda version: before)
+    monkeypatch.setattr(
+        promote, "request_approval", lambda tracking, request: calls.append(request) or request
+    )
     pipeline_run = SimpleNamespace(
         tracking=SimpleNamespace(registry=SimpleNamespace(version=lambda name, number: None)),
-        parent=SimpleNamespace(name="run", run_id="id", set_tag=tags.__setitem__), await_approval=waiting.append,
-        resumed=False, options=RunOptions(flow_run=FlowRunAddress(id="f", api="http://x")),
-    )  # fmt: skip
-    found = promote._asked(pipeline_run, result, 1)
+        parent=SimpleNamespace(name="run", run_id="id", set_tag=tags.__setitem__),
+        await_approval=waiting.append,
+        resumed=False,
+        options=RunOptions(flow_run=FlowRunAddress(id="f", api="http://x")),
+    )
+    found = promote._attach_approval_request(pipeline_run, result, 1)
     assert len(calls) == asks and found.summary["decision"] == decision
     waits = decision == "awaiting approval"
     assert (waiting[0] is not None) is waits and (tags["approval"] == "waiting") is waits
     if asks:
         assert (calls[0].flow_run_id, calls[0].prefect_api) == ("f", "http://x")
-        assert (calls[0].run, calls[0].run_id, calls[0].stage_run_id, calls[0].key) == ("run", "id", "stage-run", "k1")
+        assert (calls[0].run, calls[0].run_id, calls[0].stage_run_id, calls[0].key) == (
+            "run",
+            "id",
+            "stage-run",
+            "k1",
+        )
     plain = dataclasses.replace(result, summary={**summary, "decision": "promoted"})
-    assert promote._asked(pipeline_run, plain, 1) is plain
+    assert promote._attach_approval_request(pipeline_run, plain, 1) is plain
     # The run's own tag is in the words of the answer, as whoever answered has written it on the run.
-    words = {"approved": "promoted", "rejected": "rejected by hand", "timed out": "approval timed out"}
-    told = _decision(SimpleNamespace(postponed="", results={"promote": found}))
+    words = {
+        "approved": "promoted",
+        "rejected": "rejected by hand",
+        "timed out": "approval timed out",
+    }
+    told = _describe_decision(SimpleNamespace(postponed="", results={"promote": found}))
     assert told == words.get(found.summary["approval"], "awaiting approval")
-    assert _decision(SimpleNamespace(postponed="", results={"promote": plain})) == "promoted"
+    assert (
+        _describe_decision(SimpleNamespace(postponed="", results={"promote": plain})) == "promoted"
+    )
 
 
 KILLED = ["approval.given", "alias.timed", "alias.moved"]
@@ -335,27 +438,31 @@ KILLED = ["approval.given", "alias.timed", "alias.moved"]
 
 def killed_at(point, tracking, request):
     """An approval whose process ends at a fault point."""
-    faults.configure(f"{point}:1:raise")
+    faults.configure_faults(f"{point}:1:raise")
     try:
         with pytest.raises((BackendError, faults.InjectedFault)):
-            answer(tracking, request, approve=True, by="ada", note="fine")
+            answer_request(tracking, request, approve=True, answered_by="ada", note="fine")
     finally:
-        faults.configure(None)
-    assert asked(tracking, request).is_waiting
+        faults.configure_faults(None)
+    assert reload_request(tracking, request).is_waiting
 
 
 def approved(tracking, name):
     """True = the version is champion and says who approved it."""
     found = tags(tracking, name)
     assert tracking.versions(name)[1].aliases == ("champion",)  # challenger no more
-    return (found["approval.state"], found["approval.by"], found["approval.note"]) == ("approved", "ada", "fine")
+    return (found["approval.state"], found["approval.by"], found["approval.note"]) == (
+        "approved",
+        "ada",
+        "fine",
+    )
 
 
 @pytest.mark.parametrize("point", KILLED)
 def test_an_approval_that_was_killed_is_applied_by_the_next_who_approves(tracking, model, point):
     request = asking(tracking, model)
     killed_at(point, tracking, request)
-    assert answer(tracking, request, approve=True, by="bob").by == "ada"
+    assert answer_request(tracking, request, approve=True, answered_by="bob").by == "ada"
     assert approved(tracking, model)
 
 
@@ -364,7 +471,7 @@ def test_nobody_can_reject_what_was_approved_before_a_kill(tracking, model, poin
     request = asking(tracking, model)
     killed_at(point, tracking, request)
     with pytest.raises(SettingsError, match=r"nothing to decide any more.*approved by ada"):
-        answer(tracking, request, approve=False, by="bob")
+        answer_request(tracking, request, approve=False, answered_by="bob")
     assert approved(tracking, model)
 
 
@@ -375,15 +482,15 @@ def test_the_clock_applies_an_approval_that_was_killed(tracking, model, monkeypa
     killed_at("alias.moved", tracking, request)
     late = request.deadline - seconds
     monkeypatch.setattr(approval.time, "time", lambda: late)
-    assert [found.state for found in expire(tracking, model)] == ["approved"]
-    assert approved(tracking, model) and expire(tracking, model) == []
+    assert [found.state for found in expire_requests(tracking, model)] == ["approved"]
+    assert approved(tracking, model) and expire_requests(tracking, model) == []
 
 
 def test_an_approval_that_was_killed_does_not_overtake_another_champion(tracking, model):
     request = asking(tracking, model)
     killed_at("approval.given", tracking, request)
     tracking.set_champion(model, 3)
-    assert [found.state for found in expire(tracking, model)] == ["superseded"]
+    assert [found.state for found in expire_requests(tracking, model)] == ["superseded"]
     assert tracking.champion(model).version == 3
 
 
@@ -391,4 +498,8 @@ def test_asking_again_forgets_an_approval_that_was_killed(tracking, model):
     request = asking(tracking, model)
     killed_at("approval.given", tracking, request)
     again = asking(tracking, model)
-    assert again.given == "" and not tags(tracking, model)["approval.given"] and expire(tracking, model) == []
+    assert (
+        again.given == ""
+        and not tags(tracking, model)["approval.given"]
+        and expire_requests(tracking, model) == []
+    )

@@ -6,33 +6,45 @@ import pytest
 from helpers.evaluations import evaluation
 from helpers.model_tags import ModelTags
 
-from tasks.lifecycle.attempts import (
-    SKETCH,
-    attempt_of,
-    claim,
-    comparison_id,
-    earlier,
-    episodes_sketch,
-    note,
+from tasks.lifecycle.promotion import (
+    SKETCH_SIZE,
+    build_attempt,
+    claim_attempt,
+    compute_comparison_id,
+    list_earlier_attempts,
     read_attempts,
+    record_attempt,
+    sketch_episodes,
 )
 from tasks.tracking import Tracking
 
 
 def asked(challenger="a", champion="x", *, wins=3, first=0, draw=0, environment="grid", version=2):
-    return attempt_of(
-        environment, comparison_id(challenger, champion), draw, version=version, champion=1,
-        ours=evaluation([1] * wins + [0] * (5 - wins), first=first), theirs=evaluation([0] * 5, first=first),
-    )  # fmt: skip
+    return build_attempt(
+        environment,
+        compute_comparison_id(challenger, champion),
+        draw,
+        version=version,
+        champion=1,
+        challenger_evaluation=evaluation([1] * wins + [0] * (5 - wins), first=first),
+        champion_evaluation=evaluation([0] * 5, first=first),
+    )
 
 
 def test_each_comparison_counts_once_however_often_it_is_made():
     tags = ModelTags()
-    assert claim(tags, "m", asked("a")).number == 1
-    assert claim(tags, "m", asked("a")).number == 1  # the stage was resumed, retried, or run again
-    assert claim(tags, "m", asked("b")).number == 2
-    assert claim(tags, "m", asked("a", version=9)).number == 1  # the same weights, registered once more
-    assert [a.number for a in sorted(read_attempts(tags, "m"), key=lambda a: a.number or 0)] == [1, 2]
+    assert claim_attempt(tags, "m", asked("a")).number == 1
+    assert (
+        claim_attempt(tags, "m", asked("a")).number == 1
+    )  # the stage was resumed, retried, or run again
+    assert claim_attempt(tags, "m", asked("b")).number == 2
+    assert (
+        claim_attempt(tags, "m", asked("a", version=9)).number == 1
+    )  # the same weights, registered once more
+    assert [a.number for a in sorted(read_attempts(tags, "m"), key=lambda a: a.number or 0)] == [
+        1,
+        2,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,17 +59,19 @@ def test_each_comparison_counts_once_however_often_it_is_made():
 )
 def test_what_shares_episodes_is_counted(other, number):
     tags = ModelTags()
-    claim(tags, "m", asked())
-    assert claim(tags, "m", asked(**other)).number == number
+    claim_attempt(tags, "m", asked())
+    assert claim_attempt(tags, "m", asked(**other)).number == number
 
 
 def test_a_claim_of_a_killed_process_counts_and_is_gone_on_with():
     tags = ModelTags()
-    note(tags, "m", asked("a"))  # killed before it was counted
-    assert claim(tags, "m", asked("b")).number == 2
-    resumed = claim(tags, "m", asked("a"))
-    assert resumed.number == 2 and len(read_attempts(tags, "m")) == 2  # two attempts; none gets more than its share
-    assert claim(tags, "m", asked("c")).number == 3
+    record_attempt(tags, "m", asked("a"))  # killed before it was counted
+    assert claim_attempt(tags, "m", asked("b")).number == 2
+    resumed = claim_attempt(tags, "m", asked("a"))
+    assert (
+        resumed.number == 2 and len(read_attempts(tags, "m")) == 2
+    )  # two attempts; none gets more than its share
+    assert claim_attempt(tags, "m", asked("c")).number == 3
 
 
 def test_of_two_that_claim_at_once_none_has_too_low_a_number():
@@ -72,7 +86,7 @@ def test_of_two_that_claim_at_once_none_has_too_low_a_number():
             def _step(self):
                 self.calls += 1
                 if self.calls == when:  # noqa: B023
-                    met.append(claim(self.inner, "m", asked("b")).number)  # noqa: B023
+                    met.append(claim_attempt(self.inner, "m", asked("b")).number)  # noqa: B023
 
             def model_tags(self, name):
                 self._step()
@@ -82,37 +96,45 @@ def test_of_two_that_claim_at_once_none_has_too_low_a_number():
                 self._step()
                 self.inner.tag_model(name, key, value)
 
-        number = claim(Interrupted(tags), "m", asked("a")).number
+        number = claim_attempt(Interrupted(tags), "m", asked("a")).number
         assert sorted([number, *met]) in ([1, 2], [2, 2])
 
 
 def test_earlier_attempts_in_their_order():
     tags = ModelTags()
-    made = [claim(tags, "m", asked(name)) for name in "abc"]
-    claim(tags, "m", asked("z", first=100))
+    made = [claim_attempt(tags, "m", asked(name)) for name in "abc"]
+    claim_attempt(tags, "m", asked("z", first=100))
     found = read_attempts(tags, "m")
-    assert [a.id for a in earlier(found, made[2])] == [made[0].id, made[1].id]
-    assert earlier(found, made[0]) == []
-    note(tags, "m", dataclasses.replace(made[1], p_value=0.25, level=0.0083, decision="rejected"))
-    again = claim(tags, "m", asked("b"))
+    assert [a.id for a in list_earlier_attempts(found, made[2])] == [made[0].id, made[1].id]
+    assert list_earlier_attempts(found, made[0]) == []
+    record_attempt(
+        tags, "m", dataclasses.replace(made[1], p_value=0.25, level=0.0083, decision="rejected")
+    )
+    again = claim_attempt(tags, "m", asked("b"))
     assert (again.number, again.p_value, again.decision) == (2, 0.25, "rejected")
 
 
 def test_tags_that_cannot_be_read_are_passed_over(caplog):
     tags = ModelTags()
-    tags.found = {"gate.attempt.aa": "nonsense", "gate.attempt.bb": '{"episodes": [], "who": 1}', "other": "x"}
+    tags.found = {
+        "gate.attempt.aa": "nonsense",
+        "gate.attempt.bb": '{"episodes": [], "who": 1}',
+        "other": "x",
+    }
     assert read_attempts(tags, "m") == []
     assert "gate.attempt.aa is no attempt" in caplog.text
 
 
 def test_sketches_meet_where_sets_overlap():
     whole = [("l", seed) for seed in range(2000)]
-    sketch = episodes_sketch("e", whole)
-    assert len(sketch) == SKETCH and list(sketch) == sorted(set(sketch))
-    assert set(sketch) & set(episodes_sketch("e", whole[:500]))  # a quarter of them
-    assert set(sketch) & set(episodes_sketch("e", [("l", seed) for seed in range(1800, 3800)]))  # a twentieth of both
-    assert not set(sketch) & set(episodes_sketch("e", [("l", seed) for seed in range(2000, 4000)]))
-    assert not set(sketch) & set(episodes_sketch("e", [("k", seed) for seed in range(2000)]))
+    sketch = sketch_episodes("e", whole)
+    assert len(sketch) == SKETCH_SIZE and list(sketch) == sorted(set(sketch))
+    assert set(sketch) & set(sketch_episodes("e", whole[:500]))  # a quarter of them
+    assert set(sketch) & set(
+        sketch_episodes("e", [("l", seed) for seed in range(1800, 3800)])
+    )  # a twentieth of both
+    assert not set(sketch) & set(sketch_episodes("e", [("l", seed) for seed in range(2000, 4000)]))
+    assert not set(sketch) & set(sketch_episodes("e", [("k", seed) for seed in range(2000)]))
 
 
 def test_a_real_store_keeps_them_for_other_pipelines_and_without_their_versions(tmp_path):
@@ -124,13 +146,17 @@ def test_a_real_store_keeps_them_for_other_pipelines_and_without_their_versions(
     client = first.store.client
     client.create_registered_model("shared")
     client.create_model_version("shared", "file:///nowhere")
-    assert claim(first, "shared", asked("a", version=1)).number == 1
+    assert claim_attempt(first, "shared", asked("a", version=1)).number == 1
     client.delete_model_version("shared", "1")  # as `posttrain gc` does
-    assert claim(second, "shared", asked("b")).number == 2
-    assert claim(second, "shared", asked("a")).number == 1
+    assert claim_attempt(second, "shared", asked("b")).number == 2
+    assert claim_attempt(second, "shared", asked("a")).number == 1
     assert {attempt.version for attempt in read_attempts(first, "shared")} == {1, 2}
     long = [("level", seed) for seed in range(5000)]
-    note(first, "shared", dataclasses.replace(asked("c"), episodes=episodes_sketch("e", long)))
-    assert max(len(value) for value in first.model_tags("shared").values()) < 5000  # MLflow's column
+    record_attempt(
+        first, "shared", dataclasses.replace(asked("c"), episodes=sketch_episodes("e", long))
+    )
+    assert (
+        max(len(value) for value in first.read_model_tags("shared").values()) < 5000
+    )  # MLflow's column
     stored = {attempt.id: attempt for attempt in read_attempts(second, "shared")}[asked("c").id]
-    assert stored.episodes == episodes_sketch("e", long) and len(stored.episodes) == SKETCH
+    assert stored.episodes == sketch_episodes("e", long) and len(stored.episodes) == SKETCH_SIZE

@@ -6,21 +6,31 @@ import pytest
 
 from rl_core.errors import DataError
 from rl_core.storage.manifest import digest_file
-from tasks.config import from_dict
-from tasks.lifecycle.data_lineage import Change, new_since, record_sources, records_from_tags, tags_of_records
+from tasks.config import build_settings
+from tasks.lifecycle.data_lineage import (
+    DataChange,
+    find_new_data,
+    format_record_tags,
+    parse_record_tags,
+    record_sources,
+)
 
 
 def settings(demonstrations=None, preferences=None, **options):
     data = {
-        name: str(path) for name, path in (("demonstrations", demonstrations), ("preferences", preferences)) if path
+        name: str(path)
+        for name, path in (("demonstrations", demonstrations), ("preferences", preferences))
+        if path
     }
     environment = {"name": "gsm8k", "options": options} if options else {}
     values = {"name": "x", "stages": {"prepare_data": data, "sft": {}}, "environment": environment}
-    return from_dict(values, check_files=False)
+    return build_settings(values, check_files=False)
 
 
 def rows(start, end):
-    return "".join(json.dumps({"prompt": f"p{n}", "completion": "c"}) + "\n" for n in range(start, end))
+    return "".join(
+        json.dumps({"prompt": f"p{n}", "completion": "c"}) + "\n" for n in range(start, end)
+    )
 
 
 @pytest.fixture
@@ -40,11 +50,11 @@ def test_the_record_names_digest_size_and_rows_of_every_file(file):
 
 def test_appended_rows_are_counted_and_an_unchanged_file_is_nothing_new(file):
     before = record_sources(settings(file))
-    assert new_since(before, record_sources(settings(file))).changes == ()
+    assert find_new_data(before, record_sources(settings(file))).changes == ()
     with file.open("a") as stream:
         stream.write(rows(3, 5))
-    new = new_since(before, record_sources(settings(file)))
-    assert new.changes == (Change("demonstrations", "mine.jsonl", "appended", 2),)
+    new = find_new_data(before, record_sources(settings(file)))
+    assert new.changes == (DataChange("demonstrations", "mine.jsonl", "appended", 2),)
     assert new.rows == 2 and new.sources == {"demonstrations"}
     assert str(new) == "demonstrations: mine.jsonl: 2 rows appended"
 
@@ -53,23 +63,23 @@ def test_blank_lines_at_the_end_are_nothing_new(file):
     before = record_sources(settings(file))
     with file.open("a") as stream:
         stream.write("\n \n")
-    assert new_since(before, record_sources(settings(file))).changes == ()
+    assert find_new_data(before, record_sources(settings(file))).changes == ()
 
 
 def test_a_changed_first_row_makes_all_rows_new(file):
     before = record_sources(settings(file))
     file.write_text(file.read_text().replace("p0", "q0") + rows(3, 4))
-    (change,) = new_since(before, record_sources(settings(file))).changes
-    assert change == Change("demonstrations", "mine.jsonl", "rewritten", 4)
+    (change,) = find_new_data(before, record_sources(settings(file))).changes
+    assert change == DataChange("demonstrations", "mine.jsonl", "rewritten", 4)
 
 
 def test_a_file_under_another_name_is_known_by_its_content(file):
     before = record_sources(settings(file))
     other = file.rename(file.with_name("other.jsonl"))
-    assert str(new_since(before, record_sources(settings(other)))) == "nothing new"
+    assert str(find_new_data(before, record_sources(settings(other)))) == "nothing new"
     with other.open("a") as stream:
         stream.write(rows(3, 4))
-    assert new_since(before, record_sources(settings(other))).changes[0].kind == "appended"
+    assert find_new_data(before, record_sources(settings(other))).changes[0].kind == "appended"
 
 
 def test_new_and_missing_files_of_a_folder(tmp_path):
@@ -80,14 +90,17 @@ def test_new_and_missing_files_of_a_folder(tmp_path):
     (folder / "b.jsonl").rename(tmp_path / "b.jsonl")
     before = record_sources(settings(folder))
     (tmp_path / "b.jsonl").rename(folder / "b.jsonl")
-    new = new_since(before, record_sources(settings(folder)))  # beside the only file until now
-    assert new.changes == (Change("demonstrations", "b.jsonl", "new file", 2),) and new.gone == ()
+    new = find_new_data(before, record_sources(settings(folder)))  # beside the only file until now
+    assert (
+        new.changes == (DataChange("demonstrations", "b.jsonl", "new file", 2),)
+        and new.missing_files == ()
+    )
     before = record_sources(settings(folder))
     (folder / "a.jsonl").unlink()
     (folder / "c.jsonl").write_text(rows(20, 25))
-    new = new_since(before, record_sources(settings(folder)))
-    assert new.changes == (Change("demonstrations", "c.jsonl", "new file", 5),)
-    assert new.gone == ("demonstrations: a.jsonl",)
+    new = find_new_data(before, record_sources(settings(folder)))
+    assert new.changes == (DataChange("demonstrations", "c.jsonl", "new file", 5),)
+    assert new.missing_files == ("demonstrations: a.jsonl",)
 
 
 def test_each_setting_that_names_a_file_is_a_source(file, tmp_path):
@@ -102,7 +115,7 @@ def test_each_setting_that_names_a_file_is_a_source(file, tmp_path):
         "environment": 2,
     }
     without = record_sources(settings(file))
-    assert new_since(without, records).sources == {"preferences", "environment"}
+    assert find_new_data(without, records).sources == {"preferences", "environment"}
 
 
 def test_parquet_rows_are_counted(tmp_path):
@@ -115,7 +128,7 @@ def test_parquet_rows_are_counted(tmp_path):
 
 
 def test_nobody_knows_means_everything_is_new(file):
-    assert new_since(None, record_sources(settings(file))).rows == 3
+    assert find_new_data(None, record_sources(settings(file))).rows == 3
 
 
 def test_tags_hold_the_record_however_long_it_is(tmp_path):
@@ -124,13 +137,17 @@ def test_tags_hold_the_record_however_long_it_is(tmp_path):
     for number in range(80):
         (folder / f"part-{number:04d}.jsonl").write_text(rows(number, number + 1))
     records = record_sources(settings(folder))
-    tags = tags_of_records(records)
+    tags = format_record_tags(records)
     assert tags["data.sources"] == "demonstrations"
     assert len(tags) > 2 and max(map(len, tags.values())) <= 4000
-    assert records_from_tags(tags) == records
-    assert records_from_tags({"data.sources": "none"}) == {} == records_from_tags(tags_of_records({}))
-    assert records_from_tags({}) is None
-    assert records_from_tags({**tags, "data.demonstrations": "broken"}) is None
+    assert parse_record_tags(tags) == records
+    assert (
+        parse_record_tags({"data.sources": "none"})
+        == {}
+        == parse_record_tags(format_record_tags({}))
+    )
+    assert parse_record_tags({}) is None
+    assert parse_record_tags({**tags, "data.demonstrations": "broken"}) is None
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -12,9 +12,9 @@ import pytest
 from helpers import ROOT
 
 from rl_core.errors import DataError, FolderBusy, SettingsError
-from tasks.lifecycle.dead_runs import close_dead_runs, dead_runs, recorded_runs
+from tasks.lifecycle.crashed_runs import close_crashed_runs, find_crashed_runs, list_recorded_runs
 from tasks.tracking import Tracking
-from tasks.tracking.journal import LineLog, events_path
+from tasks.tracking.journal import LineLog, build_events_path
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -27,16 +27,20 @@ def test_a_journal_that_only_others_may_write_is_judged_too(tmp_path, monkeypatc
             raise PermissionError(13, "Permission denied", path)
         return opened(path, flags, *mode)
 
-    lines = LineLog(events_path(folder)) if held else None
+    lines = LineLog(build_events_path(folder)) if held else None
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setattr(os, "open", refuse)
-    assert [gone.folder for gone in dead_runs(tmp_path)] == ([] if held else [folder])
+    assert [gone.journal_folder for gone in find_crashed_runs(tmp_path)] == (
+        [] if held else [folder]
+    )
     if lines is not None:
         lines.close()
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOENT])
-def test_a_journal_that_is_another_users_or_has_just_gone_is_not_judged(tmp_path, monkeypatch, number):
+def test_a_journal_that_is_another_users_or_has_just_gone_is_not_judged(
+    tmp_path, monkeypatch, number
+):
     journal(tmp_path)
     opened = os.open
 
@@ -45,9 +49,9 @@ def test_a_journal_that_is_another_users_or_has_just_gone_is_not_judged(tmp_path
             raise OSError(number, os.strerror(number), path)
         return opened(path, flags, *mode)
 
-    assert len(dead_runs(tmp_path)) == 1
+    assert len(find_crashed_runs(tmp_path)) == 1
     monkeypatch.setattr(os, "open", refuse)
-    assert dead_runs(tmp_path) == []
+    assert find_crashed_runs(tmp_path) == []
 
 
 def test_folders_may_go_while_runs_are_looked_for(tmp_path, monkeypatch):
@@ -61,7 +65,7 @@ def test_folders_may_go_while_runs_are_looked_for(tmp_path, monkeypatch):
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", gone)
-    assert [found.folder for found in dead_runs(tmp_path)] == [folder]
+    assert [found.journal_folder for found in find_crashed_runs(tmp_path)] == [folder]
     assert not (tmp_path / "demo" / "checkpoint").exists()
 
 
@@ -71,19 +75,33 @@ def store(tmp_path_factory):
     return f"sqlite:///{folder / 'mlflow.db'}"
 
 
-def journal(output, *events, pipeline="demo", started="2026-01-01 10:00:00", stage=None, metrics=()):
+def journal(
+    output, *events, pipeline="demo", started="2026-01-01 10:00:00", stage=None, metrics=()
+):
     """A run folder as a process leaves it: its start and settings, then these events."""
     home = output / pipeline
     parent = home / "runs" / started.replace(" ", "-").replace(":", "-")
     folder = home / "stages" / stage / "0123456789abcdef.tracking" if stage else parent
     name = stage or f"{pipeline} · {started}"
-    host = {"host": os.uname().nodename, "pid": 1}  # a process that is always there: its number says nothing
-    first = {"op": "start", "name": name, "key": f"k{folder}", "parent_folder": str(parent) if stage else None, **host}
-    lines = LineLog(events_path(folder))
+    host = {
+        "host": os.uname().nodename,
+        "pid": 1,
+    }  # a process that is always there: its number says nothing
+    first = {
+        "op": "start",
+        "name": name,
+        "key": f"k{folder}",
+        "parent_folder": str(parent) if stage else None,
+        **host,
+    }
+    lines = LineLog(build_events_path(folder))
     for event in [first, *events]:
-        lines.append({"time": 1_000, **event})
+        lines.append_record({"time": 1_000, **event})
     lines.close()
-    rows = [{"step": n, "time": 1_000, "metrics": {"train/loss": value}} for n, value in enumerate(metrics)]
+    rows = [
+        {"step": n, "time": 1_000, "metrics": {"train/loss": value}}
+        for n, value in enumerate(metrics)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -97,18 +115,21 @@ def test_a_dead_run_is_drained_and_marked_and_then_it_is_quiet(store, tmp_path):
     parent = journal(tmp_path, {"op": "tags", "tags": {"prefect.flow_run_id": "f1"}})
     journal(tmp_path, stage="sft", metrics=(3.0, 2.0))
     journal(tmp_path, end(), started="2026-01-02 10:00:00")
-    looked = dead_runs(tmp_path)
+    looked = find_crashed_runs(tmp_path)
     assert [run.name for run in looked] == ["demo · 2026-01-01 10:00:00", "sft"]
-    found = close_dead_runs(tracking, tmp_path)
-    assert [(run.is_pipeline, run.elsewhere, run.waiting) for run in found] == [(True, False, 0), (False, False, 0)]
-    assert found[0].folder == parent and found[0].flow_run_id == "f1"
-    assert "process 1 is gone" in found[0].why
+    found = close_crashed_runs(tracking, tmp_path)
+    assert [(run.is_pipeline, run.is_remote, run.num_undelivered) for run in found] == [
+        (True, False, 0),
+        (False, False, 0),
+    ]
+    assert found[0].journal_folder == parent and found[0].flow_run_id == "f1"
+    assert "process 1 is gone" in found[0].description
     rows = {row.name: row for row in tracking.list_runs()}
     assert {row.status for row in rows.values()} == {"KILLED"}
     assert rows["sft"].metrics == {"train/loss": 2.0}
     assert rows["sft"].parent_run_id == rows["demo · 2026-01-01 10:00:00"].run_id
     assert "gone" in rows["sft"].tags["interrupted"]
-    assert close_dead_runs(tracking, tmp_path) == []
+    assert close_crashed_runs(tracking, tmp_path) == []
 
 
 def test_who_lives_is_left_alone_whatever_its_number(store, tmp_path):
@@ -119,15 +140,17 @@ def test_who_lives_is_left_alone_whatever_its_number(store, tmp_path):
         "LineLog(events_path(Path(sys.argv[1]))); print('held', flush=True); time.sleep(60)"
     )
     held = "import sys\n" + code.replace("LineLog(events", "held = LineLog(events")
-    child = subprocess.Popen([sys.executable, "-c", held, str(folder)], cwd=ROOT, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", held, str(folder)], cwd=ROOT, stdout=subprocess.PIPE
+    )
     try:
         assert child.stdout.readline() == b"held\n"
-        assert close_dead_runs(tracking, tmp_path) == []
-        assert [record.status for record in recorded_runs(tmp_path)] == ["running"]
+        assert close_crashed_runs(tracking, tmp_path) == []
+        assert [record.status for record in list_recorded_runs(tmp_path)] == ["running"]
         child.send_signal(signal.SIGKILL)
         child.wait()
-        assert [record.status for record in recorded_runs(tmp_path)] == ["killed"]
-        assert len(close_dead_runs(tracking, tmp_path)) == 1
+        assert [record.status for record in list_recorded_runs(tmp_path)] == ["killed"]
+        assert len(close_crashed_runs(tracking, tmp_path)) == 1
     finally:
         child.kill()
         child.wait()
@@ -136,84 +159,94 @@ def test_who_lives_is_left_alone_whatever_its_number(store, tmp_path):
 def test_another_machines_run_is_not_judged(store, tmp_path):
     tracking = Tracking(store, tmp_path, "elsewhere")
     folder = journal(tmp_path, {"op": "resume", "host": "far-away", "pid": 5})
-    before = events_path(folder).read_bytes()
-    (found,) = close_dead_runs(tracking, tmp_path)
-    assert found.elsewhere and "it ran on far-away" in found.why
-    assert events_path(folder).read_bytes() == before
-    assert [record.status for record in recorded_runs(tmp_path)] == ["running"]
+    before = build_events_path(folder).read_bytes()
+    (found,) = close_crashed_runs(tracking, tmp_path)
+    assert found.is_remote and "it ran on far-away" in found.description
+    assert build_events_path(folder).read_bytes() == before
+    assert [record.status for record in list_recorded_runs(tmp_path)] == ["running"]
 
 
 def test_a_store_that_is_away_keeps_the_records(tmp_path):
     journal(tmp_path, metrics=(1.0,))
     tracking = Tracking("http://127.0.0.1:9", tmp_path, "x")
-    (found,) = close_dead_runs(tracking, tmp_path)
-    assert found.waiting > 0
-    assert recorded_runs(tmp_path)[0].status == "killed"
+    (found,) = close_crashed_runs(tracking, tmp_path)
+    assert found.num_undelivered > 0
+    assert list_recorded_runs(tmp_path)[0].status == "killed"
 
 
 # posttrain resume
 
 
 def config(**stages):
-    from tasks.config import from_dict, resolve
+    from tasks.config import build_settings, dump_settings
 
     stages = stages or {"policy": {}}
-    return resolve(from_dict({"name": "demo", "model": {"path": "a/b"}, "stages": stages}, check_files=False))
+    return dump_settings(
+        build_settings(
+            {"name": "demo", "model": {"path": "a/b"}, "stages": stages}, check_files=False
+        )
+    )
 
 
 def test_what_can_be_resumed_is_found_and_what_not_is_said(tmp_path):
-    from flows.cli.resume import find
+    from posttrain.cli.resumable_runs import find_resumable_run
 
     text = {"op": "text", "name": "config.json", "text": json.dumps(config())}
     journal(tmp_path, text, end("KILLED"))
     done = journal(tmp_path, text, end(), started="2026-01-02 10:00:00")
     for run in (None, "demo", "demo · 2026-01-01 10:00:00"):
-        record = find(tmp_path, run)
+        record = find_resumable_run(tmp_path, run)
         assert (record.started, record.status) == ("2026-01-01 10:00:00", "stopped")
     with pytest.raises(SettingsError, match="has finished"):
-        find(tmp_path, "demo · 2026-01-02 10:00:00")
+        find_resumable_run(tmp_path, "demo · 2026-01-02 10:00:00")
     with pytest.raises(DataError, match=r"no run 'dmeo' in .*; did you mean|known"):
-        find(tmp_path, "dmeo")
+        find_resumable_run(tmp_path, "dmeo")
     with pytest.raises(DataError, match=r"no runs in .*--output"):
-        find(tmp_path / "elsewhere", None)
+        find_resumable_run(tmp_path / "elsewhere", None)
     (done / "run.json").write_text(json.dumps({"status": "waiting", "only": "promote"}))
-    assert find(tmp_path, None).only == "promote"  # the newest, which waits for approval
-    lines = LineLog(events_path(done))
-    lines.append({"op": "tags", "tags": {"approval": "waiting"}})  # stays in the journal; the answer stands beside it
+    assert (
+        find_resumable_run(tmp_path, None).only == "promote"
+    )  # the newest, which waits for approval
+    lines = LineLog(build_events_path(done))
+    lines.append_record(
+        {"op": "tags", "tags": {"approval": "waiting"}}
+    )  # stays in the journal; the answer stands beside it
     lines.close()
-    assert find(tmp_path, None).status == "waiting"
-    (done / "run.json").write_text(json.dumps({"status": "finished", "answer": {"before": "?", "now": "!"}}))
-    assert find(tmp_path, None).started == "2026-01-01 10:00:00"
-    lines = LineLog(events_path(done))
-    lines.append({"op": "resume", "time": 1})
+    assert find_resumable_run(tmp_path, None).status == "waiting"
+    (done / "run.json").write_text(
+        json.dumps({"status": "finished", "answer": {"before": "?", "now": "!"}})
+    )
+    assert find_resumable_run(tmp_path, None).started == "2026-01-01 10:00:00"
+    lines = LineLog(build_events_path(done))
+    lines.append_record({"op": "resume", "time": 1})
     try:
         with pytest.raises(FolderBusy, match="is still running"):
-            find(tmp_path, "demo · 2026-01-02 10:00:00")
+            find_resumable_run(tmp_path, "demo · 2026-01-02 10:00:00")
     finally:
         lines.close()
 
 
 def test_the_settings_are_those_that_were_recorded(tmp_path, monkeypatch, caplog):
-    from flows.cli.resume import find, settings_of
+    from posttrain.cli.resumable_runs import find_resumable_run, load_recorded_settings
     from tasks import config as loading
 
     monkeypatch.setattr(loading, "resolve_files", lambda settings, folder: (settings, []))
     settings = config(policy={"group_size": 6})
     text = {"op": "text", "name": "config.json", "text": json.dumps(settings)}
     journal(tmp_path, text, {"op": "tags", "tags": {"code_version": "old"}}, end("FAILED"))
-    found = settings_of(find(tmp_path, None), tmp_path)
+    found = load_recorded_settings(find_resumable_run(tmp_path, None), tmp_path)
     assert found.stages.policy.group_size == 6 and found.output == str(tmp_path)
     assert "the code has changed" in caplog.text
     journal(tmp_path, end("KILLED"), pipeline="bare", started="2027-01-01 10:00:00")
     with pytest.raises(SettingsError, match="before its settings were recorded"):
-        settings_of(find(tmp_path, "bare"), tmp_path)
+        load_recorded_settings(find_resumable_run(tmp_path, "bare"), tmp_path)
 
 
 # posttrain doctor --repair
 
 
 def test_repair_says_what_it_did_and_how_to_go_on(tmp_path, monkeypatch, capsys):
-    from flows.cli import main as cli
+    from posttrain.cli import main as cli
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert cli.main(["doctor", "--repair", "--output", str(tmp_path / "none")]) == 0
@@ -221,7 +254,10 @@ def test_repair_says_what_it_did_and_how_to_go_on(tmp_path, monkeypatch, capsys)
     journal(tmp_path, {"op": "text", "name": "config.json", "text": "{}"})
     assert cli.main(["doctor", "--repair", "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "run 'demo · 2026-01-01 10:00:00' was killed without a word: process 1 is gone; marked as killed" in out
+    assert (
+        "run 'demo · 2026-01-01 10:00:00' was killed without a word: process 1 is gone; marked as killed"
+        in out
+    )
     assert f"posttrain resume 'demo · 2026-01-01 10:00:00' --output {tmp_path}" in out
     assert cli.main(["doctor", "--repair", "--output", str(tmp_path)]) == 0
     assert "nothing to repair: every run has ended or is alive" in capsys.readouterr().out

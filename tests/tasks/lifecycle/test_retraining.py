@@ -8,9 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.errors import SettingsError
-from tasks.config import from_dict
-from tasks.lifecycle.data_lineage import record_sources, tags_of_records
-from tasks.lifecycle.retraining import close_record, open_record, plan_retraining, read_records, settle_waiting
+from tasks.config import build_settings
+from tasks.lifecycle.data_lineage import format_record_tags, record_sources
+from tasks.lifecycle.retraining import (
+    plan_retraining,
+    read_retrainings,
+    record_outcome,
+    record_start,
+    settle_waiting_retrainings,
+)
 from tasks.tracking import ModelVersion
 
 STAGES = {"prepare_data": {}, "sft": {}, "policy": {}, "evaluate": {}, "promote": {}}
@@ -24,11 +30,11 @@ def settings(file=None, stages=None, retrain=None, **data):
         "stages": {**STAGES, "prepare_data": {**named, **data}, **(stages or {})},
         "retrain": retrain or {},
     }
-    return from_dict(values, check_files=False)
+    return build_settings(values, check_files=False)
 
 
 def champion(version, typed):
-    return ModelVersion("x", version, None, None, tags=tags_of_records(record_sources(typed)))
+    return ModelVersion("x", version, None, None, tags=format_record_tags(record_sources(typed)))
 
 
 @pytest.fixture
@@ -51,14 +57,14 @@ def test_without_a_champion_the_pipeline_runs_as_it_is(file):
     found = plan(settings(file), None)
     assert found.settings == settings(file)
     assert found.record.start is None and found.record.number == 1
-    assert found.why == "there is no champion yet"
+    assert found.reason == "there is no champion yet"
 
 
 def test_nothing_new_is_skipped_and_says_so(file):
     typed = settings(file)
     found = plan(typed, champion(3, typed))
     assert found.record is None
-    assert found.why == "skipped: nothing is new since champion version 3"
+    assert found.reason == "skipped: nothing is new since champion version 3"
 
 
 def test_new_rows_start_from_the_champion_with_the_same_seed(file):
@@ -66,7 +72,10 @@ def test_new_rows_start_from_the_champion_with_the_same_seed(file):
     holder = champion(3, typed)
     append(file, 2)
     found = plan(typed, holder, reason="nightly")
-    assert found.why == "nightly: new since champion version 3: demonstrations: mine.jsonl: 2 rows appended"
+    assert (
+        found.reason
+        == "nightly: new since champion version 3: demonstrations: mine.jsonl: 2 rows appended"
+    )
     assert found.settings.model.path == "models:/x/3"
     assert found.settings.seed == 7  # another one would hold out rows that the champion has learned
     assert found.settings.stages == typed.stages  # there is something new for each of them
@@ -87,7 +96,9 @@ def test_too_few_rows_are_skipped(file):
     typed = settings(file, retrain={"min_new_rows": 3})
     holder = champion(1, typed)
     append(file, 2)
-    assert plan(typed, holder).why.startswith("skipped: 2 new rows, fewer than retrain.min_new_rows = 3")
+    assert plan(typed, holder).reason.startswith(
+        "skipped: 2 new rows, fewer than retrain.min_new_rows = 3"
+    )
     append(file, 1)
     assert plan(typed, holder).record is not None
 
@@ -97,14 +108,20 @@ def test_data_that_was_tried_and_rejected_is_not_tried_again_but_newer_is(file, 
     holder = champion(1, typed)
     append(file, 1)
     first = plan(typed, holder).record
-    rejected = close_record(tmp_path, first, status="rejected", version=2, note="no gain")
+    rejected = record_outcome(tmp_path, first, status="rejected", version=2, note="no gain")
     found = plan(typed, holder, [rejected])
     assert found.record is None
-    assert found.why == "skipped: nothing is new since retraining 1, which made version 2 (rejected: no gain)"
+    assert (
+        found.reason
+        == "skipped: nothing is new since retraining 1, which made version 2 (rejected: no gain)"
+    )
     append(file, 1)
     assert plan(typed, holder, [rejected]).record.number == 2
     # Under another champion the same data may serve.
-    assert plan(typed, ModelVersion("x", 5, None, None, tags=holder.tags), [rejected]).record is not None
+    assert (
+        plan(typed, ModelVersion("x", 5, None, None, tags=holder.tags), [rejected]).record
+        is not None
+    )
 
 
 def test_an_interrupted_or_failed_one_is_gone_on_with(file):
@@ -114,7 +131,11 @@ def test_an_interrupted_or_failed_one_is_gone_on_with(file):
     first = plan(typed, holder, flow_run_id="a").record
     for status in ("open", "failed"):
         again = plan(typed, holder, [dataclasses.replace(first, status=status)], flow_run_id="b")
-        assert again.record.number == 1 and again.record.status == "open" and again.record.flow_run_id == "b"
+        assert (
+            again.record.number == 1
+            and again.record.status == "open"
+            and again.record.flow_run_id == "b"
+        )
 
 
 def test_one_that_was_killed_behind_its_promotion_is_gone_on_with(file):
@@ -126,7 +147,7 @@ def test_one_that_was_killed_behind_its_promotion_is_gone_on_with(file):
     ours = dataclasses.replace(promoted, tags={**promoted.tags, "retrain.number": "1"})
     for force in (True, False):
         found = plan(typed, ours, [first], force=force, flow_run_id="b")
-        assert found.continues and found.record == dataclasses.replace(first, flow_run_id="b")
+        assert found.is_continuation and found.record == dataclasses.replace(first, flow_run_id="b")
         assert found.settings.model.path == "models:/x/1"  # what it began with
     ended = dataclasses.replace(first, status="promoted")
     assert plan(typed, ours, [ended], force=True).record.number == 2
@@ -138,8 +159,10 @@ def test_one_that_waits_for_approval_is_not_doubled_and_its_own_run_goes_on(file
     holder = champion(1, typed)
     append(file, 1)
     waiting = dataclasses.replace(plan(typed, holder, flow_run_id="a").record, status="waiting")
-    assert plan(typed, holder, [waiting]).why.endswith("retraining 1, which waits for approval")
-    moved_on = champion(4, typed)  # champion and data have changed since: the run that was decided on stays the same
+    assert plan(typed, holder, [waiting]).reason.endswith("retraining 1, which waits for approval")
+    moved_on = champion(
+        4, typed
+    )  # champion and data have changed since: the run that was decided on stays the same
     own = plan(typed, moved_on, [waiting], flow_run_id="a")
     assert own.record == waiting
     assert own.settings.model.path == "models:/x/1"
@@ -148,10 +171,12 @@ def test_one_that_waits_for_approval_is_not_doubled_and_its_own_run_goes_on(file
 def test_generated_episodes_are_never_new_but_force_plays_others():
     typed = settings()
     holder = champion(2, typed)
-    assert "generates its episodes" in plan(typed, holder).why
+    assert "generates its episodes" in plan(typed, holder).reason
     first = plan(typed, holder, force=True)
     assert first.settings.seed != 7
-    assert first.settings.stages.sft is None  # a demonstrator writes the same again: copying it would undo the reward
+    assert (
+        first.settings.stages.sft is None
+    )  # a demonstrator writes the same again: copying it would undo the reward
     assert first.record.dropped == ("sft",)
     rejected = dataclasses.replace(first.record, status="rejected")
     second = plan(typed, holder, [rejected], force=True)
@@ -170,12 +195,15 @@ def test_sft_runs_where_asked_for_or_where_nothing_else_trains():
 
 def test_a_champion_that_does_not_say_what_it_learned_from_is_retrained(file):
     found = plan(settings(file), ModelVersion("x", 2, None, None))
-    assert found.why == "version 2 does not say what it was trained on"
+    assert found.reason == "version 2 does not say what it was trained on"
 
 
 @pytest.mark.parametrize(
     ("stages", "message"),
-    [({"promote": None}, "stages.promote"), ({"sft": None, "policy": None}, "nothing trains a policy")],
+    [
+        ({"promote": None}, "stages.promote"),
+        ({"sft": None, "policy": None}, "nothing trains a policy"),
+    ],
 )
 def test_a_pipeline_without_gate_or_training_is_refused(stages, message):
     typed = settings(stages={"promote": {}, **stages}) if "policy" not in stages else None
@@ -194,42 +222,55 @@ def test_records_come_back_and_a_broken_one_is_passed_over(file, tmp_path):
     holder = champion(1, typed)
     append(file, 1)
     record = plan(typed, holder, flow_run_id="a").record
-    open_record(tmp_path, record)
+    record_start(tmp_path, record)
     (tmp_path / "retrainings" / "0002.json").write_text("{")
-    assert read_records(tmp_path) == [record]
-    closed = close_record(tmp_path, record, status="promoted", version=4, note="better")
-    assert read_records(tmp_path) == [closed] and closed.ended
+    assert read_retrainings(tmp_path) == [record]
+    closed = record_outcome(tmp_path, record, status="promoted", version=4, note="better")
+    assert read_retrainings(tmp_path) == [closed] and closed.is_decided
 
 
 @pytest.mark.parametrize(
     ("state", "status"),
-    [("approved", "promoted"), ("rejected", "rejected"), ("timed out", "rejected"), ("superseded", "failed"),
-     ("waiting", "waiting")],
-)  # fmt: skip
+    [
+        ("approved", "promoted"),
+        ("rejected", "rejected"),
+        ("timed out", "rejected"),
+        ("superseded", "failed"),
+        ("waiting", "waiting"),
+    ],
+)
 def test_an_answer_that_came_meanwhile_closes_what_waited(file, tmp_path, state, status):
     record = plan(settings(file), None).record
-    close_record(tmp_path, record, status="waiting", version=7)
+    record_outcome(tmp_path, record, status="waiting", version=7)
     other = dataclasses.replace(record, number=record.number + 1)
-    close_record(tmp_path, other, status="rejected", version=8, note="no gain")
-    tags = {"approval.state": state, "approval.deadline": "2999-01-01 00:00:00 UTC", "approval.champion": "none"}
+    record_outcome(tmp_path, other, status="rejected", version=8, note="no gain")
+    tags = {
+        "approval.state": state,
+        "approval.deadline": "2999-01-01 00:00:00 UTC",
+        "approval.champion": "none",
+    }
     tags |= {"approval.request": "k", "approval.by": "ada", "approval.note": "looks fine"}
     versions = [
-        dataclasses.replace(champion(version, settings(file)), version=version, tags=tags if version == 7 else {})
+        dataclasses.replace(
+            champion(version, settings(file)), version=version, tags=tags if version == 7 else {}
+        )
         for version in (7, 8)
     ]
-    found = settle_waiting(SimpleNamespace(versions=lambda name: versions), "m", tmp_path)
+    found = settle_waiting_retrainings(
+        SimpleNamespace(versions=lambda name: versions), "m", tmp_path
+    )
     assert [entry.status for entry in found] == [status, "rejected"]
-    assert read_records(tmp_path) == found
+    assert read_retrainings(tmp_path) == found
     assert ("ada" in found[0].note) is (state in ("approved", "rejected"))
     assert found[1].note == "no gain"
 
 
 def test_what_a_killed_record_left_is_removed_by_the_next(file, tmp_path):
     record = plan(settings(file), champion(1, settings(file)), force=True).record
-    open_record(tmp_path, record)
+    record_start(tmp_path, record)
     dead = subprocess.Popen(["true"])
     dead.wait()
     left = tmp_path / "retrainings" / f".tmp-0001.json@{platform.node()}-{dead.pid}.0"
     left.write_text("{")
-    open_record(tmp_path, record)
+    record_start(tmp_path, record)
     assert [path.name for path in (tmp_path / "retrainings").iterdir()] == ["0001.json"]

@@ -2,52 +2,76 @@
 
 import json
 
-from tasks.pipeline.changed_settings import changed_settings, told_settings
-from tasks.tracking.journal import LineLog, events_path
+from tasks.pipeline.run_tracking import describe_changed_settings, describe_settings
+from tasks.tracking.journal import LineLog, build_events_path
 
 
 def record(runs, started, settings):
     folder = runs / started
     folder.mkdir(parents=True)
-    log = LineLog(events_path(folder))
-    log.append({"op": "start", "time": 0, "name": started})
+    log = LineLog(build_events_path(folder))
+    log.append_record({"op": "start", "time": 0, "name": started})
     if settings is not None:
-        log.append({"op": "text", "time": 0, "name": "config.json", "text": json.dumps(settings)})
+        log.append_record(
+            {"op": "text", "time": 0, "name": "config.json", "text": json.dumps(settings)}
+        )
     log.close()
 
 
-OLD = {"seed": 0, "output": "a", "stages": {"policy": {"learning_rate": 0.001, "iterations": 10}, "sft": {"epochs": 1}}}
-NEW = {"seed": 1, "output": "b", "stages": {"policy": {"learning_rate": 0.0003, "iterations": 10}, "sft": None}}
+OLD = {
+    "seed": 0,
+    "output": "a",
+    "stages": {"policy": {"learning_rate": 0.001, "iterations": 10}, "sft": {"epochs": 1}},
+}
+NEW = {
+    "seed": 1,
+    "output": "b",
+    "stages": {"policy": {"learning_rate": 0.0003, "iterations": 10}, "sft": None},
+}
 
 
 def test_what_differs_from_the_run_before_is_told(tmp_path):
     record(tmp_path, "2026-01-01", {"seed": 7})
     record(tmp_path, "2026-01-02", OLD)
-    told = changed_settings(tmp_path, "2026-01-03", NEW)
+    told = describe_changed_settings(tmp_path, "2026-01-03", NEW)
     assert told == "seed 0 → 1; learning_rate 0.001 → 0.0003; sft - → null; epochs 1 → -"
-    assert changed_settings(tmp_path, "2026-01-03", {**OLD, "output": "elsewhere"}).startswith("nothing: settings as")
+    assert describe_changed_settings(
+        tmp_path, "2026-01-03", {**OLD, "output": "elsewhere"}
+    ).startswith("nothing: settings as")
 
 
 def test_there_is_nothing_to_compare_with(tmp_path):
-    assert changed_settings(tmp_path, "2026-01-01", NEW) == ""
+    assert describe_changed_settings(tmp_path, "2026-01-01", NEW) == ""
     record(tmp_path, "2026-01-01", None)  # it ended before its settings were recorded
-    assert changed_settings(tmp_path, "2026-01-02", NEW) == ""
+    assert describe_changed_settings(tmp_path, "2026-01-02", NEW) == ""
     record(tmp_path, "2026-01-03", OLD)
-    assert changed_settings(tmp_path, "2026-01-02", NEW) == ""  # a later one is not before
+    assert describe_changed_settings(tmp_path, "2026-01-02", NEW) == ""  # a later one is not before
 
 
 def test_many_differences_are_counted(tmp_path):
     record(tmp_path, "2026-01-01", {"stages": {str(number): 0 for number in range(9)}})
-    told = changed_settings(tmp_path, "2026-01-02", {"stages": {str(number): "x" * 50 for number in range(9)}})
-    assert told.startswith(f"0 0 → {'x' * 31}…; 1 0 → ") and told.endswith(" and 4 more") and len(told) < 300
+    told = describe_changed_settings(
+        tmp_path, "2026-01-02", {"stages": {str(number): "x" * 50 for number in range(9)}}
+    )
+    assert (
+        told.startswith(f"0 0 → {'x' * 31}…; 1 0 → ")
+        and told.endswith(" and 4 more")
+        and len(told) < 300
+    )
 
 
 def test_what_was_set_is_told_with_the_most_asked_for_first():
     given = {
-        "name": "mine", "output": "x", "tracking": {"traces": 3}, "environment": {"name": "maze"},
+        "name": "mine",
+        "output": "x",
+        "tracking": {"traces": 3},
+        "environment": {"name": "maze"},
         "stages": {"prepare_data": {}, "policy": {"group_size": 4, "learning_rate": 0.001}},
-    }  # fmt: skip
-    assert told_settings(given) == "policy.learning_rate=0.001, policy.group_size=4, environment.name=maze"
-    assert told_settings({"name": "mine", "stages": {"sft": {}}}) == "defaults"
+    }
+    assert (
+        describe_settings(given)
+        == "policy.learning_rate=0.001, policy.group_size=4, environment.name=maze"
+    )
+    assert describe_settings({"name": "mine", "stages": {"sft": {}}}) == "defaults"
     many = {"stages": {"sft": {f"s{number}": number for number in range(20)}}}
-    assert told_settings(many).endswith("sft.s11=11 and 8 more")
+    assert describe_settings(many).endswith("sft.s11=11 and 8 more")

@@ -10,19 +10,24 @@ from helpers.stage_doubles import PipelineRun
 from rl_core.errors import ResumeRefused, Stopped
 from rl_core.settings import SFTSettings
 from rl_core.storage.checkpoint import CheckpointStore
-from tasks.pipeline import key as keys
-from tasks.pipeline.conditions import changes, finished_conditions
-from tasks.pipeline.decisions import decisions
-from tasks.pipeline.drift import check_unfinished, unfinished
+from tasks.pipeline import stage_key as keys
+from tasks.pipeline.changed_conditions import check_unfinished_stages, list_unfinished_stages
 from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.stage import run_stage
+from tasks.pipeline.stage_fingerprint import (
+    compare_fingerprints,
+    read_decisions,
+    read_finished_fingerprint,
+)
 
 ALLOW, ANEW = RunOptions(on_drift="resume"), RunOptions(on_drift="anew")
 
 
 def play(pipeline_run, body, inputs=None, **changes):
     settings = dataclasses.replace(SFTSettings(), **changes)
-    return run_stage(pipeline_run, "sft", body, settings=settings, inputs=inputs or {"model": "org/name"})
+    return run_stage(
+        pipeline_run, "sft", body, settings=settings, inputs=inputs or {"model": "org/name"}
+    )
 
 
 def stopped_at(iteration, seen=None):
@@ -31,7 +36,7 @@ def stopped_at(iteration, seen=None):
     def body(context):
         if seen is not None:
             seen.append(context)
-        CheckpointStore(context.checkpoints).save({"loop": {"iteration": iteration}})
+        CheckpointStore(context.checkpoints).save_version({"loop": {"iteration": iteration}})
         raise Stopped("asked", 15)
 
     return body
@@ -80,10 +85,13 @@ def test_allowed_it_resumes_under_the_new_settings_and_says_so_everywhere(tmp_pa
     line = "stages.sft.learning_rate: 0.001 -> 0.002"
     assert seen == [(True, 40)] and opened(tmp_path) == []
     assert line in caplog.text and pipeline_run.trackers[0].tags["drift"] == line
-    assert done.summary["drift"] == [line] and finished_conditions(done.path)["drift"] == [line]
-    assert [(decision.kind, decision.changes) for decision in decisions(tmp_path / "sft")] == [
-        ("first", ()), ("drifted", (line,)),
-    ]  # fmt: skip
+    assert done.summary["drift"] == [line] and read_finished_fingerprint(done.path)["drift"] == [
+        line
+    ]
+    assert [(decision.kind, decision.changes) for decision in read_decisions(tmp_path / "sft")] == [
+        ("first", ()),
+        ("drifted", (line,)),
+    ]
     journals = sorted(path.name for path in (tmp_path / "sft").glob("*.tracking"))
     assert journals == [f"{done.key}.tracking"]  # the same tracked run
 
@@ -101,13 +109,15 @@ def test_a_permission_outlives_a_kill_and_covers_nothing_else(tmp_path):
     assert again.trackers[0].tags["drift"] == "stages.sft.learning_rate: 0.001 -> 0.002"
 
 
-@pytest.mark.parametrize("options", [ANEW, RunOptions(fresh=True), RunOptions(restart=True, on_drift="anew")])
+@pytest.mark.parametrize(
+    "options", [ANEW, RunOptions(fresh=True), RunOptions(restart=True, on_drift="anew")]
+)
 def test_anew_keeps_the_old_checkpoint_aside_and_the_old_settings_resume_from_it(tmp_path, options):
     cut(tmp_path, learning_rate=1e-3)
     seen = []
     play(PipelineRun(tmp_path, options), finished(seen), learning_rate=2e-3)
     assert seen == [(False, None)]
-    assert len(opened(tmp_path)) == 1 and unfinished(tmp_path / "sft") == []
+    assert len(opened(tmp_path)) == 1 and list_unfinished_stages(tmp_path / "sft") == []
     play(PipelineRun(tmp_path), finished(seen), learning_rate=3e-3)  # no further question
     play(PipelineRun(tmp_path), finished(seen), learning_rate=1e-3)
     assert seen[1:] == [(False, None), (False, 40)]
@@ -127,11 +137,20 @@ def test_a_finished_stage_whose_settings_changed_runs_anew_and_says_why(tmp_path
     with caplog.at_level(logging.INFO):
         play(PipelineRun(tmp_path), finished(seen), learning_rate=2e-3)
     assert len(seen) == 2
-    assert "sft runs anew, since this changed:\n  stages.sft.learning_rate: 0.001 -> 0.002" in caplog.text
-    kinds = [(decision.kind, decision.compared) for decision in decisions(tmp_path / "sft")]
+    assert (
+        "sft runs anew, since this changed:\n  stages.sft.learning_rate: 0.001 -> 0.002"
+        in caplog.text
+    )
+    kinds = [(decision.kind, decision.compared) for decision in read_decisions(tmp_path / "sft")]
     assert kinds == [("first", ""), ("cached", ""), ("changed", first.key)]
-    with caplog.at_level(logging.INFO):  # `posttrain evaluate MODEL`: another model than the run's is no news
-        play(PipelineRun(tmp_path, RunOptions(given={"mine": "folder"})), finished(seen), learning_rate=3e-3)
+    with caplog.at_level(
+        logging.INFO
+    ):  # `posttrain evaluate MODEL`: another model than the run's is no news
+        play(
+            PipelineRun(tmp_path, RunOptions(evaluated_models={"mine": "folder"})),
+            finished(seen),
+            learning_rate=3e-3,
+        )
     anew = [record for record in caplog.records if "runs anew" in record.getMessage()]
     assert [record.for_people for record in anew] == [True, False]
 
@@ -174,7 +193,9 @@ def test_what_a_change_led_to_is_told_by_its_first_cause_alone_and_once(tmp_path
             (context.folder / "made").write_text(str(content))
             return {}
 
-        settings = dataclasses.replace(SFTSettings(), batch_size=content if name == "prepare_data" else 2)
+        settings = dataclasses.replace(
+            SFTSettings(), batch_size=content if name == "prepare_data" else 2
+        )
         return run_stage(PipelineRun(tmp_path), name, body, settings=settings, inputs=inputs)
 
     def pipeline(number):
@@ -183,17 +204,22 @@ def test_what_a_change_led_to_is_told_by_its_first_cause_alone_and_once(tmp_path
         judged = stage("reward_model", number, data=data, model=model)
         return stage("policy", number, data=data, model=model, judged=judged)
 
-    old, new = (finished_conditions(pipeline(number).folder) for number in (3, 4))
-    lines = changes(old, new)
+    old, new = (read_finished_fingerprint(pipeline(number).folder) for number in (3, 4))
+    lines = compare_fingerprints(old, new)
     assert [line.partition(" (")[0] for line in lines] == [
-        "input data", "  of it: stages.prepare_data.batch_size: 3 -> 4", "input model", "input judged"
-    ]  # fmt: skip
+        "input data",
+        "  of it: stages.prepare_data.batch_size: 3 -> 4",
+        "input model",
+        "input judged",
+    ]
 
 
 def test_changed_code_names_file_and_function(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "judged_by.py"
-    source = "LIMIT = 3\n\n\ndef score(rows):\n    return 1.0\n\n\ndef other(rows):\n    return 2.0\n"
+    source = (
+        "LIMIT = 3\n\n\ndef score(rows):\n    return 1.0\n\n\ndef other(rows):\n    return 2.0\n"
+    )
     module.write_text(source)
 
     def run(body):
@@ -216,10 +242,12 @@ def test_changed_code_names_file_and_function(tmp_path, monkeypatch):
 
 def test_an_upgrade_in_the_middle_counts_and_is_said(tmp_path, monkeypatch):
     cut(tmp_path)
-    monkeypatch.setattr(keys, "stage_code", lambda *_: "0123456789ab")
-    digest = keys.file_digest
+    monkeypatch.setattr(keys, "digest_stage_code", lambda *_: "0123456789ab")
+    digest = keys.digest_source_file
     monkeypatch.setattr(
-        keys, "file_digest", lambda path: "other" if path == "rl_core/losses/supervised.py" else digest(path)
+        keys,
+        "digest_source_file",
+        lambda path: "other" if path == "rl_core/losses/supervised.py" else digest(path),
     )
     with pytest.raises(ResumeRefused) as refused:
         play(PipelineRun(tmp_path), finished([]))
@@ -229,7 +257,7 @@ def test_an_upgrade_in_the_middle_counts_and_is_said(tmp_path, monkeypatch):
 
 def test_a_checkpoint_of_a_version_that_noted_nothing_is_not_dropped_either(tmp_path):
     cut(tmp_path, learning_rate=1e-3)
-    (begun,) = unfinished(tmp_path / "sft")
+    (begun,) = list_unfinished_stages(tmp_path / "sft")
     (begun.folder / "conditions.json").unlink()
     with pytest.raises(ResumeRefused, match="did not note its conditions"):
         play(PipelineRun(tmp_path), finished([]), learning_rate=2e-3)
@@ -241,9 +269,11 @@ def test_secrets_are_compared_and_never_kept(tmp_path):
 
     with pytest.raises(Stopped):
         run("first secret", stopped_at(1))
-    (begun,) = unfinished(tmp_path / "sft")
+    (begun,) = list_unfinished_stages(tmp_path / "sft")
     assert "first secret" not in (begun.folder / "conditions.json").read_text()
-    with pytest.raises(ResumeRefused, match=r"environment\.options: a secret has another value") as refused:
+    with pytest.raises(
+        ResumeRefused, match=r"environment\.options: a secret has another value"
+    ) as refused:
         run("second secret", finished([]))
     assert "second" not in str(refused.value)
 
@@ -256,7 +286,9 @@ def chain(tmp_path, epochs=1.0, body=None, **changes):
     stages = {"sft": {"epochs": epochs}, "preference": {"loss": "dpo", **changes}}
     pipeline_run = PipelineRun(tmp_path, stages=stages)
     settings = pipeline_run.settings.stages
-    first = run_stage(pipeline_run, "sft", lambda context: {}, settings=settings.sft, inputs={"model": "org/name"})
+    first = run_stage(
+        pipeline_run, "sft", lambda context: {}, settings=settings.sft, inputs={"model": "org/name"}
+    )
     pipeline_run.results = {"sft": first}
     with pytest.raises(Stopped):
         run_stage(
@@ -271,7 +303,7 @@ def chain(tmp_path, epochs=1.0, body=None, **changes):
 
 def wanted(tmp_path, epochs=1.0, options=RunOptions(), **changes):  # noqa: B008 frozen
     stages = {"sft": {"epochs": epochs}, "preference": {"loss": "dpo", **changes}}
-    check_unfinished(tmp_path, PipelineRun(tmp_path, stages=stages).settings, options)
+    check_unfinished_stages(tmp_path, PipelineRun(tmp_path, stages=stages).settings, options)
 
 
 def test_drift_is_found_before_anything_runs_and_also_in_the_stages_before(tmp_path):
@@ -296,20 +328,30 @@ def test_going_back_to_what_has_finished_asks_nothing(tmp_path):
     seen = []
     stages = {"sft": {"learning_rate": 3e-3}}
     done = PipelineRun(tmp_path, stages={"sft": {"learning_rate": 1e-3}})
-    run_stage(done, "sft", finished(seen), settings=done.settings.stages.sft, inputs={"model": "org/name"})
+    run_stage(
+        done, "sft", finished(seen), settings=done.settings.stages.sft, inputs={"model": "org/name"}
+    )
     other = PipelineRun(tmp_path, stages={"sft": {"learning_rate": 2e-3}})
     with pytest.raises(Stopped):
-        run_stage(other, "sft", stopped_at(3), settings=other.settings.stages.sft, inputs={"model": "org/name"})
-    check_unfinished(tmp_path, done.settings, RunOptions())
+        run_stage(
+            other,
+            "sft",
+            stopped_at(3),
+            settings=other.settings.stages.sft,
+            inputs={"model": "org/name"},
+        )
+    check_unfinished_stages(tmp_path, done.settings, RunOptions())
     assert run_stage(
         done, "sft", finished(seen), settings=done.settings.stages.sft, inputs={"model": "org/name"}
     ).cached
     with pytest.raises(ResumeRefused):
-        check_unfinished(tmp_path, PipelineRun(tmp_path, stages=stages).settings, RunOptions())
+        check_unfinished_stages(
+            tmp_path, PipelineRun(tmp_path, stages=stages).settings, RunOptions()
+        )
 
 
 def test_decisions_survive_a_damaged_line(tmp_path):
     play(PipelineRun(tmp_path), finished([]))
     path = tmp_path / "sft" / "decisions.jsonl"
     path.write_text(path.read_text() + "{half\n" + json.dumps({"kind": "x"}) + "\n")
-    assert [decision.kind for decision in decisions(tmp_path / "sft")] == ["first"]
+    assert [decision.kind for decision in read_decisions(tmp_path / "sft")] == ["first"]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tasks.pipeline import gpu_slot
+from tasks.pipeline import prefect_stages
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ def test_a_slot_is_held_where_there_are_gpus_and_a_limit(monkeypatch, stage, lim
         yield
         holding.remove(name)
 
-    monkeypatch.setattr(gpu_slot, "concurrency", concurrency)
+    monkeypatch.setattr(prefect_stages, "concurrency", concurrency)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     monkeypatch.setenv("POSTTRAIN_GPU_LIMIT", limit)
-    with gpu_slot.gpu_slot(stage):
+    with prefect_stages.hold_gpu_slot(stage):
         seen += holding
     assert seen == held and holding == []

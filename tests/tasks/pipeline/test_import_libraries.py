@@ -9,7 +9,7 @@ from helpers import ROOT
 SCRIPT = """
 import sys
 from tasks.config import from_dict
-from tasks.pipeline.run import import_libraries
+from tasks.pipeline.pipeline_run import import_libraries
 settings = from_dict({"name": "own", "model": {"preset": "nano"}, "environment": {"name": "arithmetic"},
                       "stages": {"prepare_data": {"num_demonstrations": 60}}, **eval(sys.argv[1])})
 import_libraries(settings, computes=sys.argv[2] == "computes")
@@ -26,12 +26,19 @@ import mako.ext.pygmentplugin
     [
         ({}, "cached", ["mlflow.store.tracking.sqlalchemy_store"]),
         ({"tracking": {"uri": "http://127.0.0.1:9"}}, "cached", []),
-        ({}, "computes", ["mlflow.store.tracking.sqlalchemy_store", "torch", "transformers.modeling_utils"]),
+        (
+            {},
+            "computes",
+            ["mlflow.store.tracking.sqlalchemy_store", "torch", "transformers.modeling_utils"],
+        ),
     ],
 )
 def test_libraries_by_store_and_by_what_is_cached(tmp_path, settings, computes, expected):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, repr(settings), computes],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == expected

@@ -6,9 +6,9 @@ import pytest
 
 from rl_core.errors import BackendError
 from rl_core.storage.manifest import digest_folder
-from tasks.config import from_dict
-from tasks.pipeline.model_versions import ModelVersions
-from tasks.pipeline.result import StageResult
+from tasks.config import build_settings
+from tasks.pipeline.run_tracking import ModelVersions
+from tasks.pipeline.stage_result import StageResult
 
 
 class Registry:
@@ -20,7 +20,7 @@ class Registry:
     def find(self, reference):
         return SimpleNamespace(reference="models:/m/3")
 
-    def download(self, version, cache):
+    def download_version(self, version, cache):
         return cache / "m-3"
 
     def resolve_model(self, path, cache):
@@ -45,11 +45,18 @@ def result(stage, folder="f", **summary):
 
 
 def versions(folder, results=None, registry=None, **settings):
-    pipeline = from_dict(
-        {"name": "m", "environment": {"name": "arithmetic"}, "stages": {"prepare_data": {}, "sft": {}}, **settings},
+    pipeline = build_settings(
+        {
+            "name": "m",
+            "environment": {"name": "arithmetic"},
+            "stages": {"prepare_data": {}, "sft": {}},
+            **settings,
+        },
         check_files=False,
     )
-    return ModelVersions(pipeline, registry or Registry(), folder, results or {}, {"retraining": "now"})
+    return ModelVersions(
+        pipeline, registry or Registry(), folder, results or {}, {"retraining": "now"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,28 +77,31 @@ def test_the_parent_is_the_policy_trained_before(tmp_path, stage, parent):
         "reward_model": result("reward_model", model_version=9),
     }
     made = versions(tmp_path, results, model={"preset": "tiny"})
-    assert made.parent_tags(stage) == ({"parent_model_version": parent} if parent else {})
+    assert made.build_parent_tags(stage) == ({"parent_model_version": parent} if parent else {})
 
 
 def test_an_alias_is_noted_by_its_version(tmp_path):
     made = versions(tmp_path, model={"path": "models:/m@champion"})
     assert made.resolve_base() == tmp_path / "m-3"
-    assert made.parent_tags("sft") == {"parent_model_version": "models:/m/3"}
+    assert made.build_parent_tags("sft") == {"parent_model_version": "models:/m/3"}
     assert versions(tmp_path).resolve_base() is None  # a preset
-    assert made.resolve("org/name") == ("org/name", "org/name")
+    assert made.resolve_model("org/name") == ("org/name", "org/name")
 
 
 def test_a_version_carries_its_story(tmp_path):
     (tmp_path / "w").write_text("w")
     tracker, made = Tracker(), versions(tmp_path, {"sft": result("sft", model_version=1)})
     summary = {"note": "said", "metrics": {"eval/loss": 0.5, "count": 3}}
-    assert made.register(tracker, tmp_path, "policy", summary) == {"registered_model": "m", "model_version": 7}
+    assert made.register_model(tracker, tmp_path, "policy", summary) == {
+        "registered_model": "m",
+        "model_version": 7,
+    }
     kind, name, metrics, tags, description = tracker.logged[0]
     assert (kind, name, metrics) == ("policy", "m", {"eval/loss": 0.5})
     assert description == "policy from version 1: said"
     assert tags["parent_version"] == "1" and tags["model_sha256"] == digest_folder(tmp_path)
     assert tags["retraining"] == "now" and tags["stage"] == "policy"
-    made.register(tracker, tmp_path, "reward_model", {})
+    made.register_model(tracker, tmp_path, "reward_model", {})
     assert tracker.logged[1][:2] == ("reward_model", "m-reward-model")
 
 
@@ -100,10 +110,12 @@ def test_while_the_store_is_away_models_are_known_by_their_content(tmp_path):
     (tmp_path / "model" / "w").write_text("w")
     away, content = Tracker(version=None), ("m", digest_folder(tmp_path / "model"))
     made = versions(tmp_path, {"sft": result("sft", tmp_path)})
-    assert made.register(away, tmp_path, "policy", {"note": "said"}) == {"registered_model": "m"}
+    assert made.register_model(away, tmp_path, "policy", {"note": "said"}) == {
+        "registered_model": "m"
+    }
     assert away.parent == content and "parent_version" not in away.logged[0][3]
     assert away.logged[0][4] == "policy from version {parent}: said"
-    assert made.parent_tags("policy") == {"parent_model_version": content}
+    assert made.build_parent_tags("policy") == {"parent_model_version": content}
     with pytest.raises(BackendError, match="the tracking store is away"):
         made.ensure_version(result("sft", tmp_path), away)
 

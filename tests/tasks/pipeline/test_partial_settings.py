@@ -1,7 +1,7 @@
 """Settings of the part of a pipeline that ends with one stage."""
 
-from tasks.config import from_dict
-from tasks.pipeline.partial_settings import settings_up_to
+from tasks.config import build_settings
+from tasks.pipeline.run_options import select_settings_up_to
 
 BEFORE = ["prepare_data", "sft"]
 
@@ -9,11 +9,13 @@ BEFORE = ["prepare_data", "sft"]
 def settings(**rewards):
     stages = {name: {} for name in (*BEFORE, "reward_model", "evaluate", "analyze", "promote")}
     stages["policy"] = {"rewards": {"task": 1.0, **rewards}}
-    return from_dict({"name": "t", "environment": {"name": "arithmetic"}, "stages": stages}, check_files=False)
+    return build_settings(
+        {"name": "t", "environment": {"name": "arithmetic"}, "stages": stages}, check_files=False
+    )
 
 
 def active(name, model=None, **rewards):
-    return list(settings_up_to(settings(**rewards), name, model).stages.active)
+    return list(select_settings_up_to(settings(**rewards), name, model).stages.active)
 
 
 def test_a_stage_that_trains_rests_on_those_before_it_and_on_a_reward_model_that_it_asks():
@@ -34,4 +36,4 @@ def test_results_take_the_reward_model_as_in_a_whole_run():
 def test_a_given_model_replaces_the_stages_that_would_make_it():
     assert active("policy", "org/name") == ["prepare_data", "policy"]
     assert active("analyze", "org/name") == ["prepare_data", "evaluate", "analyze"]
-    assert settings_up_to(settings(), "policy", "org/name").model.path == "org/name"
+    assert select_settings_up_to(settings(), "policy", "org/name").model.path == "org/name"

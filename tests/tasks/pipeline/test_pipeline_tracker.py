@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 from rl_core.errors import Stopped
-from tasks.config import from_dict
-from tasks.pipeline import pipeline_tracker
-from tasks.pipeline.outcome import STOP_SECONDS
-from tasks.pipeline.pipeline_tracker import PipelineTracker
+from tasks.config import build_settings
+from tasks.pipeline import run_tracking
 from tasks.pipeline.run_options import FlowRunAddress, RunOptions
+from tasks.pipeline.run_record import STOP_TIMEOUT_SECONDS
+from tasks.pipeline.run_tracking import PipelineTracker
 
 
 class Tracking:
@@ -17,22 +17,33 @@ class Tracking:
     def start_run(self, name, folder, **options):
         self.started.append((name, folder, options))
         return SimpleNamespace(
-            name=name, run_id="parent", folder=folder, beside=[], note_time=lambda: None,
+            name=name,
+            run_id="parent",
+            folder=folder,
+            beside=[],
+            note_time=lambda: None,
             set_tags=lambda tags: self.set.append(dict(tags)),
             set_tag=lambda name, value: self.set.append({name: value}),
             close=lambda status, timeout_s: self.set.append((status, timeout_s)),
-        )  # fmt: skip
+        )
 
 
 def tracker_of(tmp_path, monkeypatch, options=RunOptions(), resumed=False):  # noqa: B008 frozen
-    monkeypatch.setattr(pipeline_tracker, "code_version", lambda: "c0de")
-    monkeypatch.setattr(pipeline_tracker, "git_commit", lambda: "")
-    settings = from_dict({"name": "t", "output": str(tmp_path), "stages": {"sft": {}}}, check_files=False)
+    monkeypatch.setattr(run_tracking, "compute_code_version", lambda: "c0de")
+    monkeypatch.setattr(run_tracking, "read_git_commit", lambda: "")
+    settings = build_settings(
+        {"name": "t", "output": str(tmp_path), "stages": {"sft": {}}}, check_files=False
+    )
     tracking, shown = Tracking(), []
     made = PipelineTracker(
-        tracking, settings, options, home=tmp_path / "t", started="2026-01-02 03:04:05", resumed=resumed,
+        tracking,
+        settings,
+        options,
+        home=tmp_path / "t",
+        started="2026-01-02 03:04:05",
+        resumed=resumed,
         on_progress=lambda *progress: shown.append(progress),
-    )  # fmt: skip
+    )
     return made, tracking, shown
 
 
@@ -40,18 +51,36 @@ def test_stages_carry_the_pipeline_s_tags_and_their_inputs(tmp_path, monkeypatch
     options = RunOptions(only="sft", tags={"retraining": "now"}, flow_run=FlowRunAddress(id="f"))
     made, tracking, shown = tracker_of(tmp_path, monkeypatch, options, resumed=True)
     name, folder, parent = tracking.started[0]
-    assert (name, folder) == ("t · 2026-01-02 03:04:05", tmp_path / "t" / "runs" / "2026-01-02-03-04-05")
-    common = {"retraining": "now", "pipeline": "t", "code_version": "c0de", "prefect.flow_run_id": "f"}
+    assert (name, folder) == (
+        "t · 2026-01-02 03:04:05",
+        tmp_path / "t" / "runs" / "2026-01-02-03-04-05",
+    )
+    common = {
+        "retraining": "now",
+        "pipeline": "t",
+        "code_version": "c0de",
+        "prefect.flow_run_id": "f",
+    }
     common["config_digest"] = parent["tags"]["config_digest"]
     left = {"kind": "stage", "resumed": "true", "settings": "defaults"}  # empty ones are left out
     assert parent["tags"] == {**common, **left}
     digest = "0123456789abcdef01234567"
-    made.open_stage("evaluate_champion", "evaluate", tmp_path, None, {"data": digest}, "key", {"more": "1"})
+    made.open_stage(
+        "evaluate_champion", "evaluate", tmp_path, None, {"data": digest}, "key", {"more": "1"}
+    )
     label, _, stage = tracking.started[1]
-    assert label == "evaluate champion" and stage["parent_run_id"] == "parent" and stage["params"] == {}
+    assert (
+        label == "evaluate champion"
+        and stage["parent_run_id"] == "parent"
+        and stage["params"] == {}
+    )
     assert stage["tags"] == {
-        **common, "stage": "evaluate", "stage_key": "key", "more": "1", "input.data": "0123456789abcdef",
-    }  # fmt: skip
+        **common,
+        "stage": "evaluate",
+        "stage_key": "key",
+        "more": "1",
+        "input.data": "0123456789abcdef",
+    }
     stage["on_progress"][0](1, 4, "x")
     assert shown == [("evaluate_champion", 1, 4, "x")]
 
@@ -59,27 +88,30 @@ def test_stages_carry_the_pipeline_s_tags_and_their_inputs(tmp_path, monkeypatch
 def test_data_is_noted_once_and_models_are_no_data(tmp_path, monkeypatch):
     made, tracking, _ = tracker_of(tmp_path, monkeypatch)
     for digests in ({"data": "a" * 20, "model": "b"}, {"data": "a" * 20}, {"preferences": "c"}):
-        made.tag_data(digests)
+        made.record_data_inputs(digests)
     assert tracking.set == [{"input.data": "a" * 16}, {"input.preferences": "c"}]
 
 
 def test_a_cached_stage_is_named_and_shown_as_done(tmp_path, monkeypatch):
     made, tracking, shown = tracker_of(tmp_path, monkeypatch)
-    made.note_cached("sft", "r1")
+    made.record_cached_stage("sft", "r1")
     made.close("FAILED", ValueError("x" * 5000))
     assert shown == [("sft", 1, 1, "finished before, not run again")]
     assert tracking.set[0] == {"cached.sft": "r1"} and tracking.set[2] == ("FAILED", 30.0)
-    assert tracking.set[1]["error"].startswith("ValueError: xxx") and len(tracking.set[1]["error"]) == 4000
+    assert (
+        tracking.set[1]["error"].startswith("ValueError: xxx")
+        and len(tracking.set[1]["error"]) == 4000
+    )
 
 
 def test_the_line_of_a_run_that_goes_on_says_how_far_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline_tracker, "TOLD_SECONDS", 0.0)
+    monkeypatch.setattr(run_tracking, "REPORT_INTERVAL_SECONDS", 0.0)
     made, tracking, _ = tracker_of(tmp_path, monkeypatch)
     made.open_stage("reward_model", "reward_model", tmp_path, None, {}, "key", {})
     tell = tracking.started[1][2]["on_progress"][0]
     tell(120, 1400, "train/loss 0.31")
     assert tracking.set == [{"result": "reward model, 120 of 1,400: train/loss 0.31"}]
-    monkeypatch.setattr(pipeline_tracker, "TOLD_SECONDS", 60.0)
+    monkeypatch.setattr(run_tracking, "REPORT_INTERVAL_SECONDS", 60.0)
     tell(121, 1400, "")
     assert len(tracking.set) == 1
 
@@ -87,4 +119,4 @@ def test_the_line_of_a_run_that_goes_on_says_how_far_it_is(tmp_path, monkeypatch
 def test_a_stop_is_no_error_and_is_not_waited_for(tmp_path, monkeypatch):
     made, tracking, _ = tracker_of(tmp_path, monkeypatch)
     made.close("KILLED", Stopped("asked", 15))
-    assert tracking.set == [("KILLED", STOP_SECONDS)]
+    assert tracking.set == [("KILLED", STOP_TIMEOUT_SECONDS)]

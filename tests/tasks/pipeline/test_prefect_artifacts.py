@@ -16,21 +16,21 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from tasks.pipeline import prefect_api, prefect_artifacts
-from tasks.pipeline.result import StageResult
+from tasks.pipeline import prefect_stages
+from tasks.pipeline.stage_result import StageResult
 
 
 @pytest.fixture(autouse=True)
 def answering():
     yield
-    prefect_artifacts._away.clear()
+    prefect_stages._api_unreachable.clear()
 
 
 @pytest.fixture
 def made(monkeypatch):
     """Calls that reached the API, or tried to."""
-    monkeypatch.setattr(prefect_artifacts, "PATIENCE", 0.5)
-    monkeypatch.setattr(prefect_artifacts, "LATER_PATIENCE", 0.1)
+    monkeypatch.setattr(prefect_stages, "FIRST_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(prefect_stages, "REPEAT_TIMEOUT_SECONDS", 0.1)
     return []
 
 
@@ -46,26 +46,32 @@ def test_an_api_that_is_away_is_not_called_until_it_is_back(made, caplog):
     with caplog.at_level(logging.WARNING), HTTPServer(("127.0.0.1", 0), Healthy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-            assert [prefect_artifacts._quietly(made.append, "call") for _ in range(3)] == [None] * 3
+            assert [prefect_stages._call_prefect_api(made.append, "call") for _ in range(3)] == [
+                None
+            ] * 3
         assert not made
         with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{server.server_port}/api"}):
-            assert prefect_artifacts._quietly(lambda: "made") == "made"
+            assert prefect_stages._call_prefect_api(lambda: "made") == "made"
         server.shutdown()
     assert made == ["/api/health"]
     assert caplog.text.count("takes no artifact (ConnectionRefusedError: ") == 1
 
 
 @pytest.mark.parametrize(
-    ("scheme", "skips", "read"), [("http", False, False), ("https", False, True), ("https", True, False)]
+    ("scheme", "skips", "read"),
+    [("http", False, False), ("https", False, True), ("https", True, False)],
 )
 def test_certificates_are_read_only_where_they_are_checked(monkeypatch, scheme, skips, read):
     """A stage's page is written every three seconds, and reading them takes 50 ms."""
     asked = []
     monkeypatch.setattr("socket.create_connection", lambda *_: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr("httpx.get", lambda url, *, timeout, verify: asked.append((url, verify)))
-    settings = {PREFECT_API_URL: f"{scheme}://host/api", PREFECT_API_TLS_INSECURE_SKIP_VERIFY: skips}
+    settings = {
+        PREFECT_API_URL: f"{scheme}://host/api",
+        PREFECT_API_TLS_INSECURE_SKIP_VERIFY: skips,
+    }
     with temporary_settings(settings):
-        prefect_api.check_api(1.0)
+        prefect_stages.check_prefect_api(1.0)
     assert asked == [(f"{scheme}://host/api/health", read)]
 
 
@@ -74,7 +80,9 @@ def test_an_api_that_takes_connections_and_is_silent_is_not_called(made, caplog)
     silent = socket.create_server(("127.0.0.1", 0))
     address = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
     with caplog.at_level(logging.WARNING), silent, temporary_settings({PREFECT_API_URL: address}):
-        assert [prefect_artifacts._quietly(made.append, "call") for _ in range(3)] == [None] * 3
+        assert [prefect_stages._call_prefect_api(made.append, "call") for _ in range(3)] == [
+            None
+        ] * 3
     assert not made
     assert caplog.text.count("gave no answer for 0.5 s") == 1
 
@@ -85,7 +93,7 @@ def test_an_api_that_fails_is_said_once(made, caplog):
         raise ConnectionError("reset")
 
     with caplog.at_level(logging.WARNING), temporary_settings({PREFECT_API_URL: None}):
-        assert [prefect_artifacts._quietly(fail) for _ in range(3)] == [None] * 3
+        assert [prefect_stages._call_prefect_api(fail) for _ in range(3)] == [None] * 3
     assert made == ["call"]  # what Prefect started itself does not come back
     assert caplog.text.count("takes no artifact (ConnectionError: reset)") == 1
 
@@ -95,25 +103,39 @@ def test_a_stage_has_one_page_told_with_the_password_of_the_run_s_own_server(mon
     identity, told, said = uuid4(), [], threading.Event()
 
     def replace(which, markdown, description):
-        told.append((which, markdown, description, get_current_settings().api.auth_string.get_secret_value()))
+        told.append(
+            (
+                which,
+                markdown,
+                description,
+                get_current_settings().api.auth_string.get_secret_value(),
+            )
+        )
         said.set()
         return True
 
     made = []
-    monkeypatch.setattr(prefect_artifacts, "PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr(prefect_stages, "PROGRESS_SECONDS", 0.01)
     monkeypatch.setattr(
-        prefect_artifacts, "create_markdown_artifact", lambda text, **named: made.append(named) or identity
+        prefect_stages,
+        "create_markdown_artifact",
+        lambda text, **named: made.append(named) or identity,
     )
-    monkeypatch.setattr(prefect_artifacts, "_replace", replace)
+    monkeypatch.setattr(prefect_stages, "_replace_artifact", replace)
     tracking = SimpleNamespace(run_url=lambda run: f"http://page/{run}")
     run = SimpleNamespace(
-        settings=SimpleNamespace(name="My demo"), fraction=0.25, progress="sft, 1 of 4", tracking=tracking
+        settings=SimpleNamespace(name="My demo"),
+        fraction=0.25,
+        progress="sft, 1 of 4",
+        tracking=tracking,
     )
     summary = {"note": "4 steps", "metrics": {"train/loss": 0.5}}
-    result = StageResult("sft", "/f", "d", "k", cached=False, seconds=2.0, run_id="r1", summary=summary)
+    result = StageResult(
+        "sft", "/f", "d", "k", cached=False, seconds=2.0, run_id="r1", summary=summary
+    )
     with (
         temporary_settings({PREFECT_API_AUTH_STRING: "user:word"}),
-        prefect_artifacts.stage_artifact(run, "sft") as finish,
+        prefect_stages.publish_stage_progress(run, "sft") as finish,
     ):
         assert said.wait(10)
         finish(result)
@@ -121,7 +143,11 @@ def test_a_stage_has_one_page_told_with_the_password_of_the_run_s_own_server(mon
     assert told[0] == (identity, "## sft\n\n25% · sft, 1 of 4", "25% · sft, 1 of 4", "user:word")
     which, page, description, _ = told[-1]
     assert which == identity and description == "4 steps" and len(told) == 2
-    assert "**4 steps**" in page and "[MLflow run](http://page/r1)" in page and "| train/loss | 0.5 |" in page
+    assert (
+        "**4 steps**" in page
+        and "[MLflow run](http://page/r1)" in page
+        and "| train/loss | 0.5 |" in page
+    )
 
 
 def test_a_stage_that_was_stopped_hardly_waits_for_an_update_of_its_page(monkeypatch):
@@ -129,18 +155,23 @@ def test_a_stage_that_was_stopped_hardly_waits_for_an_update_of_its_page(monkeyp
     waits = []
     thread = SimpleNamespace(start=lambda: None, join=lambda timeout: waits.append(timeout))
     monkeypatch.setattr(
-        prefect_artifacts, "threading", SimpleNamespace(Event=threading.Event, Thread=lambda **_: thread)
+        prefect_stages,
+        "threading",
+        SimpleNamespace(Event=threading.Event, Thread=lambda **_: thread),
     )
-    monkeypatch.setattr(prefect_artifacts, "publish_page", lambda *_, **__: "")
+    monkeypatch.setattr(prefect_stages, "publish_page", lambda *_, **__: "")
     run = SimpleNamespace(settings=SimpleNamespace(name="demo"))
-    with pytest.raises(KeyboardInterrupt), prefect_artifacts.stage_artifact(run, "sft"):
+    with pytest.raises(KeyboardInterrupt), prefect_stages.publish_stage_progress(run, "sft"):
         raise KeyboardInterrupt
     assert len(waits) == 1 and sum(waits) <= 2.0
 
 
 def test_a_picture_is_in_the_page_unless_it_is_large(tmp_path, monkeypatch):
     (tmp_path / "a.png").write_bytes(b"png")
-    assert prefect_artifacts.figure(tmp_path / "a.png", "stages") == "![stages](data:image/png;base64,cG5n)"
-    assert prefect_artifacts.figure(tmp_path / "none.png", "stages") == ""
-    monkeypatch.setattr(prefect_artifacts, "MAX_FIGURE_BYTES", 2)
-    assert prefect_artifacts.figure(tmp_path / "a.png", "stages") == ""
+    assert (
+        prefect_stages.embed_figure(tmp_path / "a.png", "stages")
+        == "![stages](data:image/png;base64,cG5n)"
+    )
+    assert prefect_stages.embed_figure(tmp_path / "none.png", "stages") == ""
+    monkeypatch.setattr(prefect_stages, "MAX_FIGURE_BYTES", 2)
+    assert prefect_stages.embed_figure(tmp_path / "a.png", "stages") == ""

@@ -7,21 +7,23 @@ from types import SimpleNamespace
 import pytest
 from prefect.exceptions import TerminationSignal
 
-from rl_core.cpu import waiting
+from rl_core.cpu import openmp_spin
 from rl_core.errors import FolderBusy, Stopped
 from rl_core.storage import faults
-from tasks.config import from_dict
-from tasks.pipeline import run as runs
-from tasks.pipeline.result import StageResult
-from tasks.pipeline.run import PipelineRun
+from tasks.config import build_settings
+from tasks.pipeline import pipeline_run as runs
+from tasks.pipeline.pipeline_run import PipelineRun
 from tasks.pipeline.run_options import RunOptions
+from tasks.pipeline.stage_result import StageResult
 
 RESULT = StageResult("sft", "f", "d", "k", False, 1.0, "r", {})
 
 
 def made(folder, options=None, threads=None, **live):
     stages = {"sft": {}, "prepare_data": {}}
-    settings = from_dict({"name": "t", "output": str(folder), "threads": threads, "stages": stages})
+    settings = build_settings(
+        {"name": "t", "output": str(folder), "threads": threads, "stages": stages}
+    )
     return PipelineRun(settings, options, **live)
 
 
@@ -43,8 +45,8 @@ def without_store(monkeypatch):
             closed.append((status, error))
 
     monkeypatch.setattr(runs, "PipelineTracker", Tracker)
-    monkeypatch.setattr(runs, "close_dead_runs", lambda tracking, home: [])
-    monkeypatch.setattr(runs.Tracking, "replay_all", lambda self, root: 0)
+    monkeypatch.setattr(runs, "close_crashed_runs", lambda tracking, home: [])
+    monkeypatch.setattr(runs.Tracking, "deliver_all_journals", lambda self, root: 0)
     monkeypatch.setattr(runs, "_prepare_libraries", lambda threads: None)
     return closed
 
@@ -62,11 +64,11 @@ def test_results_are_added_not_assigned(tmp_path):
 
 def test_fresh_passes_over_what_this_run_has_not_computed(tmp_path):
     run = made(tmp_path, RunOptions(fresh=True, only="sft"))
-    assert run.is_fresh("sft", "k1") and not run.is_fresh("policy", "k1")
+    assert run.should_recompute("sft", "k1") and not run.should_recompute("policy", "k1")
     run.mark_computed("k1")
-    assert not run.is_fresh("sft", "k1") and run.is_fresh("sft", "k2")
-    assert not made(tmp_path).is_fresh("sft", "k1")
-    assert made(tmp_path, RunOptions(fresh=True)).is_fresh("policy", "k1")
+    assert not run.should_recompute("sft", "k1") and run.should_recompute("sft", "k2")
+    assert not made(tmp_path).should_recompute("sft", "k1")
+    assert made(tmp_path, RunOptions(fresh=True)).should_recompute("policy", "k1")
 
 
 def test_progress_goes_to_the_display(tmp_path):
@@ -110,7 +112,9 @@ def test_the_outcome_is_recorded(tmp_path, without_store, error, approval, statu
         assert again.tracker.resumed is (status in ("stopped", "waiting"))
 
 
-def test_a_run_that_is_killed_in_its_first_moment_is_gone_on_with(tmp_path, without_store, monkeypatch):
+def test_a_run_that_is_killed_in_its_first_moment_is_gone_on_with(
+    tmp_path, without_store, monkeypatch
+):
     tracker = runs.PipelineTracker
 
     def killed(*arguments, started, **options):
@@ -128,20 +132,20 @@ def test_a_run_that_is_killed_in_its_first_moment_is_gone_on_with(tmp_path, with
 @pytest.mark.parametrize("point", ["run.ending", "run.ended"])
 def test_a_run_that_is_killed_at_its_very_end_is_gone_on_with(tmp_path, without_store, point):
     """Else the same command would begin a second run, and the first one would count as killed."""
-    faults.configure(f"{point}:1:raise")
+    faults.configure_faults(f"{point}:1:raise")
     try:
         with pytest.raises(faults.InjectedFault), made(tmp_path):
             pass
     finally:
-        faults.configure(None)
+        faults.configure_faults(None)
     with made(tmp_path) as again:
         assert again.tracker.resumed
 
 
 def test_a_run_keeps_the_threads_that_it_began_with(tmp_path, without_store, monkeypatch):
     free = iter([5, 2])
-    monkeypatch.setattr(waiting, "free_processors", lambda: next(free))
-    monkeypatch.setattr(waiting, "usable_processors", lambda: 8)
+    monkeypatch.setattr(openmp_spin, "free_processors", lambda: next(free))
+    monkeypatch.setattr(openmp_spin, "count_usable_processors", lambda: 8)
 
     def use(options=None, error=None):
         with contextlib.suppress(KeyboardInterrupt), made(tmp_path, options, "auto") as run:
@@ -155,7 +159,10 @@ def test_a_run_keeps_the_threads_that_it_began_with(tmp_path, without_store, mon
     started = json.loads((tmp_path / "t" / "run.json").read_text())["started"]
     kept = (5, "threads: 5, the number that this run began with")
     assert use() == kept  # nobody looked how many are free
-    assert use() == (2, "threads: 2, as 2 of 8 processors are free")  # that run has finished: another one
+    assert use() == (
+        2,
+        "threads: 2, as 2 of 8 processors are free",
+    )  # that run has finished: another one
     assert use(RunOptions(started=started)) == kept  # by name
 
 
@@ -172,8 +179,8 @@ def test_a_run_that_is_stopped_while_it_opens_is_ended(tmp_path, without_store, 
 
 def test_a_run_without_time_is_noted_as_stopped(tmp_path, without_store, monkeypatch):
     with made(tmp_path) as run:
-        run.tracker.abandon = lambda: without_store.append("abandoned")
-        run.abandon()
+        run.tracker.abandon_runs = lambda: without_store.append("abandoned")
+        run.abandon_run()
         assert json.loads((tmp_path / "t" / "run.json").read_text())["status"] == "stopped"
     assert without_store[0] == "abandoned"
 
@@ -187,5 +194,5 @@ def test_a_run_that_cannot_open_frees_the_lock(tmp_path, without_store, monkeypa
         made(tmp_path).__enter__()
     monkeypatch.undo()
     record = runs.PipelineRecord(tmp_path / "t", RunOptions())
-    record.acquire()
-    record.release()
+    record.acquire_lock()
+    record.release_lock()

@@ -11,29 +11,31 @@ from helpers.stage_doubles import PipelineRun, pipeline
 
 from rl_core.api.recipes import Recipe
 from rl_core.errors import DataError, SettingsError, Stopped
-from rl_core.memory import note_out_of_memory
+from rl_core.out_of_memory import record_out_of_memory
 from rl_core.settings import PreferenceSettings, SFTSettings
-from rl_core.storage.checked_lines import sealed
+from rl_core.storage.line_logs import encode_checked_line
 from rl_core.training import loop
-from tasks.pipeline import key as keys
-from tasks.pipeline import stage_code
-from tasks.pipeline.decisions import decisions
-from tasks.pipeline.key import input_digest, stage_key, stage_seed
-from tasks.pipeline.result import content_digest
+from tasks.pipeline import stage_key as keys
+from tasks.pipeline import stage_key as stage_code
 from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.stage import StageContext, run_stage
+from tasks.pipeline.stage_fingerprint import read_decisions
 from tasks.pipeline.stage_folder import keep_checkpoints
+from tasks.pipeline.stage_key import compute_stage_key, compute_stage_seed, digest_input
+from tasks.pipeline.stage_result import compute_content_digest
 
 
 def key(name="sft", settings=SFTSettings(), made=None, digests=None):  # noqa: B008 frozen
-    return stage_key(name, settings, made or pipeline(), digests or {"data": "a"})
+    return compute_stage_key(name, settings, made or pipeline(), digests or {"data": "a"})
 
 
 def test_the_key_changes_with_everything_that_decides_the_result(monkeypatch):
     changed = {
         "stage": key("preference"),
         "settings": key(settings=dataclasses.replace(SFTSettings(), batch_size=7)),
-        "environment": key(made=pipeline(environment={"name": "arithmetic", "options": {"max_number": 9}})),
+        "environment": key(
+            made=pipeline(environment={"name": "arithmetic", "options": {"max_number": 9}})
+        ),
         "model": key(made=pipeline(model={"preset": "nano"})),
         "content of an input": key(digests={"data": "b"}),
         "name of an input": key(digests={"model": "a"}),
@@ -41,8 +43,10 @@ def test_the_key_changes_with_everything_that_decides_the_result(monkeypatch):
     }
     same = key()
     assert len({same, *changed.values()}) == 1 + len(changed), "each one counts"
-    assert key(made=pipeline(name="other", output="elsewhere")) == same  # where it lies changes no number
-    monkeypatch.setattr(keys, "stage_code", lambda *_: "other")
+    assert (
+        key(made=pipeline(name="other", output="elsewhere")) == same
+    )  # where it lies changes no number
+    monkeypatch.setattr(keys, "digest_stage_code", lambda *_: "other")
     assert key() != same
 
 
@@ -73,18 +77,30 @@ def test_the_key_changes_with_what_a_chat_template_prints(tmp_path):
 
 def test_the_code_version_is_that_of_every_source():
     root = Path(stage_code.__file__).resolve().parents[2]
-    files = [path for package in ("rl_core", "tasks") for path in (root / package).rglob("*") if path.is_file()]
+    files = [
+        path
+        for package in ("rl_core", "tasks")
+        for path in (root / package).rglob("*")
+        if path.is_file()
+    ]
     files = [path for path in files if "__pycache__" not in path.parts and path.name != "py.typed"]
-    sources = [path for path in files if "shipped" not in path.parts]  # what ships there is copied, not run
+    sources = [
+        path for path in files if "shipped" not in path.parts
+    ]  # what ships there is copied, not run
     assert {path.suffix for path in sources} == set(stage_code._SOURCES)
-    assert {root / path for path in stage_code.project_sources() if "/shipped/" not in path} == set(sources)
+    assert {
+        root / path for path in stage_code.list_project_sources() if "/shipped/" not in path
+    } == set(sources)
 
 
 def test_the_key_changes_with_the_content_of_the_environment_s_data(tmp_path):
     data = tmp_path / "problems.jsonl"
     made = pipeline()
     made = dataclasses.replace(
-        made, environment=dataclasses.replace(made.environment, name="gsm8k", options={"path": str(data)})
+        made,
+        environment=dataclasses.replace(
+            made.environment, name="gsm8k", options={"path": str(data)}
+        ),
     )
     absent = key(made=made)
     data.write_text("1")
@@ -97,49 +113,93 @@ def test_the_key_changes_with_the_content_of_the_environment_s_data(tmp_path):
 
 def test_timings_are_no_content():
     def digest(**changes):
-        files = {"model/w": "1", "summary.json": "2", "metrics.jsonl": "3", "metrics_history.json": "4",
-                 "recent_rollouts.jsonl": "5", "stage.log": "6", **changes}  # fmt: skip
-        return content_digest({"files": {name: {"sha256": value} for name, value in files.items()}})
+        files = {
+            "model/w": "1",
+            "summary.json": "2",
+            "metrics.jsonl": "3",
+            "metrics_history.json": "4",
+            "recent_rollouts.jsonl": "5",
+            "stage.log": "6",
+            **changes,
+        }
+        return compute_content_digest(
+            {"files": {name: {"sha256": value} for name, value in files.items()}}
+        )
 
-    timed = ("summary.json", "metrics.jsonl", "metrics_history.json", "recent_rollouts.jsonl", "stage.log")
+    timed = (
+        "summary.json",
+        "metrics.jsonl",
+        "metrics_history.json",
+        "recent_rollouts.jsonl",
+        "stage.log",
+    )
     assert {digest(**{name: "x"}) for name in timed} == {digest()}
-    assert digest(**{"epochs/1/w": "x"}) == digest() != digest(**{"epochs.json": "x"})  # beside the result
+    assert (
+        digest(**{"epochs/1/w": "x"}) == digest() != digest(**{"epochs.json": "x"})
+    )  # beside the result
     assert digest(**{"model/w": "x"}) != digest() != digest(**{"trajectories_policy.jsonl": "x"})
 
 
 def test_inputs_by_their_content(tmp_path):
     (tmp_path / "a").write_text("1")
     (tmp_path / "b").write_text("1")
-    assert input_digest(tmp_path / "a") == input_digest(str(tmp_path / "b"))
-    assert input_digest("org/name") == "org/name"  # a hub name is as it is written
+    assert digest_input(tmp_path / "a") == digest_input(str(tmp_path / "b"))
+    assert digest_input("org/name") == "org/name"  # a hub name is as it is written
     with pytest.raises(SettingsError, match="does not exist"):
-        input_digest(tmp_path / "c")
-    assert stage_seed(0, "sft") != stage_seed(0, "policy") and 0 <= stage_seed(5, "sft") < 2**31
+        digest_input(tmp_path / "c")
+    assert (
+        compute_stage_seed(0, "sft") != compute_stage_seed(0, "policy")
+        and 0 <= compute_stage_seed(5, "sft") < 2**31
+    )
 
 
 def test_training_is_given_all_that_it_needs(tmp_path, monkeypatch):
     given = {}
-    monkeypatch.setattr(loop, "run_loop", lambda trainer, settings, **rest: given.update(rest) or "outcome")
+    monkeypatch.setattr(
+        loop, "run_loop", lambda trainer, settings, **rest: given.update(rest) or "outcome"
+    )
     settings, tracker, stop = PreferenceSettings(keep_checkpoints=5), object(), threading.Event()
     context = StageContext(
-        name="preference", folder=tmp_path, settings=settings, pipeline=pipeline(), inputs={}, tracker=tracker,
-        pipeline_run=None, seed=1, fingerprint={"stage key": "k", "threads": "1"}, stop=stop,
-    )  # fmt: skip
+        name="preference",
+        folder=tmp_path,
+        settings=settings,
+        pipeline=pipeline(),
+        inputs={},
+        tracker=tracker,
+        pipeline_run=None,
+        seed=1,
+        fingerprint={"stage key": "k", "threads": "1"},
+        stop=stop,
+    )
     recipe = Recipe(object(), 7, best_metric="eval/loss", larger_is_better=False)
     assert context.train(recipe) == "outcome"
     store = given.pop("checkpoints")
     assert (store.folder, store.keep) == (tmp_path / "checkpoints", 5)
     assert given == {
-        "iterations": 7, "tracker": tracker, "best_metric": "eval/loss", "larger_is_better": False,
-        "fingerprint": {"stage key": "k", "threads": "1"}, "stop_event": stop,
-        "history": tmp_path / "metrics_history.json", "allow_drift": False, "callbacks": (), "memory": None,
+        "iterations": 7,
+        "tracker": tracker,
+        "best_metric": "eval/loss",
+        "larger_is_better": False,
+        "fingerprint": {"stage key": "k", "threads": "1"},
+        "stop_event": stop,
+        "history": tmp_path / "metrics_history.json",
+        "allow_drift": False,
+        "callbacks": (),
+        "memory": None,
         "after_iteration": None,
-    }  # fmt: skip
+    }
 
 
 def play(pipeline_run, body, number=1):
     settings = dataclasses.replace(SFTSettings(), batch_size=number)
-    return run_stage(pipeline_run, "sft", body, settings=settings, inputs={"model": "org/name"}, label="first sft")
+    return run_stage(
+        pipeline_run,
+        "sft",
+        body,
+        settings=settings,
+        inputs={"model": "org/name"},
+        label="first sft",
+    )
 
 
 def test_a_stage_runs_once_and_hands_over_a_verified_folder(tmp_path):
@@ -153,34 +213,51 @@ def test_a_stage_runs_once_and_hands_over_a_verified_folder(tmp_path):
     first = play(pipeline_run, body)
     (context,) = seen
     assert context.fingerprint == {"stage key": first.key, "threads": "3"}
-    assert context.seed == stage_seed(0, "sft") and context.inputs == {"model": "org/name"}
-    assert not first.cached and first.path == tmp_path / "sft" / first.key and (first.path / "words").read_text() == "w"
+    assert context.seed == compute_stage_seed(0, "sft") and context.inputs == {"model": "org/name"}
+    assert (
+        not first.cached
+        and first.path == tmp_path / "sft" / first.key
+        and (first.path / "words").read_text() == "w"
+    )
     assert pipeline_run.trackers[0].closed == ["FINISHED"]
-    assert pipeline_run.trackers[0].tags == {"threads": "3", "parent_model_version": "org/name", "result": "said"}
+    assert pipeline_run.trackers[0].tags == {
+        "threads": "3",
+        "parent_model_version": "org/name",
+        "result": "said",
+    }
     again = play(pipeline_run, body)
     assert again.cached and len(seen) == 1 and pipeline_run.cached == [("first sft", "r")]
     assert (again.digest, again.summary["note"]) == (first.digest, "said")
     (first.path / "words").write_text("x")  # damaged: set aside, and run again to the same content
     assert play(pipeline_run, body).digest == first.digest and len(seen) == 2
-    assert [path.name.partition(".")[2][:7] for path in (tmp_path / "sft").glob("*.corrupt-*")] == ["corrupt"]
+    assert [path.name.partition(".")[2][:7] for path in (tmp_path / "sft").glob("*.corrupt-*")] == [
+        "corrupt"
+    ]
     assert play(pipeline_run, body, number=2).key != first.key and len(seen) == 3
     (first.path / "words").write_text("x")
     play(pipeline_run, body)
-    kinds = [decision.kind for decision in decisions(tmp_path / "sft")]
-    assert kinds == ["first", "cached", "damaged", "changed", "damaged"], "not changed against the other key"
+    kinds = [decision.kind for decision in read_decisions(tmp_path / "sft")]
+    assert kinds == ["first", "cached", "damaged", "changed", "damaged"], (
+        "not changed against the other key"
+    )
 
 
 def test_damaged_lines_are_counted_and_not_sealed_in(tmp_path):
-    lines = [sealed({"step": step, "metrics": {"train/loss": 0.5}, "iteration": step}) for step in range(4)]
+    lines = [
+        encode_checked_line({"step": step, "metrics": {"train/loss": 0.5}, "iteration": step})
+        for step in range(4)
+    ]
 
     def damaged(bad):
-        return b"".join(line.replace(b"0.5", b"0.7") if step in bad else line for step, line in enumerate(lines))
+        return b"".join(
+            line.replace(b"0.5", b"0.7") if step in bad else line for step, line in enumerate(lines)
+        )
 
     def body(context):
         (context.folder / "rewards.jsonl").write_bytes(damaged([1]))
-        (context.folder.parent / f"{context.fingerprint['stage key']}.tracking/metrics.jsonl").write_bytes(
-            damaged([0, 2])
-        )
+        (
+            context.folder.parent / f"{context.fingerprint['stage key']}.tracking/metrics.jsonl"
+        ).write_bytes(damaged([0, 2]))
         return {}
 
     pipeline_run = PipelineRun(tmp_path)
@@ -190,8 +267,11 @@ def test_damaged_lines_are_counted_and_not_sealed_in(tmp_path):
     assert result.summary["damaged_lines"] == {"metrics.jsonl": 2, "rewards.jsonl": 1}
     assert pipeline_run.trackers[0].tags["damaged_lines"] == "metrics.jsonl: 2, rewards.jsonl: 1"
     assert sorted(path.name for path in result.path.iterdir())[1:] == [
-        "metrics.jsonl", "rewards.jsonl", "stage.log", "summary.json",
-    ]  # fmt: skip
+        "metrics.jsonl",
+        "rewards.jsonl",
+        "stage.log",
+        "summary.json",
+    ]
 
 
 def test_fresh_runs_a_finished_stage_again_but_not_twice_in_one_run(tmp_path):
@@ -202,7 +282,9 @@ def test_fresh_runs_a_finished_stage_again_but_not_twice_in_one_run(tmp_path):
         return {}
 
     play(PipelineRun(tmp_path), body)
-    (tmp_path / "sft" / ".trash-0123-7-1").mkdir()  # a run that was killed in the middle of a removal
+    (
+        tmp_path / "sft" / ".trash-0123-7-1"
+    ).mkdir()  # a run that was killed in the middle of a removal
     again = PipelineRun(tmp_path, RunOptions(fresh=True))
     assert not play(again, body).cached and play(again, body).cached
     assert seen == ["sft", "sft"]
@@ -221,7 +303,11 @@ def test_no_stage_begins_after_a_request_to_stop(tmp_path):
     ("error", "status", "kept"),
     [
         (DataError("bad row"), "FAILED", []),
-        (Stopped("asked", 15), "KILLED", ["checkpoints", "conditions.json", "half", "threads.json"]),
+        (
+            Stopped("asked", 15),
+            "KILLED",
+            ["checkpoints", "conditions.json", "half", "threads.json"],
+        ),
     ],
 )
 def test_a_stage_that_ends_early_leaves_what_a_resume_needs(tmp_path, error, status, kept):
@@ -236,16 +322,24 @@ def test_a_stage_that_ends_early_leaves_what_a_resume_needs(tmp_path, error, sta
     with pytest.raises(type(error)):
         play(pipeline_run, body)
     assert pipeline_run.trackers[0].closed == [status]
-    assert pipeline_run.trackers[0].tags.get("error") == ("DataError: bad row" if status == "FAILED" else None)
+    assert pipeline_run.trackers[0].tags.get("error") == (
+        "DataError: bad row" if status == "FAILED" else None
+    )
     opened = list((tmp_path / "sft").glob("*.open"))
     assert sorted(path.name for folder in opened for path in folder.iterdir()) == kept
 
 
 @pytest.mark.parametrize(
     ("setting", "has_checkpoints", "second"),
-    [("auto", True, 3), ("auto", False, 2), (2, True, 2)],  # of a set number the checkpoint itself says that it differs
+    [
+        ("auto", True, 3),
+        ("auto", False, 2),
+        (2, True, 2),
+    ],  # of a set number the checkpoint itself says that it differs
 )
-def test_a_stage_goes_on_with_the_threads_of_its_checkpoints(tmp_path, setting, has_checkpoints, second):
+def test_a_stage_goes_on_with_the_threads_of_its_checkpoints(
+    tmp_path, setting, has_checkpoints, second
+):
     before, seen = torch.get_num_threads(), []
 
     def body(context):
@@ -270,15 +364,25 @@ def test_a_stage_goes_on_with_the_threads_of_its_checkpoints(tmp_path, setting, 
 
 def test_rollouts_for_people_and_the_schedule_outlive_a_kill(tmp_path):
     """A resumed process could not write again what was there before its checkpoint; without checkpoints it will."""
-    names = ("recent_rollouts.jsonl", "schedule.jsonl", "summary.json", "model/config.json", "checkpoints/LATEST",
-             "epochs/2/config.json", "epochs/.tmp-3@elsewhere-7.0/3/config.json")  # fmt: skip
+    names = (
+        "recent_rollouts.jsonl",
+        "schedule.jsonl",
+        "summary.json",
+        "model/config.json",
+        "checkpoints/LATEST",
+        "epochs/2/config.json",
+        "epochs/.tmp-3@elsewhere-7.0/3/config.json",
+    )
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text("{}")
     keep_checkpoints(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoints", "epochs", "recent_rollouts.jsonl", "schedule.jsonl",
-    ]  # fmt: skip
+        "checkpoints",
+        "epochs",
+        "recent_rollouts.jsonl",
+        "schedule.jsonl",
+    ]
     assert [path.name for path in (tmp_path / "epochs").iterdir()] == ["2"]
     (tmp_path / "checkpoints" / "LATEST").unlink()
     (tmp_path / "checkpoints").rmdir()
@@ -294,15 +398,17 @@ def test_models_of_epochs_are_named_and_do_not_count_for_the_digest(tmp_path):
         return {}
 
     plain = play(PipelineRun(tmp_path / "plain"), body)
-    kept = play(PipelineRun(tmp_path / "kept"), lambda context: body(context, ("epochs/10", "epochs/9")))
+    kept = play(
+        PipelineRun(tmp_path / "kept"), lambda context: body(context, ("epochs/10", "epochs/9"))
+    )
     assert kept.digest == plain.digest and "epochs" not in plain.summary
     assert kept.summary["epochs"] == [9, 10] and (kept.path / "epochs/9/weights").is_file()
 
 
 def test_lack_of_memory_outside_of_training_is_counted(tmp_path):
     def body(context):
-        note_out_of_memory("scores", 3, "rows")
-        note_out_of_memory("scores", 1, "rows")
+        record_out_of_memory("scores", 3, "rows")
+        record_out_of_memory("scores", 1, "rows")
         return {}
 
     pipeline_run = PipelineRun(tmp_path)

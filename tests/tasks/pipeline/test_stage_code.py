@@ -10,22 +10,33 @@ from helpers import ROOT
 from helpers.import_graph import modules, parsed
 
 from tasks import stage_registry
-from tasks.config import from_dict
-from tasks.pipeline import stage_code
-from tasks.pipeline.key import stage_key, stage_key_parts
-from tasks.pipeline.stage_code import imported, is_frame, stage_sources
+from tasks.config import build_settings
+from tasks.pipeline import stage_key as stage_code
+from tasks.pipeline.stage_key import (
+    collect_stage_key,
+    compute_stage_key,
+    find_imported_names,
+    is_frame_module,
+    list_stage_sources,
+)
 
 ALL = modules("rl_core") | modules("tasks")
 TRAINERS = {
-    "sft": "rl_core/trainers/sft.py", "preference": "rl_core/losses/preference.py",
-    "policy": "rl_core/losses/policy.py", "thoughts": "rl_core/thoughts/trainer.py",
-}  # fmt: skip
+    "sft": "rl_core/trainers/sft.py",
+    "preference": "rl_core/losses/preference.py",
+    "policy": "rl_core/losses/policy.py",
+    "thoughts": "rl_core/thoughts/trainer.py",
+}
 
 
 def under_type_checking(tree):
     """Import statements that only a type checker sees."""
     tests = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) in tests]
+    blocks = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in tests
+    ]
     return {id(node) for block in blocks for part in block.body for node in ast.walk(part)}
 
 
@@ -45,7 +56,10 @@ def test_statements_found_by_their_first_word_are_those_of_the_syntax_tree():
     missed = {
         name: wrong
         for name, path in ALL.items()
-        if (wrong := (set(by_syntax_tree(parsed(path))) & ALL.keys()) - imported(path.read_text()))
+        if (
+            wrong := (set(by_syntax_tree(parsed(path))) & ALL.keys())
+            - find_imported_names(path.read_text())
+        )
     }
     assert len(ALL) > 200 and missed == {}
 
@@ -54,78 +68,111 @@ def test_statements_found_by_their_first_word_are_those_of_the_syntax_tree():
     ("text", "expected"),
     [
         ("from rl_core import types as t, errors", {"rl_core", "rl_core.types", "rl_core.errors"}),
-        ("def f():\n    from rl_core.losses.policy import (\n        a,  # one\n        b,\n    )\n",
-         {"rl_core.losses.policy", "rl_core.losses.policy.a", "rl_core.losses.policy.b"}),
+        (
+            "def f():\n    from rl_core.losses.policy import (\n        a,  # one\n        b,\n    )\n",
+            {"rl_core.losses.policy", "rl_core.losses.policy.a", "rl_core.losses.policy.b"},
+        ),
         ("import rl_core.types, json as j", {"rl_core.types", "json"}),
         ("import torch; x = 1", {"torch"}),
         ('"""Text.\n\nfrom here on nothing\nimport ants are small\n"""', set()),
-        ("if TYPE_CHECKING:\n    from rl_core.a import (\n        b,\n    )\n\nimport rl_core.c", {"rl_core.c"}),
+        (
+            "if TYPE_CHECKING:\n    from rl_core.a import (\n        b,\n    )\n\nimport rl_core.c",
+            {"rl_core.c"},
+        ),
         ("SHIPPED = {'maze': 'rl_core.environments.maze:Maze'}", {"rl_core.environments.maze"}),
         ("import_module('tasks.stages.sft')", {"tasks.stages.sft"}),
     ],
-)  # fmt: skip
+)
 def test_what_is_read(text, expected):
-    assert imported(text) == expected
+    assert find_imported_names(text) == expected
 
 
 @pytest.mark.parametrize("stage", TRAINERS)
 def test_a_stage_has_its_own_algorithm_and_no_other_one_s(stage):
-    sources = set(stage_sources(stage))
+    sources = set(list_stage_sources(stage))
     others = {path for name, path in TRAINERS.items() if name != stage}
     if stage == "thoughts":
         others -= {"rl_core/losses/policy.py"}
     assert TRAINERS[stage] in sources and not sources & others
-    assert {f"tasks/stages/{stage}.py", "rl_core/training/loop.py", "tasks/pipeline/key.py"} <= sources
-    assert {"rl_core/models/causal_lm.py", "rl_core/api/__init__.py", "rl_core/__init__.py"} <= sources
+    assert {
+        f"tasks/stages/{stage}.py",
+        "rl_core/training/loop.py",
+        "tasks/pipeline/stage_key.py",
+    } <= sources
+    assert {
+        "rl_core/models/causal_lm.py",
+        "rl_core/api/__init__.py",
+        "rl_core/__init__.py",
+    } <= sources
 
 
 def test_what_is_started_compiled_and_named_by_text_counts():
-    sources = set(stage_sources("policy"))
-    assert {"rl_core/cpu/kernels.py", "rl_core/cpu/decode_ops.c", "rl_core/cpu/vectors.h"} <= sources
+    sources = set(list_stage_sources("policy"))
+    assert {
+        "rl_core/cpu/layer_kernels.py",
+        "rl_core/cpu/decode_ops.c",
+        "rl_core/cpu/vectors.h",
+    } <= sources
     assert {"rl_core/environments/maze.py", "rl_core/environments/math_child.py"} <= sources
 
 
 def test_an_edit_runs_the_stages_that_reach_it_and_no_other(monkeypatch):
-    pipeline = from_dict({"name": "x", "stages": {"sft": {}, "policy": {}}}, check_files=False)
+    pipeline = build_settings({"name": "x", "stages": {"sft": {}, "policy": {}}}, check_files=False)
 
     def keys():
-        return {name: stage_key(name, getattr(pipeline.stages, name), pipeline, {}) for name in ("sft", "policy")}
+        return {
+            name: compute_stage_key(name, getattr(pipeline.stages, name), pipeline, {})
+            for name in ("sft", "policy")
+        }
 
-    before, content = keys(), stage_code._content
+    before, content = keys(), stage_code._read_source
     edited = {"rl_core/losses/policy.py"}
-    monkeypatch.setattr(stage_code, "_content", lambda path: content(path) + b"#" * (path in edited))
-    stage_code._digest.cache_clear()
+    monkeypatch.setattr(
+        stage_code, "_read_source", lambda path: content(path) + b"#" * (path in edited)
+    )
+    stage_code._digest_sources.cache_clear()
     after = keys()
     assert (after["sft"] == before["sft"], after["policy"] == before["policy"]) == (True, False)
     edited.add("rl_core/training/loop.py")
-    stage_code._digest.cache_clear()
+    stage_code._digest_sources.cache_clear()
     assert keys()["sft"] != before["sft"]
     monkeypatch.undo()
-    stage_code._digest.cache_clear()
+    stage_code._digest_sources.cache_clear()
 
 
 def test_what_the_user_s_modules_import_counts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "reader.py").write_text("def measure(trajectory):\n    from rl_core.thoughts import gain\n")
-    values = {"name": "x", "stages": {"sft": {}, "evaluate": {}, "analyze": {"measures": ["reader.py:measure"]}}}
-    pipeline = from_dict(values, check_files=False)
-    found = stage_key_parts("analyze", pipeline.stages.analyze, pipeline, {})
-    gain = "rl_core/thoughts/gain.py"
-    assert gain in found.sources and gain not in stage_sources("analyze")
-    assert set(found.sources) > set(stage_sources("analyze"))
+    (tmp_path / "reader.py").write_text(
+        "def measure(trajectory):\n    from rl_core.thoughts import gain\n"
+    )
+    values = {
+        "name": "x",
+        "stages": {"sft": {}, "evaluate": {}, "analyze": {"measures": ["reader.py:measure"]}},
+    }
+    pipeline = build_settings(values, check_files=False)
+    found = collect_stage_key("analyze", pipeline.stages.analyze, pipeline, {})
+    gain = "rl_core/thoughts/episodes.py"
+    assert gain in found.sources and gain not in list_stage_sources("analyze")
+    assert set(found.sources) > set(list_stage_sources("analyze"))
 
 
 def test_a_task_of_another_package_has_the_whole_project(monkeypatch):
     monkeypatch.setattr(stage_registry, "_STAGES", stage_registry._STAGES)
-    stage_registry.register(stage_registry.PipelineStage(name="odd", task="json:dumps", takes=()))
-    assert stage_sources("odd") == stage_sources("nowhere") == stage_code.project_sources()
-    assert stage_code.stage_code("odd") == stage_code.code_version()
+    stage_registry.register_stage(
+        stage_registry.PipelineStage(name="odd", task="json:dumps", takes=())
+    )
+    assert (
+        list_stage_sources("odd")
+        == list_stage_sources("nowhere")
+        == stage_code.list_project_sources()
+    )
+    assert stage_code.digest_stage_code("odd") == stage_code.compute_code_version()
 
 
 def test_the_closure_is_not_everything():
-    whole = len(stage_code.project_sources())
-    for stage in stage_registry.names():
-        assert 30 < len(stage_sources(stage)) < 0.9 * whole, stage
+    whole = len(stage_code.list_project_sources())
+    for stage in stage_registry.list_stage_names():
+        assert 30 < len(list_stage_sources(stage)) < 0.9 * whole, stage
 
 
 SMALL = """
@@ -156,11 +203,19 @@ def test_it_holds_every_module_that_a_run_reaches(tmp_path):
     rows = [{"prompt": f"{n} + 1 =", "chosen": str(n + 1), "rejected": "no"} for n in range(40)]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config.write_text(SMALL.format(output=tmp_path / "out", pairs=pairs))
-    program = [sys.executable, "-m", "helpers.import_recorder", str(out), "run", str(config), "--quiet"]
+    program = [
+        sys.executable,
+        "-m",
+        "helpers.import_recorder",
+        str(out),
+        "run",
+        str(config),
+        "--quiet",
+    ]
     subprocess.run(program, cwd=ROOT, check=True, capture_output=True, text=True)
     edges = json.loads(out.read_text())
     seen = 0
-    for stage in stage_registry.stages():
+    for stage in stage_registry.list_stages():
         start = stage.task.partition(":")[0]
         if start not in edges:
             continue
@@ -170,8 +225,8 @@ def test_it_holds_every_module_that_a_run_reaches(tmp_path):
             module = waiting.pop()
             if module not in reached:
                 reached.add(module)
-                waiting += [] if is_frame(module) else edges.get(module, [])
-        sources = set(stage_sources(stage.name))
+                waiting += [] if is_frame_module(module) else edges.get(module, [])
+        sources = set(list_stage_sources(stage.name))
         missing = {name for name in reached if str(ALL[name].relative_to(ROOT)) not in sources}
         assert missing == set(), stage.name
         assert len(reached) > 30

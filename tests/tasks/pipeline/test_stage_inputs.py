@@ -4,26 +4,35 @@ from pathlib import Path
 
 import pytest
 
-from tasks.pipeline.result import StageResult
-from tasks.pipeline.stage_inputs import closest, inputs_among
+from tasks.pipeline.prefect_stages import find_direct_inputs, find_input_stages
+from tasks.pipeline.stage_result import StageResult
 
 WHOLE = {
-    "prepare_data": (), "sft": ("prepare_data",), "reward_model": ("prepare_data", "sft"),
+    "prepare_data": (),
+    "sft": ("prepare_data",),
+    "reward_model": ("prepare_data", "sft"),
     "policy": ("prepare_data", "sft", "reward_model"),
     "evaluate": ("prepare_data", "sft", "policy"),
-}  # fmt: skip
+}
 
 
 def result(name):
-    return StageResult(name, f"/out/{name}/key", "d", "k", cached=False, seconds=1.0, run_id="", summary={})
+    return StageResult(
+        name, f"/out/{name}/key", "d", "k", cached=False, seconds=1.0, run_id="", summary={}
+    )
 
 
 def test_results_are_found_wherever_they_are_among_the_arguments():
     results = {name: result(name) for name in ("prepare_data", "sft", "policy")}
-    given = [(results["prepare_data"],), {"models": {"a": [results["policy"]]}, "base": None, "name": "sft"}]
-    assert inputs_among(given, results) == ("prepare_data", "policy")
-    assert inputs_among([(Path("/out/sft/key/model"), "/out/policy/key")], results) == ("sft",)
-    assert inputs_among([(result("sft"), Path("/out/sft/key2"))], results) == ()  # another run's
+    given = [
+        (results["prepare_data"],),
+        {"models": {"a": [results["policy"]]}, "base": None, "name": "sft"},
+    ]
+    assert find_input_stages(given, results) == ("prepare_data", "policy")
+    assert find_input_stages([(Path("/out/sft/key/model"), "/out/policy/key")], results) == ("sft",)
+    assert (
+        find_input_stages([(result("sft"), Path("/out/sft/key2"))], results) == ()
+    )  # another run's
 
 
 @pytest.mark.parametrize(
@@ -33,9 +42,12 @@ def test_results_are_found_wherever_they_are_among_the_arguments():
         (("prepare_data",), ["prepare_data"]),
         (("prepare_data", "sft"), ["sft"]),
         (("prepare_data", "sft", "reward_model"), ["reward_model"]),
-        (("prepare_data", "evaluate", "reward_model"), ["evaluate"]),  # through the policy, which is not given
+        (
+            ("prepare_data", "evaluate", "reward_model"),
+            ["evaluate"],
+        ),  # through the policy, which is not given
         (("unknown", "sft"), ["unknown", "sft"]),
     ],
 )
 def test_what_another_input_was_made_from_is_left_out(inputs, expected):
-    assert closest(inputs, WHOLE) == expected
+    assert find_direct_inputs(inputs, WHOLE) == expected

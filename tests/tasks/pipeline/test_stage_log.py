@@ -8,9 +8,9 @@ from helpers.stage_doubles import PipelineRun
 
 from rl_core.errors import DataError, Stopped
 from rl_core.settings import SFTSettings
-from tasks.pipeline import stage_log
+from tasks.pipeline import stage_folder
 from tasks.pipeline.stage import run_stage
-from tasks.pipeline.stage_log import StageLog, copy_log
+from tasks.pipeline.stage_folder import StageLog, copy_stage_log
 
 
 def play(pipeline_run, body, number=1):
@@ -20,7 +20,10 @@ def play(pipeline_run, body, number=1):
 
 def texts(path):
     """Level, logger and text of each line; indented lines as they are."""
-    return [line if line.startswith(" ") else line.split(" ", 2)[2] for line in path.read_text().splitlines()]
+    return [
+        line if line.startswith(" ") else line.split(" ", 2)[2]
+        for line in path.read_text().splitlines()
+    ]
 
 
 def test_a_stage_leaves_what_it_said_and_its_digest_does_not_count_it(tmp_path):
@@ -49,10 +52,14 @@ def test_a_stage_leaves_what_it_said_and_its_digest_does_not_count_it(tmp_path):
     ]
     assert runs[0].trackers[0].texts["stage.log"] == (one.path / "stage.log").read_text()
     assert one.digest == two.digest and len(texts(two.path / "stage.log")) == len(lines)
-    assert not [h for h in logging.getLogger().handlers if isinstance(h, StageLog)], "nothing is left behind"
+    assert not [h for h in logging.getLogger().handlers if isinstance(h, StageLog)], (
+        "nothing is left behind"
+    )
 
 
-@pytest.mark.parametrize("error", [DataError("bad row"), Stopped("asked", 15), RuntimeError("their bug")])
+@pytest.mark.parametrize(
+    "error", [DataError("bad row"), Stopped("asked", 15), RuntimeError("their bug")]
+)
 def test_the_log_outlives_a_failure_and_goes_on_with_the_next_run(tmp_path, error):
     def fails(context):
         if isinstance(error, Stopped):
@@ -66,7 +73,10 @@ def test_the_log_outlives_a_failure_and_goes_on_with_the_next_run(tmp_path, erro
     if isinstance(error, Stopped):
         assert texts(kept)[-1] == "INFO stage: stopped: asked"
     else:
-        assert "ERROR stage: failed\n    Traceback" in first and f"{type(error).__name__}: {error}" in first
+        assert (
+            "ERROR stage: failed\n    Traceback" in first
+            and f"{type(error).__name__}: {error}" in first
+        )
         assert f"its log is {kept}" in first
     done = play(PipelineRun(tmp_path), lambda context: {})
     whole = (done.path / "stage.log").read_text()
@@ -74,18 +84,18 @@ def test_the_log_outlives_a_failure_and_goes_on_with_the_next_run(tmp_path, erro
 
 
 def test_a_log_is_bounded_and_a_torn_line_stays_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(stage_log, "PART_BYTES", 1000)
+    monkeypatch.setattr(stage_folder, "PART_BYTES", 1000)
     with StageLog(tmp_path) as log:
         for number in range(100):
-            log.say(f"number {number}")
+            log.write_message(f"number {number}")
     sizes = [(tmp_path / name).stat().st_size for name in ("stage.log", "stage.log.1")]
     assert max(sizes) <= 1000 and len(list(tmp_path.iterdir())) == 2
     with (tmp_path / "stage.log").open("ab") as file:
         file.write(b"2026-01-01 00:00")  # a process that was killed within a line
     with StageLog(tmp_path) as log:
-        log.say("after the kill")
+        log.write_message("after the kill")
     (tmp_path / "stage").mkdir()
-    copy_log(tmp_path, tmp_path / "stage")
+    copy_stage_log(tmp_path, tmp_path / "stage")
     lines = (tmp_path / "stage" / "stage.log").read_text().splitlines()
     assert lines[-1].endswith("stage: after the kill") and "2026-01-01 00:00" in lines
     numbers = [int(line.rpartition(" ")[2]) for line in lines[:-2]]
@@ -96,11 +106,18 @@ def test_a_wrong_message_and_a_full_disk_end_nothing(tmp_path, monkeypatch):
     with StageLog(tmp_path) as log:
         log.emit(logging.LogRecord("tasks.x", logging.INFO, "x.py", 1, "%d", ("no number",), None))
         # Handed to the log alone: pytest's own capture cannot send half a pair from one process to another.
-        log.emit(logging.LogRecord("tasks.x", logging.INFO, "x.py", 2, "half \ud800 of a pair", (), None))
-        monkeypatch.setattr(log, "_lines", StageLog(tmp_path / "stage.log")._lines)  # a file where a folder has to be
+        log.emit(
+            logging.LogRecord("tasks.x", logging.INFO, "x.py", 2, "half \ud800 of a pair", (), None)
+        )
+        monkeypatch.setattr(
+            log, "_lines", StageLog(tmp_path / "stage.log")._lines
+        )  # a file where a folder has to be
         logging.getLogger("tasks.x").info("lost")
     said = texts(tmp_path / "stage.log")
-    assert said[0].startswith("INFO tasks.x: '%d' (TypeError") and said[1] == "INFO tasks.x: half \\ud800 of a pair"
+    assert (
+        said[0].startswith("INFO tasks.x: '%d' (TypeError")
+        and said[1] == "INFO tasks.x: half \\ud800 of a pair"
+    )
     assert len(said) == 2
 
 

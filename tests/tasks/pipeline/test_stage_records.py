@@ -7,11 +7,11 @@ import pytest
 from helpers.stage_doubles import PipelineRun
 
 from rl_core.errors import BackendError
-from rl_core.metrics import MetricHistory
+from rl_core.metric_history import MetricHistory
 from rl_core.settings import SFTSettings
-from rl_core.storage.checked_lines import sealed
+from rl_core.storage.atomic_files import append_bytes, write_text_atomic
+from rl_core.storage.line_logs import encode_checked_line
 from rl_core.storage.manifest import digest_file
-from rl_core.storage.single_files import append_bytes, write_text_atomic
 from tasks.pipeline import stage as stage_module
 from tasks.pipeline.stage import run_stage
 from tasks.tracking import Tracking, run_tracker
@@ -20,17 +20,22 @@ from tasks.tracking import Tracking, run_tracker
 def leave(folder, seconds=0.5):
     """Write the records of a stage."""
     (folder / "rewards.jsonl").unlink(missing_ok=True)
-    append_bytes(folder / "rewards.jsonl", b"".join(sealed({"iteration": n, "reward": n / 2}) for n in range(3)))
+    append_bytes(
+        folder / "rewards.jsonl",
+        b"".join(encode_checked_line({"iteration": n, "reward": n / 2}) for n in range(3)),
+    )
     write_text_atomic(folder / "pairs_train.jsonl", '{"prompt_text": "p"}\n' * 2)
     history = MetricHistory(10)
     for step in (1, 2, 3):
-        history.observe({"train/loss": 1 / step, "perf/step_seconds": seconds}, step)
+        history.record_values({"train/loss": 1 / step, "perf/step_seconds": seconds}, step)
     write_text_atomic(folder / "metrics_history.json", history.to_json())
     return {}
 
 
 def play(pipeline_run, body):
-    return run_stage(pipeline_run, "sft", body, settings=SFTSettings(), inputs={"model": "org/name"})
+    return run_stage(
+        pipeline_run, "sft", body, settings=SFTSettings(), inputs={"model": "org/name"}
+    )
 
 
 def test_every_record_becomes_an_artifact_and_a_data_set(tmp_path):
@@ -39,15 +44,22 @@ def test_every_record_becomes_an_artifact_and_a_data_set(tmp_path):
     (tracker,) = run.trackers
     names = ["rewards.jsonl", "metrics_history.json", "pairs_train.jsonl"]
     assert tracker.artifacts == [("records", name) for name in names]
-    found = {name: (path, digest, context, profile) for path, digest, name, context, profile in tracker.datasets}
+    found = {
+        name: (path, digest, context, profile)
+        for path, digest, name, context, profile in tracker.datasets
+    }
     assert list(found) == ["sft rewards", "sft metrics_history", "sft pairs_train"]
     path, digest, context, profile = found["sft rewards"]
-    assert path == done.path / "rewards.jsonl" and digest == digest_file(path) and context == "rewards"
+    assert (
+        path == done.path / "rewards.jsonl" and digest == digest_file(path) and context == "rewards"
+    )
     assert profile == {"bytes": path.stat().st_size, "num_rows": 3}
     assert found["sft pairs_train"][2:] == ("training", {"bytes": 42, "num_rows": 2})
     other = PipelineRun(tmp_path / "two")
     again = play(other, lambda context: leave(context.folder, seconds=0.7))
-    assert other.trackers[0].datasets[1][1] == found["sft metrics_history"][1], "times are no content"
+    assert other.trackers[0].datasets[1][1] == found["sft metrics_history"][1], (
+        "times are no content"
+    )
     assert again.digest == done.digest
 
 
@@ -73,27 +85,32 @@ class WithStore(PipelineRun):
 def test_they_reach_the_store_once_after_a_kill_and_an_outage(tmp_path, monkeypatch):
     output, away = tmp_path / "out", threading.Event()
     tracking = Tracking(f"sqlite:///{tmp_path / 'mlflow.db'}", output, "t")
-    answers = type(tracking.store).answers
+    answers = type(tracking.store).translate_errors
 
     def refuses(store, doing):
         if away.is_set():
             raise BackendError("away")
         return answers(store, doing)
 
-    monkeypatch.setattr(type(tracking.store), "answers", refuses)
-    monkeypatch.setattr(run_tracker, "AWAY_SECONDS", 0.1)
+    monkeypatch.setattr(type(tracking.store), "translate_errors", refuses)
+    monkeypatch.setattr(run_tracker, "UNREACHABLE_TIMEOUT_SECONDS", 0.1)
     away.set()
 
     def killed(stage):
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(stage_module, "seal", killed)
+        patched.setattr(stage_module, "seal_stage", killed)
         with pytest.raises(RuntimeError, match="killed"):
-            play(WithStore(output / "t" / "stages", tracking), lambda context: leave(context.folder))
-    done = play(WithStore(output / "t" / "stages", tracking), lambda context: leave(context.folder, seconds=0.9))
+            play(
+                WithStore(output / "t" / "stages", tracking), lambda context: leave(context.folder)
+            )
+    done = play(
+        WithStore(output / "t" / "stages", tracking),
+        lambda context: leave(context.folder, seconds=0.9),
+    )
     away.clear()
-    assert tracking.replay_all(output) == 0
+    assert tracking.deliver_all_journals(output) == 0
     (run,) = tracking.list_runs()
     client = tracking.store.client
     inputs = client.get_run(run.run_id).inputs.dataset_inputs
@@ -101,7 +118,11 @@ def test_they_reach_the_store_once_after_a_kill_and_an_outage(tmp_path, monkeypa
     assert names == ["sft metrics_history", "sft pairs_train", "sft rewards"], "each once"
     assert {entry.tags[0].value for entry in inputs} == {"rewards", "metrics", "training"}
     paths = sorted(item.path for item in client.list_artifacts(run.run_id, "records"))
-    assert paths == ["records/metrics_history.json", "records/pairs_train.jsonl", "records/rewards.jsonl"]
+    assert paths == [
+        "records/metrics_history.json",
+        "records/pairs_train.jsonl",
+        "records/rewards.jsonl",
+    ]
     for path in paths:  # of the process that finished
         local = Path(client.download_artifacts(run.run_id, path, str(tmp_path)))
         assert local.read_bytes() == (done.path / local.name).read_bytes()

@@ -3,8 +3,8 @@
 import logging
 from datetime import datetime
 
-from tasks.pipeline import pipeline_tracker
-from tasks.pipeline.pipeline_tracker import next_start, run_folder
+from tasks.pipeline import run_tracking
+from tasks.pipeline.run_tracking import choose_start_time, resolve_run_folder
 
 
 class Clock:
@@ -20,9 +20,9 @@ class Clock:
 
 
 def begin(home, monkeypatch, text):
-    monkeypatch.setattr(pipeline_tracker, "datetime", Clock(text))
-    started = next_start(home / "runs")
-    run_folder(home, started).mkdir(parents=True)
+    monkeypatch.setattr(run_tracking, "datetime", Clock(text))
+    started = choose_start_time(home / "runs")
+    resolve_run_folder(home, started).mkdir(parents=True)
     return started
 
 

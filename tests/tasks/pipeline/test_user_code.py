@@ -7,9 +7,9 @@ import pytest
 
 from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings, ExitCondition, PolicySettings
-from rl_core.user_code import import_paths, user_code_digests
-from tasks.config import from_dict
-from tasks.pipeline.key import stage_key
+from rl_core.user_code import digest_user_code, find_import_paths
+from tasks.config import build_settings
+from tasks.pipeline.stage_key import compute_stage_key
 
 
 @pytest.fixture
@@ -33,31 +33,50 @@ def package(home, name):
 
 
 def modules(path):
-    return set(user_code_digests([path]))
+    return set(digest_user_code([path]))
 
 
 def key(reward="own_rewards:score", **environment):
-    pipeline = from_dict(
-        {"name": "x", "environment": {"name": "pixel_grid"}, "stages": {"policy": {}}, "model": {"path": "org/name"}},
+    pipeline = build_settings(
+        {
+            "name": "x",
+            "environment": {"name": "pixel_grid"},
+            "stages": {"policy": {}},
+            "model": {"path": "org/name"},
+        },
         check_files=False,
     )
     if environment:
-        pipeline = dataclasses.replace(pipeline, environment=dataclasses.replace(pipeline.environment, **environment))
-    return stage_key("policy", PolicySettings(rewards={"task": 1.0, reward: 0.5}), pipeline, {})
+        pipeline = dataclasses.replace(
+            pipeline, environment=dataclasses.replace(pipeline.environment, **environment)
+        )
+    return compute_stage_key(
+        "policy", PolicySettings(rewards={"task": 1.0, reward: 0.5}), pipeline, {}
+    )
 
 
 def test_an_edited_reward_is_another_stage(home):
-    write(home, own_rewards="def score(trajectories): return [1.0 for _ in trajectories]\n", unrelated="x = 1\n")
+    write(
+        home,
+        own_rewards="def score(trajectories): return [1.0 for _ in trajectories]\n",
+        unrelated="x = 1\n",
+    )
     first = key()
     write(home, own_rewards="def score(trajectories): return [-1.0 for _ in trajectories]\n")
     assert key() != first
-    write(home, own_rewards="def score(trajectories): return [1.0 for _ in trajectories]\n", unrelated="x = 2\n")
+    write(
+        home,
+        own_rewards="def score(trajectories): return [1.0 for _ in trajectories]\n",
+        unrelated="x = 2\n",
+    )
     assert key() == first
 
 
 def test_an_edited_helper_of_a_package_is_another_stage(home):
     package(home, "own_package")
-    write(home, own_package__score="from .scale import SCALE\ndef score(t): return [SCALE] * len(t)\n")
+    write(
+        home, own_package__score="from .scale import SCALE\ndef score(t): return [SCALE] * len(t)\n"
+    )
     write(home, own_package__scale="SCALE = 1.0\n", own_package__unused="x = 1\n")
     first = key("own_package.score:score")
     write(home, own_package__scale="SCALE = -1.0\n")
@@ -72,12 +91,21 @@ def test_relative_imports_of_a_package_s_own_file_start_within_it(home):
     """In own_outer/own_inner/__init__.py one dot is own_outer.own_inner, two are own_outer."""
     package(home, "own_outer")
     package(home, "own_outer/own_inner")
-    write(home, own_outer__own_inner__near="x = 1\n", own_outer__far="y = 1\n", own_outer__near="wrong = 1\n")
+    write(
+        home,
+        own_outer__own_inner__near="x = 1\n",
+        own_outer__far="y = 1\n",
+        own_outer__near="wrong = 1\n",
+    )
     everything = {"own_outer", "own_outer.own_inner", "own_outer.own_inner.near", "own_outer.far"}
-    (home / "own_outer" / "own_inner" / "__init__.py").write_text("from .near import x\nfrom ..far import y\n")
+    (home / "own_outer" / "own_inner" / "__init__.py").write_text(
+        "from .near import x\nfrom ..far import y\n"
+    )
     assert modules("own_outer.own_inner:score") == everything
     (home / "own_outer" / "own_inner" / "__init__.py").write_text("")
-    (home / "own_outer" / "own_inner" / "score.py").write_text("from .near import x\nfrom ..far import y\n")
+    (home / "own_outer" / "own_inner" / "score.py").write_text(
+        "from .near import x\nfrom ..far import y\n"
+    )
     assert modules("own_outer.own_inner.score:score") == {*everything, "own_outer.own_inner.score"}
 
 
@@ -92,15 +120,15 @@ def test_relative_imports_of_a_package_s_own_file_start_within_it(home):
 )
 def test_an_edited_part_or_what_it_imports_is_another_stage(home, monkeypatch, stage, settings):
     monkeypatch.chdir(home)
-    pipeline = from_dict({"name": "x", "stages": {"sft": {}}}, check_files=False)
+    pipeline = build_settings({"name": "x", "stages": {"sft": {}}}, check_files=False)
     write(home, own_part="import own_part_helper\n", own_part_helper="LIMIT = 1\n")
-    first = stage_key(stage, settings("own_part.py:part"), pipeline, {})
+    first = compute_stage_key(stage, settings("own_part.py:part"), pipeline, {})
     write(home, own_part_helper="LIMIT = 2\n")
-    assert stage_key(stage, settings("own_part.py:part"), pipeline, {}) != first
+    assert compute_stage_key(stage, settings("own_part.py:part"), pipeline, {}) != first
     write(home, own_part_helper="LIMIT = 1\n")
-    assert stage_key(stage, settings("own_part.py:part"), pipeline, {}) == first
+    assert compute_stage_key(stage, settings("own_part.py:part"), pipeline, {}) == first
     with pytest.raises(SettingsError, match="needs the module 'own_absent'"):
-        stage_key(stage, settings("own_absent:part"), pipeline, {})
+        compute_stage_key(stage, settings("own_absent:part"), pipeline, {})
 
 
 def test_the_environment_s_helpers_count_in_every_stage(home):
@@ -127,7 +155,10 @@ def test_an_import_path_among_options_counts(home):
         ("from pack.deep import leaf as l", {"main", "pack", "pack.deep", "pack.deep.leaf"}),
         ("from pack.deep import up", {"main", "pack", "pack.deep", "pack.deep.up", "pack.sibling"}),
         ("from pack import *", {"main", "pack", "pack.sibling"}),
-        ("import spread.inner", {"main", "spread.inner"}),  # a folder without __init__ has no file of its own
+        (
+            "import spread.inner",
+            {"main", "spread.inner"},
+        ),  # a folder without __init__ has no file of its own
         ("def late():\n    import helper", {"main", "helper"}),
         ("from importlib import import_module\nimport_module('helper')", {"main", "helper"}),
         ("import json, torch, rl_core.types\nfrom tasks import stage", {"main"}),
@@ -145,8 +176,20 @@ def test_what_is_followed(home, text, expected):
     package(home, "pack")
     package(home, "pack/deep")
     (home / "pack" / "__init__.py").write_text("NAME = 1\n__all__ = ['NAME', 'sibling']\n")
-    write(home, helper="x = 1\n", pack__sibling="", pack__deep__leaf="", pack__deep__up="from ..sibling import x\n")
-    write(home, spread__inner="", circle_a="import circle_b\n", circle_b="from circle_a import x\n", main=text)
+    write(
+        home,
+        helper="x = 1\n",
+        pack__sibling="",
+        pack__deep__leaf="",
+        pack__deep__up="from ..sibling import x\n",
+    )
+    write(
+        home,
+        spread__inner="",
+        circle_a="import circle_b\n",
+        circle_b="from circle_a import x\n",
+        main=text,
+    )
     assert modules("main:score") == expected
 
 
@@ -156,7 +199,7 @@ def test_the_name_of_the_folder_does_not_matter(tmp_path, monkeypatch):
         write(tmp_path / folder, moved_rewards="import json\n")
         with monkeypatch.context() as patched:
             patched.syspath_prepend(str(tmp_path / folder))
-            found.append(user_code_digests(["moved_rewards:score"]))
+            found.append(digest_user_code(["moved_rewards:score"]))
     assert found[0] == found[1] and list(found[0]) == ["moved_rewards"]
 
 
@@ -167,14 +210,20 @@ def test_source_is_not_run(home):
 
 def test_a_module_that_is_not_there_is_an_error(home):
     with pytest.raises(
-        SettingsError, match=r"'nowhere\.rewards:score' needs the module 'nowhere', which cannot be found"
+        SettingsError,
+        match=r"'nowhere\.rewards:score' needs the module 'nowhere', which cannot be found",
     ):
         modules("nowhere.rewards:score")
     write(home, main="x = 1\nimport not_there.deep\n")
-    with pytest.raises(SettingsError, match=r"module 'main' \(line 2\) needs the module 'not_there'"):
+    with pytest.raises(
+        SettingsError, match=r"module 'main' \(line 2\) needs the module 'not_there'"
+    ):
         modules("main:score")
     write(home, main="from ..far import x\n")
-    with pytest.raises(SettingsError, match=r"module 'main' \(line 1\): '\.\.far' goes beyond the top-level package"):
+    with pytest.raises(
+        SettingsError,
+        match=r"module 'main' \(line 1\): '\.\.far' goes beyond the top-level package",
+    ):
         modules("main:score")
     write(home, main="def score(:\n")
     with pytest.raises(SettingsError, match=r"module 'main': .*main\.py is no Python source"):
@@ -182,20 +231,31 @@ def test_a_module_that_is_not_there_is_an_error(home):
 
 
 def test_texts_that_read_like_import_paths():
-    settings = {"rewards": {"a.b:c": 1.0, "task": 1.0}, "list": ["d:e"], "text": "a note: with a space", "n": 1}
-    assert import_paths(settings) == {"a.b:c", "d:e"}
-    assert user_code_digests([], ["level:easy"]) == {}
+    settings = {
+        "rewards": {"a.b:c": 1.0, "task": 1.0},
+        "list": ["d:e"],
+        "text": "a note: with a space",
+        "n": 1,
+    }
+    assert find_import_paths(settings) == {"a.b:c", "d:e"}
+    assert digest_user_code([], ["level:easy"]) == {}
 
 
 def test_a_function_in_a_file_counts_with_its_imports(home, monkeypatch):
     monkeypatch.chdir(home)
-    write(home, tasks="import own_helper\n\ndef score(trajectories): ...", own_helper="SCALE = 1")  # a file, not ours
-    assert set(user_code_digests(["tasks.py:score", f"{home}/tasks.py:score"])) == {
-        "tasks.py", f"{home}/tasks.py", "own_helper",
-    }  # fmt: skip
+    write(
+        home, tasks="import own_helper\n\ndef score(trajectories): ...", own_helper="SCALE = 1"
+    )  # a file, not ours
+    assert set(digest_user_code(["tasks.py:score", f"{home}/tasks.py:score"])) == {
+        "tasks.py",
+        f"{home}/tasks.py",
+        "own_helper",
+    }
     before = key("tasks.py:score")
     write(home, own_helper="SCALE = 2")
     assert key("tasks.py:score") != before
-    assert import_paths({"tools": "tools/mine.py:TOOLS", "path": "data.jsonl"}) == {"tools/mine.py:TOOLS"}
+    assert find_import_paths({"tools": "tools/mine.py:TOOLS", "path": "data.jsonl"}) == {
+        "tools/mine.py:TOOLS"
+    }
     with pytest.raises(SettingsError, match=r"'other.py'"):
-        user_code_digests(["other.py:score"])
+        digest_user_code(["other.py:score"])

@@ -17,13 +17,21 @@ from helpers import ROOT, launch_bodies
 from rl_core.errors import NonFiniteError, RecordsError, SettingsError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings, SFTSettings
 from rl_core.storage import faults
-from rl_core.storage.checked_lines import sealed
+from rl_core.storage.line_logs import encode_checked_line
 from rl_core.tracking import MemoryTracker
-from tasks.config import from_dict
-from tasks.pipeline.key import stage_key
-from tasks.processes.child_processes import wait_until_gone
-from tasks.processes.launch import _result, _stopped_by_itself, recover_events, run_in_workers, torchrun_command
-from tasks.processes.rank_zero_events import EventLogHandler, Events, EventTracker
+from tasks.config import build_settings
+from tasks.pipeline.stage_key import compute_stage_key
+from tasks.processes.child_processes import wait_for_exit
+from tasks.processes.launch import (
+    EventLogHandler,
+    EventReader,
+    EventTracker,
+    _find_stop_report,
+    _load_result,
+    build_torchrun_arguments,
+    recover_events,
+    run_in_workers,
+)
 
 TORCHRUN = LaunchSettings(kind="torchrun", processes=2)
 
@@ -35,7 +43,10 @@ TORCHRUN = LaunchSettings(kind="torchrun", processes=2)
     ("options", "message"),
     [
         ({"kind": "torchrun", "nodes": 2}, "rdzv_endpoint: 2 nodes need a rendezvous"),
-        ({"kind": "torchrun", "rdzv_endpoint": "node-1"}, "rdzv_endpoint: 'node-1' must be host:port"),
+        (
+            {"kind": "torchrun", "rdzv_endpoint": "node-1"},
+            "rdzv_endpoint: 'node-1' must be host:port",
+        ),
         ({"processes": 2}, "kind: in_process is one process, but 2"),
     ],
 )
@@ -45,20 +56,29 @@ def test_settings_that_cannot_work_are_refused(options, message):
 
 
 def test_the_key_of_a_stage_does_not_depend_on_its_processes(tmp_path):
-    pipeline = from_dict({"name": "x", "stages": {"sft": {}, "prepare_data": {}}}, check_files=False)
-    keys = {stage_key("sft", SFTSettings(launch=launch), pipeline, {}) for launch in (LaunchSettings(), TORCHRUN)}
+    pipeline = build_settings(
+        {"name": "x", "stages": {"sft": {}, "prepare_data": {}}}, check_files=False
+    )
+    keys = {
+        compute_stage_key("sft", SFTSettings(launch=launch), pipeline, {})
+        for launch in (LaunchSettings(), TORCHRUN)
+    }
     assert len(keys) == 1
-    assert stage_key("sft", SFTSettings(batch_size=5), pipeline, {}) not in keys
+    assert compute_stage_key("sft", SFTSettings(batch_size=5), pipeline, {}) not in keys
 
 
 def test_torchrun_gets_its_own_words(tmp_path):
     far = dataclasses.replace(TORCHRUN, nodes=2, rdzv_endpoint="node-1:29400", rdzv_id="job 7")
-    command = torchrun_command(far, tmp_path)
+    command = build_torchrun_arguments(far, tmp_path)
     assert command[:5] == [
-        "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=job 7", "--rdzv-endpoint=node-1:29400",
-    ]  # fmt: skip
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=job 7",
+        "--rdzv-endpoint=node-1:29400",
+    ]
     assert command[-3:] == ["-m", "tasks.pipeline.stage_worker", str(tmp_path / "job.json")]
-    assert "--local-addr=127.0.0.1" in torchrun_command(TORCHRUN, tmp_path)
+    assert "--local-addr=127.0.0.1" in build_torchrun_arguments(TORCHRUN, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------- event channel
@@ -66,27 +86,36 @@ def test_torchrun_gets_its_own_words(tmp_path):
 
 def test_lines_reach_the_tracker_once_and_whole(tmp_path, caplog):
     path, tracker = tmp_path / "events.jsonl", MemoryTracker()
-    writer, reader = EventTracker(path), Events(path)
-    reader.forward(tracker)  # nothing is there yet
+    writer, reader = EventTracker(path), EventReader(path)
+    reader.forward_events(tracker)  # nothing is there yet
     writer.log_metrics({"train/loss": 0.1}, 1)
-    line = sealed({"op": "metrics", "metrics": {"a": 1}, "step": 2})
+    line = encode_checked_line({"op": "metrics", "metrics": {"a": 1}, "step": 2})
     with path.open("ab") as file:
         file.write(line[:30])
-    reader.forward(tracker)
+    reader.forward_events(tracker)
     assert tracker.metrics == [(1, {"train/loss": 0.1})]
     with path.open("ab") as file:
         file.write(line[30:])
     writer.progress(3, 9, "loss 1")
     writer.set_tag("k", "v")
     writer.log_dict({"history": [1]}, "curriculum.json")
-    writer.send("training", on=True)
-    EventLogHandler(writer).emit(logging.makeLogRecord({"name": "rl_core.x", "levelno": 30, "msg": "50 % of %s"}))
-    reader.forward(tracker)
+    writer.send_event("training", on=True)
+    EventLogHandler(writer).emit(
+        logging.makeLogRecord({"name": "rl_core.x", "levelno": 30, "msg": "50 % of %s"})
+    )
+    reader.forward_events(tracker)
     assert tracker.metrics[1:] == [(2, {"a": 1})]
-    assert (tracker.done, tracker.total, tracker.message, tracker.tags) == (3, 9, "loss 1", {"k": "v"})
+    assert (tracker.done, tracker.total, tracker.message, tracker.tags) == (
+        3,
+        9,
+        "loss 1",
+        {"k": "v"},
+    )
     assert tracker.dicts == {"curriculum.json": {"history": [1]}}
-    assert reader.training
-    assert [(r.name, r.levelno, r.getMessage()) for r in caplog.records] == [("rl_core.x", 30, "50 % of %s")]
+    assert reader.is_training
+    assert [(r.name, r.levelno, r.getMessage()) for r in caplog.records] == [
+        ("rl_core.x", 30, "50 % of %s")
+    ]
 
 
 def test_a_damaged_line_of_rank_0_is_named_and_ends_nothing(tmp_path, caplog):
@@ -97,8 +126,10 @@ def test_a_damaged_line_of_rank_0_is_named_and_ends_nothing(tmp_path, caplog):
     writer.sync()
     data = path.read_bytes()
     place = data.index(b'"step":2')
-    path.write_bytes(data[:place] + bytes(8) + data[place + 8 :])  # zeros, as a power cut leaves them
-    Events(path).forward(tracker)
+    path.write_bytes(
+        data[:place] + bytes(8) + data[place + 8 :]
+    )  # zeros, as a power cut leaves them
+    EventReader(path).forward_events(tracker)
     assert tracker.metrics == [(1, {"a": 1}), (3, {"a": 3})]
     assert "events.jsonl: the line of bytes" in caplog.text and "damaged" in caplog.text
 
@@ -119,69 +150,88 @@ def test_what_killed_processes_had_told_is_kept(tmp_path):
 
 
 def write_error(folder, rank, kind, when, **more):
-    error = {"rank": rank, "type": kind, "module": "rl_core.errors", "message": f"of {rank}", "time": when}
+    error = {
+        "rank": rank,
+        "type": kind,
+        "module": "rl_core.errors",
+        "message": f"of {rank}",
+        "time": when,
+    }
     error |= {"ours": True, "signum": None, "trace": "", **more}
     (folder / f"error-{rank}.json").write_text(json.dumps(error))
 
 
 def test_the_error_of_the_process_that_failed_first_is_raised(tmp_path):
-    write_error(tmp_path, 0, "RuntimeError", 1.0, ours=False, module="builtins")  # a broken connection
+    write_error(
+        tmp_path, 0, "RuntimeError", 1.0, ours=False, module="builtins"
+    )  # a broken connection
     write_error(tmp_path, 1, "WorkerFailed", 2.0)  # what it heard of another
     write_error(tmp_path, 2, "NonFiniteError", 4.0)
     write_error(tmp_path, 3, "SettingsError", 5.0)
     with pytest.raises(NonFiniteError, match="of 2"):
-        _result(tmp_path, 1)
+        _load_result(tmp_path, 1)
 
 
 def test_a_stop_comes_back_with_its_signal(tmp_path):
     write_error(tmp_path, 0, "Stopped", 1.0, signum=15)
     with pytest.raises(Stopped) as caught:
-        _result(tmp_path, 1)
+        _load_result(tmp_path, 1)
     assert caught.value.signum == 15
 
 
 def test_a_stop_that_took_too_long_to_end_says_what_is_saved(tmp_path):
-    assert _stopped_by_itself(tmp_path) is None
+    assert _find_stop_report(tmp_path) is None
     write_error(tmp_path, 1, "SettingsError", 1.0)
-    assert _stopped_by_itself(tmp_path) is None
+    assert _find_stop_report(tmp_path) is None
     write_error(tmp_path, 0, "Stopped", 2.0, message="stopped after iteration 7; saved", signum=15)
-    stopped = _stopped_by_itself(tmp_path)
-    assert (type(stopped), str(stopped), stopped.signum) == (Stopped, "stopped after iteration 7; saved", 15)
+    stopped = _find_stop_report(tmp_path)
+    assert (type(stopped), str(stopped), stopped.signum) == (
+        Stopped,
+        "stopped after iteration 7; saved",
+        15,
+    )
 
 
 def test_a_killed_process_is_named(tmp_path):
     (tmp_path / "report.json").write_text(json.dumps({"0": -15, "1": -9}))
     write_error(tmp_path, 0, "RuntimeError", 1.0, ours=False, module="builtins")
     with pytest.raises(WorkerFailed, match="process 1 was killed by SIGKILL"):
-        _result(tmp_path, 1)
+        _load_result(tmp_path, 1)
 
 
 def test_any_other_error_comes_with_its_trace(tmp_path):
     write_error(tmp_path, 1, "KeyError", 1.0, ours=False, module="builtins", trace="line 7")
     with pytest.raises(WorkerFailed, match="process 1 raised KeyError: of 1\nline 7"):
-        _result(tmp_path, 1)
+        _load_result(tmp_path, 1)
 
 
 def test_no_result_is_an_error(tmp_path):
     (tmp_path / "agent.log").write_text("no such module\n")
     with pytest.raises(WorkerFailed, match="status 1 and no result; it printed:\nno such module"):
-        _result(tmp_path, 1)
+        _load_result(tmp_path, 1)
 
 
 def test_an_error_of_one_process_ends_all(tmp_path, monkeypatch):
     log = tmp_path / "reached"
-    monkeypatch.setenv(faults.LOG, str(log))
-    faults.log_to(log)
+    monkeypatch.setenv(faults.LOG_VARIABLE, str(log))
+    faults.log_reached_points(log)
     context = launch_bodies.context_of(tmp_path / "open")
     with pytest.raises(RecordsError, match=r"^data\.jsonl:3: prompt: found 7$"):
         run_in_workers(context, launch_bodies.fail_in_the_second)
-    faults.log_to(None)
+    faults.log_reached_points(None)
     reached = [line.split() for line in log.read_text().splitlines()]
-    for name, processes in (("workers.job", 1), ("workers.started", 1), ("workers.ended", 1), ("worker.joined", 2)):
+    for name, processes in (
+        ("workers.job", 1),
+        ("workers.started", 1),
+        ("workers.ended", 1),
+        ("worker.joined", 2),
+    ):
         assert len({pid for pid, _, point in reached if point == name}) == processes, name
-    assert {name for name, point in faults.POINTS.items() if point.run == "torchrun"} - {row[2] for row in reached} == {
-        "worker.computed"
-    }, "the first process waits for the second; test_killed_stopped_and_finished reaches it"
+    assert {name for name, point in faults.FAULT_POINTS.items() if point.run == "torchrun"} - {
+        row[2] for row in reached
+    } == {"worker.computed"}, (
+        "the first process waits for the second; test_killed_stopped_and_finished reaches it"
+    )
     assert context.tracker.metrics == [(1, {"train/loss": 2.5})]
     assert processes_of(tmp_path) == []
 
@@ -209,13 +259,18 @@ def test_a_child_dies_with_its_parent():
     child = "from tasks.processes.child_processes import die_with_parent; import os, sys;"
     child += "die_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); import time; time.sleep(100)"
     parent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, str(os.getpid())])"
-    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, env=environment())
+    process = subprocess.Popen(
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, env=environment()
+    )
     pid = int(process.stdout.readline())
-    assert wait_until_gone([pid], 0.0) == [pid]
+    assert wait_for_exit([pid], 0.0) == [pid]
     process.kill()
     process.wait()
-    assert wait_until_gone([pid], 20.0) == []
-    assert subprocess.run([sys.executable, "-c", child, "1"], env=environment(), timeout=60).returncode == 1
+    assert wait_for_exit([pid], 20.0) == []
+    assert (
+        subprocess.run([sys.executable, "-c", child, "1"], env=environment(), timeout=60).returncode
+        == 1
+    )
 
 
 def started(folder, metrics, count):
@@ -253,27 +308,30 @@ def test_killed_stopped_and_finished(tmp_path, monkeypatch):
     assert len(children) >= 3  # torchrun and two
     process.kill()
     process.wait()
-    assert wait_until_gone(children, 20.0) == []
+    assert wait_for_exit(children, 20.0) == []
     process = started(folder, metrics, steps_in(metrics) + 3)
     children = [pid for pid in processes_of(tmp_path) if pid != process.pid]
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=300)
     # a machine that is slow or busy gives the iteration up, so that the stage ends in time
     assert re.search(
-        rb"Stopped: stopped (after iteration \d+; saved, |within an iteration; )the same command resumes", said
+        rb"Stopped: stopped (after iteration \d+; saved, |within an iteration; )the same command resumes",
+        said,
     )
-    assert wait_until_gone(children, 0.0) == []
+    assert wait_for_exit(children, 0.0) == []
     assert steps_in(metrics) < 16
     process = started(folder, metrics, 16)
     assert process.wait(timeout=300) == 0
     assert sorted(losses_in(metrics)) == list(range(1, 17))
     alone = tmp_path / "alone/metrics.jsonl"
-    monkeypatch.setenv(faults.LOG, str(tmp_path / "reached"))
+    monkeypatch.setenv(faults.LOG_VARIABLE, str(tmp_path / "reached"))
     assert started(tmp_path / "alone/open", alone, 16).wait(timeout=300) == 0
     assert losses_in(alone) == losses_in(metrics)
     reached = [line.split() for line in (tmp_path / "reached").read_text().splitlines()]
     assert len({pid for pid, _, point in reached if point == "worker.computed"}) == 2
-    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("stage", "alone")]
+    summaries = [
+        json.loads((tmp_path / name / "summary.json").read_text()) for name in ("stage", "alone")
+    ]
     assert summaries[0] == summaries[1]
     assert summaries[0]["kinds"] == {"data": "PosixPath", "model": "str"}
     assert not (folder / "workers").exists()

@@ -11,15 +11,13 @@ from helpers.waiting import delivered_run_id
 from mlflow import MlflowClient
 
 from rl_core.errors import DataError
-from rl_core.storage.folder_removal import remove_folder
-from rl_core.storage.folders import seal_folder
+from rl_core.storage.folders import remove_folder, seal_folder
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.manifest import digest_folder, read_manifest
-from tasks.pipeline.result import content_digest
-from tasks.retention.graph import model_digest
-from tasks.retention.plan import make_plan
+from tasks.lifecycle.retention import compute_model_digest, plan_retention
+from tasks.pipeline.stage_result import compute_content_digest
 from tasks.tracking import Tracking, removal
-from tasks.tracking.removal import stored_runs
+from tasks.tracking.removal import list_stored_runs
 
 SIZE = 1000  # bytes of every model file and checkpoint made here
 
@@ -47,7 +45,9 @@ class Pipeline:
         self.number += 1
         started = f"2026-01-{self.number:02d} 10:00:00"
         folder = self.home / "runs" / started.replace(" ", "-").replace(":", "-")
-        parent = self.tracking.start_run(f"{self.name} · {started}", folder, tags={"pipeline": self.name})
+        parent = self.tracking.start_run(
+            f"{self.name} · {started}", folder, tags={"pipeline": self.name}
+        )
         run_id = delivered_run_id(parent)
         for name, key, inputs in stages:
             self.stage(parent, name, key, inputs)
@@ -66,9 +66,12 @@ class Pipeline:
         found = []
         for number, stages in enumerate(trials):
             run = self.tracking.start_run(
-                f"trial {number}", home / "trials" / f"{number:04d}-s0" / "runs" / "x", tags={"pipeline": self.name},
-                parent_run_id=delivered_run_id(parent), parent_folder=parent.folder,
-            )  # fmt: skip
+                f"trial {number}",
+                home / "trials" / f"{number:04d}-s0" / "runs" / "x",
+                tags={"pipeline": self.name},
+                parent_run_id=delivered_run_id(parent),
+                parent_folder=parent.folder,
+            )
             found.append(delivered_run_id(run))
             for stage in stages:
                 self.stage(run, *stage)
@@ -80,13 +83,22 @@ class Pipeline:
         key = key * 16
         folder = self.home / "stages" / name / key
         run = self.tracking.start_run(
-            name, folder.with_name(f"{key}.tracking"), parent_run_id=parent.run_id, parent_folder=parent.folder,
-            tags={"pipeline": self.name, "stage": name, "stage_key": key,
-                  **{f"input.{n}": digest for n, digest in inputs.items()}},
-        )  # fmt: skip
+            name,
+            folder.with_name(f"{key}.tracking"),
+            parent_run_id=parent.run_id,
+            parent_folder=parent.folder,
+            tags={
+                "pipeline": self.name,
+                "stage": name,
+                "stage_key": key,
+                **{f"input.{n}": digest for n, digest in inputs.items()},
+            },
+        )
         work = folder.with_name(f"{key}.open")
         (work / "model").mkdir(parents=True, exist_ok=True)
-        (work / "model" / "model.safetensors").write_bytes(key.encode() * (SIZE // 16) + b"x" * (SIZE % 16))
+        (work / "model" / "model.safetensors").write_bytes(
+            key.encode() * (SIZE // 16) + b"x" * (SIZE % 16)
+        )
         if finish:
             (work / "summary.json").write_text(json.dumps({"run_id": delivered_run_id(run)}))
             seal_folder(work, folder)
@@ -95,12 +107,12 @@ class Pipeline:
 
     def digest(self, name, key, model=False):
         manifest = read_manifest(self.home / "stages" / name / (key * 16))
-        return (model_digest(manifest) if model else content_digest(manifest))[:16]
+        return (compute_model_digest(manifest) if model else compute_content_digest(manifest))[:16]
 
     def version(self, stage_run, tags=None, champion=False, name=None):
         """A registered version of a stage's run."""
         client, name = self.tracking.store.client, name or self.name
-        if name not in self.tracking.registry.names():
+        if name not in self.tracking.registry.list_model_names():
             client.create_registered_model(name)
         made = client.create_model_version(
             name, "file:///nowhere", run_id=stage_run, tags={"pipeline": self.name, **(tags or {})}
@@ -114,7 +126,9 @@ class Pipeline:
         from mlflow.utils.file_utils import local_file_uri_to_path
 
         client = self.tracking.store.client
-        logged = client.create_logged_model(client.get_run(run_id).info.experiment_id, name="m", source_run_id=run_id)
+        logged = client.create_logged_model(
+            client.get_run(run_id).info.experiment_id, name="m", source_run_id=run_id
+        )
         client.finalize_logged_model(logged.model_id, "READY")
         folder = Path(local_file_uri_to_path(logged.artifact_location))
         folder.mkdir(parents=True)
@@ -127,9 +141,13 @@ class Pipeline:
 
     def gone(self, keep=1):
         """Removals of the plan: labels of folders, names of runs, versions."""
-        plan = make_plan(self.tracking, self.home, keep)
+        plan = plan_retention(self.tracking, self.home, keep)
         paths = {str(path.relative_to(self.home)) for path in plan.paths}
-        stages = {path.removeprefix("stages/") for path in paths if path.startswith("stages/") and "." not in path}
+        stages = {
+            path.removeprefix("stages/")
+            for path in paths
+            if path.startswith("stages/") and "." not in path
+        }
         return plan, stages, {run.name for run in plan.runs}, set(plan.versions)
 
 
@@ -146,9 +164,13 @@ def three_runs(pipeline):
     """data a -> sft b (evaluated: f) -> policy c, each in a run of its own; then the policies d and e."""
     runs = [pipeline.run(("prepare_data", "a", {}))]
     data = pipeline.digest("prepare_data", "a")
-    parent = pipeline.run(("sft", "b", {"data": data}), ("evaluate", "f", {}), cached=[("prepare_data", "a" * 16)])
+    parent = pipeline.run(
+        ("sft", "b", {"data": data}), ("evaluate", "f", {}), cached=[("prepare_data", "a" * 16)]
+    )
     start = pipeline.digest("sft", "b", model=True)
-    third = pipeline.run(("policy", "c", {"model": start}), cached=[("sft", pipeline.children(parent)["sft"])])
+    third = pipeline.run(
+        ("policy", "c", {"model": start}), cached=[("sft", pipeline.children(parent)["sft"])]
+    )
     runs += [parent, third]
     runs.append(pipeline.run(("policy", "d", {"model": "0" * 16})))
     runs.append(pipeline.run(("policy", "e", {"model": "0" * 16})))
@@ -164,7 +186,7 @@ def test_the_champions_lineage_stays_by_digest_and_the_rest_goes(pipeline):
     assert stages == {key("policy", "d"), key("evaluate", "f")}
     assert names == {f"{pipeline.name} · 2026-01-04 10:00:00", "policy"} and len(plan.runs) == 2
     assert versions == set()
-    assert plan.kept_versions == [f"{pipeline.name}/1"]
+    assert plan.retained_versions == [f"{pipeline.name}/1"]
 
 
 def test_a_run_that_began_with_the_model_of_an_epoch_keeps_the_stage_that_has_it(pipeline):
@@ -175,7 +197,9 @@ def test_a_run_that_began_with_the_model_of_an_epoch_keeps_the_stage_that_has_it
         (work / "model.safetensors").write_text(letter)
         (work / "manifest.json").write_text("{}")
         pipeline.run(("sft", letter, {"data": "0" * 16}))
-        names.append(digest_folder(pipeline.home / "stages" / "sft" / (letter * 16) / "epochs" / "2")[:16])
+        names.append(
+            digest_folder(pipeline.home / "stages" / "sft" / (letter * 16) / "epochs" / "2")[:16]
+        )
     pipeline.run(("policy", "c", {"model": names[0]}))
     _, stages, _, _ = pipeline.gone(keep=1)
     assert stages == {key("sft", "b")}
@@ -184,7 +208,13 @@ def test_a_run_that_began_with_the_model_of_an_epoch_keeps_the_stage_that_has_it
 def test_without_a_champion_only_the_newest_stay(pipeline):
     three_runs(pipeline)
     _, stages, _, _ = pipeline.gone(keep=1)
-    whole = {key("prepare_data", "a"), key("sft", "b"), key("policy", "c"), key("policy", "d"), key("evaluate", "f")}
+    whole = {
+        key("prepare_data", "a"),
+        key("sft", "b"),
+        key("policy", "c"),
+        key("policy", "d"),
+        key("evaluate", "f"),
+    }
     assert stages == whole
     # the third newest run used the SFT of the second, and that the data
     assert pipeline.gone(keep=3)[1] == {key("evaluate", "f")}
@@ -244,7 +274,9 @@ def test_unfinished_stages_go_with_their_run(pipeline):
         pipeline.number += 1
         started = f"2026-01-{pipeline.number:02d} 10:00:00"
         folder = pipeline.home / "runs" / started.replace(" ", "-").replace(":", "-")
-        parent = pipeline.tracking.start_run(f"{pipeline.name} · {started}", folder, tags={"pipeline": pipeline.name})
+        parent = pipeline.tracking.start_run(
+            f"{pipeline.name} · {started}", folder, tags={"pipeline": pipeline.name}
+        )
         delivered_run_id(parent)
         pipeline.stage(parent, "policy", letter, {}, finish=False)
         parent.close(status)
@@ -267,14 +299,18 @@ def test_the_bytes_are_those_that_come_free(pipeline, tmp_path):
     pipeline.run(("policy", "a", {}))
     pipeline.run(("policy", "b", {}))
     weights = pipeline.home / "stages/policy" / ("a" * 16) / "model" / "model.safetensors"
-    plan = make_plan(pipeline.tracking, pipeline.home, 1)
-    (item,) = [item for item in plan.items if item.what == "stage"]
+    plan = plan_retention(pipeline.tracking, pipeline.home, 1)
+    (item,) = [item for item in plan.items if item.kind == "stage"]
     folder = weights.parent.parent
     journal = folder.with_name(f"{folder.name}.tracking")
     files = [path for place in (folder, journal) for path in place.rglob("*") if path.is_file()]
     assert item.bytes == sum(path.stat().st_size for path in files) > SIZE
     os.link(weights, tmp_path / "another")  # as a model version that stays would hold it
-    (less,) = [item for item in make_plan(pipeline.tracking, pipeline.home, 1).items if item.what == "stage"]
+    (less,) = [
+        item
+        for item in plan_retention(pipeline.tracking, pipeline.home, 1).items
+        if item.kind == "stage"
+    ]
     assert less.bytes == item.bytes - SIZE
 
 
@@ -282,7 +318,7 @@ def test_the_bytes_are_those_that_come_free(pipeline, tmp_path):
 
 
 def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
-    from flows.cli.gc import collect
+    from posttrain.cli.housekeeping import collect_garbage
 
     runs = three_runs(pipeline)
     pipeline.version(pipeline.children(runs[2])["policy"], champion=True)
@@ -290,20 +326,41 @@ def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
     kept, dropped = (pipeline.logged_model(pipeline.children(run)["policy"]) for run in runs[2:4])
     uri, output = pipeline.tracking.store.uri, pipeline.home.parent
     before = sorted(path for path in output.rglob("*") if path.name != ".lock")
-    said = collect(output, uri, keep=1).text()
-    assert "would free" in said and "nothing was changed" in said and f"{pipeline.name} version 2" in said
-    assert sorted(path for path in output.rglob("*") if path.name != ".lock") == before and dropped.is_dir()
+    said = collect_garbage(output, uri, num_kept_runs=1).format_text()
+    assert (
+        "would free" in said
+        and "nothing was changed" in said
+        and f"{pipeline.name} version 2" in said
+    )
+    assert (
+        sorted(path for path in output.rglob("*") if path.name != ".lock") == before
+        and dropped.is_dir()
+    )
     assert f"  {SIZE} B  version  {pipeline.name} version 2" in said
-    done = collect(output, uri, keep=1, delete=True).text()
-    assert done.splitlines()[:-1] == said.splitlines()[:-1] and done.splitlines()[-1].startswith("freed")
+    done = collect_garbage(output, uri, num_kept_runs=1, delete=True).format_text()
+    assert done.splitlines()[:-1] == said.splitlines()[:-1] and done.splitlines()[-1].startswith(
+        "freed"
+    )
     left = {path.name for path in (pipeline.home / "stages").glob("*/*") if "." not in path.name}
     assert left == {letter * 16 for letter in "abce"} and "would free 0 B" not in said
-    assert [version.version for version in pipeline.tracking.versions(pipeline.name)] == [1]
-    assert pipeline.tracking.champion(pipeline.name).version == 1
-    left = [row.name for row in pipeline.tracking.list_runs() if row.tags.get("pipeline") == pipeline.name]
-    assert f"{pipeline.name} · 2026-01-04 10:00:00" not in left and f"{pipeline.name} · 2026-01-02 10:00:00" in left
+    assert [version.version for version in pipeline.tracking.list_versions(pipeline.name)] == [1]
+    assert pipeline.tracking.find_champion(pipeline.name).version == 1
+    left = [
+        row.name
+        for row in pipeline.tracking.list_runs()
+        if row.tags.get("pipeline") == pipeline.name
+    ]
+    assert (
+        f"{pipeline.name} · 2026-01-04 10:00:00" not in left
+        and f"{pipeline.name} · 2026-01-02 10:00:00" in left
+    )
     assert (kept / "weights").is_file() and not dropped.exists()
-    assert collect(output, uri, keep=1).text().splitlines()[-1].startswith("would free 0 B")
+    assert (
+        collect_garbage(output, uri, num_kept_runs=1)
+        .format_text()
+        .splitlines()[-1]
+        .startswith("would free 0 B")
+    )
 
 
 class Killed(BaseException):
@@ -311,15 +368,19 @@ class Killed(BaseException):
 
 
 def test_killed_between_any_two_removals_the_next_one_leaves_nothing(pipeline, monkeypatch):
-    from flows.cli import gc
+    from posttrain.cli import housekeeping
 
     runs = three_runs(pipeline)
     pipeline.version(pipeline.children(runs[2])["policy"], champion=True)
     pipeline.version(pipeline.children(runs[3])["policy"])
     model = pipeline.logged_model(pipeline.children(runs[3])["policy"])
     artifacts = {}
-    for stored in stored_runs(pipeline.tracking.store, f"tags.pipeline = '{pipeline.name}'"):
-        folder = Path(pipeline.tracking.store.client.get_run(stored.run_id).info.artifact_uri.removeprefix("file://"))
+    for stored in list_stored_runs(pipeline.tracking.store, f"tags.pipeline = '{pipeline.name}'"):
+        folder = Path(
+            pipeline.tracking.store.client.get_run(stored.run_id).info.artifact_uri.removeprefix(
+                "file://"
+            )
+        )
         folder.mkdir(parents=True)
         (folder / "summary.json").write_text("{}")
         artifacts[stored.run_id] = folder
@@ -339,44 +400,54 @@ def test_killed_between_any_two_removals_the_next_one_leaves_nothing(pipeline, m
 
     for name in ("delete_traces", "delete_model_version", "delete_logged_model", "delete_run"):
         monkeypatch.setattr(MlflowClient, name, until_killed(getattr(MlflowClient, name)))
-    for module in (removal, gc):
+    for module in (removal, housekeeping):
         monkeypatch.setattr(module, "remove_folder", until_killed(remove_folder))
-    monkeypatch.setattr(shutil, "rmtree", until_killed(shutil.rmtree))  # a folder that is renamed, and stays
+    monkeypatch.setattr(
+        shutil, "rmtree", until_killed(shutil.rmtree)
+    )  # a folder that is renamed, and stays
     kills, cut_off, steps = 0, [], random.Random(0)
     while True:
         left = steps.randint(1, 3)
         try:
-            gc.collect(pipeline.home.parent, pipeline.tracking.store.uri, keep=1, delete=True)
+            housekeeping.collect_garbage(
+                pipeline.home.parent, pipeline.tracking.store.uri, num_kept_runs=1, delete=True
+            )
             break
         except Killed:
             kills += 1
             cut_off += [path for place in places for path in place.rglob(".trash-*")]
     assert kills >= 5 and any(places[1] in path.parents for path in cut_off)
-    assert {run_id for run_id, folder in artifacts.items() if not folder.exists()} == gone and not model.exists()
+    assert {
+        run_id for run_id, folder in artifacts.items() if not folder.exists()
+    } == gone and not model.exists()
     assert not (pipeline.home / "stages" / key("policy", "d")).exists()
     assert gone.isdisjoint(row.run_id for row in pipeline.tracking.list_runs())
     assert not [path for place in places for path in place.rglob(".trash-*")]
 
 
 def test_a_pipeline_that_runs_is_left_alone(pipeline):
-    from flows.cli.gc import collect
+    from posttrain.cli.housekeeping import collect_garbage
 
     pipeline.run(("policy", "a", {}))
     pipeline.run(("policy", "b", {}))
     with FolderLock(pipeline.home / ".lock"):
-        said = collect(pipeline.home.parent, pipeline.tracking.store.uri, keep=1, delete=True).text()
+        said = collect_garbage(
+            pipeline.home.parent, pipeline.tracking.store.uri, num_kept_runs=1, delete=True
+        ).format_text()
     assert "skipped, a run is writing" in said
     assert (pipeline.home / "stages/policy" / ("a" * 16)).is_dir()
 
 
 def test_wrong_places_are_said(pipeline, tmp_path):
-    from flows.cli.gc import collect
+    from posttrain.cli.housekeeping import collect_garbage
 
     with pytest.raises(DataError, match="no runs in"):
-        collect(tmp_path / "none", None, keep=1)
+        collect_garbage(tmp_path / "none", None, num_kept_runs=1)
     pipeline.run(("policy", "a", {}))
     with pytest.raises(DataError, match="no pipeline 'x' in"):
-        collect(pipeline.home.parent, pipeline.tracking.store.uri, keep=1, pipelines=["x"])
+        collect_garbage(
+            pipeline.home.parent, pipeline.tracking.store.uri, num_kept_runs=1, pipelines=["x"]
+        )
 
 
 def test_an_old_sweep_goes_with_its_trials(pipeline):
@@ -387,9 +458,9 @@ def test_an_old_sweep_goes_with_its_trials(pipeline):
     assert stages == {key("policy", "a"), key("policy", "b")}
     assert names == {f"{pipeline.name} · sweep 2026-01-01 10:00:00", "trial 0", "trial 1", "policy"}
     assert len(plan.runs) == 5 and pipeline.home / "sweeps/one" in plan.paths
-    assert [item.label for item in plan.items if item.what == "sweep"] == ["2026-01-01 10:00:00"]
+    assert [item.label for item in plan.items if item.kind == "sweep"] == ["2026-01-01 10:00:00"]
     plan, stages, names, _ = pipeline.gone(keep=2)  # it is the second newest run
-    assert stages == names == set() and plan.paths == [] and plan.kept_runs == 2
+    assert stages == names == set() and plan.paths == [] and plan.num_retained_runs == 2
     pipeline.version(pipeline.children(first)["policy"], champion=True)  # a trial's model
     plan, stages, names, _ = pipeline.gone(keep=1)
     assert stages == names == set() and plan.paths == []
@@ -403,7 +474,11 @@ def test_a_sweeps_trial_that_made_data_is_followed(pipeline):
     pipeline.version(pipeline.children(run)["policy"], champion=True)
     pipeline.run(("policy", "d", {}))
     plan, stages, names, _ = pipeline.gone(keep=1)
-    assert stages == {key("policy", "b")} and names == set() and pipeline.home / "sweeps/one" not in plan.paths
+    assert (
+        stages == {key("policy", "b")}
+        and names == set()
+        and pipeline.home / "sweeps/one" not in plan.paths
+    )
 
 
 def test_token_ids_go_with_the_data_that_they_are_of(pipeline):
@@ -419,8 +494,13 @@ def test_token_ids_go_with_the_data_that_they_are_of(pipeline):
 
     pipeline.run(("prepare_data", "a", {}))
     pipeline.run(("prepare_data", "b", {}))
-    files = {letter: read_manifest(pipeline.home / key_folder("prepare_data", letter))["files"] for letter in "ab"}
-    sources = {letter: found["model/model.safetensors"]["sha256"] for letter, found in files.items()}
+    files = {
+        letter: read_manifest(pipeline.home / key_folder("prepare_data", letter))["files"]
+        for letter in "ab"
+    }
+    sources = {
+        letter: found["model/model.safetensors"]["sha256"] for letter, found in files.items()
+    }
     entry("old", kind="part", source=sources["a"], table="oldtable")
     entry("oldtable", kind="tokens", source="1")
     entry("new", kind="part", source=sources["b"], table="newtable")
@@ -430,7 +510,11 @@ def test_token_ids_go_with_the_data_that_they_are_of(pipeline):
     assert stages == {key("prepare_data", "a")}
     gone = {path.name: path for path in plan.paths if path.parent.name == "tokens.cache"}
     assert set(gone) == {"old", "oldtable", "damaged"}
-    assert [item.label for item in plan.items if item.what == "token ids"] == ["damaged", "old", "oldtable"]
+    assert [item.label for item in plan.items if item.kind == "token ids"] == [
+        "damaged",
+        "old",
+        "oldtable",
+    ]
     kept, *_ = pipeline.gone(keep=2)
     assert {path.name for path in kept.paths if path.parent.name == "tokens.cache"} == {"damaged"}
 

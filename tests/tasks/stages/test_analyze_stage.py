@@ -4,7 +4,7 @@ import pytest
 
 from rl_core.errors import DataError
 from tasks.stages.analyze import find_trajectories
-from tasks.tracking.journal import LineLog, events_path
+from tasks.tracking.journal import LineLog, build_events_path
 
 
 def touch(path):
@@ -17,10 +17,13 @@ def test_a_folder_s_own_files_come_in_the_pipeline_s_order(tmp_path):
     for name in ("champion", "policy", "base", "sft"):
         touch(tmp_path / f"trajectories_{name}.jsonl")
     touch(tmp_path / "metrics.jsonl")
-    touch(tmp_path / "0123" / "trajectories_policy.jsonl")  # its own files win over those of folders in it
+    touch(
+        tmp_path / "0123" / "trajectories_policy.jsonl"
+    )  # its own files win over those of folders in it
     found = find_trajectories([tmp_path])
     assert list(found.items()) == [
-        (name, tmp_path / f"trajectories_{name}.jsonl") for name in ("base", "sft", "policy", "champion")
+        (name, tmp_path / f"trajectories_{name}.jsonl")
+        for name in ("base", "sft", "policy", "champion")
     ]
 
 
@@ -51,8 +54,15 @@ def test_the_same_model_twice_keeps_both_and_the_order_given(tmp_path):
 def test_of_several_evaluations_each_model_names_its_run(tmp_path):
     for key, started in (("0123", "2026-11-20-09-00-01"), ("4567", "2026-11-21-10-30-00")):
         touch(tmp_path / key / "trajectories_policy.jsonl")
-        log = LineLog(events_path(tmp_path / f"{key}.tracking"))
-        log.append({"op": "start", "time": 0, "name": "evaluate", "parent_folder": str(tmp_path / "runs" / started)})
+        log = LineLog(build_events_path(tmp_path / f"{key}.tracking"))
+        log.append_record(
+            {
+                "op": "start",
+                "time": 0,
+                "name": "evaluate",
+                "parent_folder": str(tmp_path / "runs" / started),
+            }
+        )
         log.close()
     touch(tmp_path / "89ab" / "trajectories_sft.jsonl")
     found = find_trajectories([tmp_path])

@@ -7,14 +7,17 @@ from helpers.stage_doubles import PipelineRun, Tracker
 
 from rl_core.data import records
 from rl_core.errors import DataError
-from tasks.pipeline.key import input_digest
+from tasks.pipeline.stage_key import digest_input
 from tasks.stages.prepare_data import prepare_data
 
 MODEL = {"preset": "nano", "vocab_size": 300}
 
 
 def line(number):
-    messages = [{"role": "user", "content": f"{number} + 1"}, {"role": "assistant", "content": str(number + 1)}]
+    messages = [
+        {"role": "user", "content": f"{number} + 1"},
+        {"role": "assistant", "content": str(number + 1)},
+    ]
     return json.dumps({"messages": messages}) + "\n"
 
 
@@ -31,7 +34,7 @@ def grow(path):
 
 
 def test_a_file_that_grows_while_its_rows_are_read(data):
-    before = input_digest(data)
+    before = digest_input(data)
 
     def check(rows):
         if len(data.read_text().splitlines()) == 20:
@@ -41,7 +44,7 @@ def test_a_file_that_grows_while_its_rows_are_read(data):
     with pytest.raises(DataError, match=r"data\.jsonl: was changed while it was read"):
         records.read_demonstrations(data, check_rows=check)
     whole = records.read_demonstrations(data, check_rows=check)
-    assert len(whole.rows) == 21 and whole.digest == input_digest(data) != before
+    assert len(whole.rows) == 21 and whole.digest == digest_input(data) != before
 
 
 def test_a_row_that_was_half_there_is_not_blamed(data):

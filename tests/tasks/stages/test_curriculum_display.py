@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from rl_core.settings import CurriculumStage, PolicySettings
-from tasks.stages.policy import _curriculum_note, _show_curriculum
+from tasks.stages.policy import _describe_curriculum, _show_curriculum
 
 
 class Tracker:
@@ -18,7 +18,14 @@ class Tracker:
 
 
 def move(kind, iteration, source, target):
-    return {"kind": kind, "iteration": iteration, "from": source, "to": target, "why": "w", "metrics": {"m": 0.5}}
+    return {
+        "kind": kind,
+        "iteration": iteration,
+        "from": source,
+        "to": target,
+        "why": "w",
+        "metrics": {"m": 0.5},
+    }
 
 
 def test_tags_and_artifact():
@@ -26,10 +33,15 @@ def test_tags_and_artifact():
     context = SimpleNamespace(tracker=Tracker(), settings=PolicySettings(curriculum=stages))
     _show_curriculum(context, [])
     assert context.tracker.tags == {
-        "curriculum.stage": "one", "curriculum.moves": "still in 'one', the first of 2 stages",
+        "curriculum.stage": "one",
+        "curriculum.moves": "still in 'one', the first of 2 stages",
         "curriculum.rollbacks": "0",
-    }  # fmt: skip
-    history = [move("advance", 3, "one", "two"), move("rollback", 9, "two", "two"), move("unwatched", 20, "two", "two")]
+    }
+    history = [
+        move("advance", 3, "one", "two"),
+        move("rollback", 9, "two", "two"),
+        move("unwatched", 20, "two", "two"),
+    ]
     _show_curriculum(context, history)
     assert context.tracker.tags == {
         "curriculum.stage": "two",
@@ -37,4 +49,4 @@ def test_tags_and_artifact():
         "curriculum.rollbacks": "1",
     }
     assert context.tracker.files == {"curriculum.json": {"history": history}}
-    assert _curriculum_note([], ()) == _curriculum_note([], stages[:1]) == "one stage"
+    assert _describe_curriculum([], ()) == _describe_curriculum([], stages[:1]) == "one stage"

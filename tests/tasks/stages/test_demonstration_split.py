@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 from rl_core.environments.arithmetic import Arithmetic
-from rl_core.rollouts.heldout_requests import heldout_requests
+from rl_core.rollouts.heldout_episodes import draw_heldout_requests
 from rl_core.settings import DataSettings, EvaluationSettings
 from tasks.stages import prepare_data
 
@@ -12,15 +12,26 @@ QUIET = SimpleNamespace(progress=lambda *_: None, log_dataset=lambda *_: None)
 
 
 def split(tmp_path, environment, **settings):
-    pipeline = SimpleNamespace(stages=SimpleNamespace(sft=object()), model=SimpleNamespace(native_tools=False))
+    pipeline = SimpleNamespace(
+        stages=SimpleNamespace(sft=object()), model=SimpleNamespace(native_tools=False)
+    )
     context = SimpleNamespace(
-        settings=DataSettings(**settings), pipeline=pipeline,
-        tracker=QUIET, pipeline_run=SimpleNamespace(parent=QUIET), folder=tmp_path, seed=0,
-    )  # fmt: skip
-    found = prepare_data._demonstrations(context, environment, {})
-    prepare_data._split_and_write(context, "demonstrations", found.rows, prepare_data._demonstration_prompt, {})
+        settings=DataSettings(**settings),
+        pipeline=pipeline,
+        tracker=QUIET,
+        pipeline_run=SimpleNamespace(parent=QUIET),
+        folder=tmp_path,
+        seed=0,
+    )
+    found = prepare_data._load_demonstrations(context, environment, {})
+    prepare_data._split_and_write(
+        context, "demonstrations", found.rows, prepare_data._extract_demonstration_prompt, {}
+    )
     return [
-        [json.loads(line) for line in (tmp_path / f"demonstrations_{part}.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)
+            for line in (tmp_path / f"demonstrations_{part}.jsonl").read_text().splitlines()
+        ]
         for part in ("train", "heldout")
     ]
 
@@ -35,7 +46,7 @@ def test_no_question_is_demonstrated_on_both_sides(tmp_path):
     train, heldout = split(tmp_path, environment, num_demonstrations=1500, levels=("easy",))
     assert len(train) + len(heldout) == 1500 and len(questions(heldout)) > 40
     assert not questions(train) & questions(heldout)
-    asked = heldout_requests(environment, EvaluationSettings(episodes=60, levels=("easy",)), 0)
+    asked = draw_heldout_requests(environment, EvaluationSettings(episodes=60, levels=("easy",)), 0)
     evaluated = {environment.episode(request.seed, "easy").prompt for request in asked}
     assert not evaluated & (questions(train) | questions(heldout))
 
@@ -43,10 +54,16 @@ def test_no_question_is_demonstrated_on_both_sides(tmp_path):
 def test_a_file_is_split_by_what_it_asks(tmp_path):
     """Before: rows with a level and a seed were split by these, though two seeds may ask the same."""
     rows = [
-        {"messages": [{"role": "user", "content": f"{seed % 7} ?"}, {"role": "assistant", "content": "a"}],
-         "level": "easy", "seed": seed}
+        {
+            "messages": [
+                {"role": "user", "content": f"{seed % 7} ?"},
+                {"role": "assistant", "content": "a"},
+            ],
+            "level": "easy",
+            "seed": seed,
+        }
         for seed in range(70)
-    ]  # fmt: skip
+    ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     train, heldout = split(tmp_path, Arithmetic(), demonstrations=str(path), heldout_fraction=0.3)

@@ -9,13 +9,13 @@ import pytest
 from helpers.letters import LetterEpisode, Letters
 from helpers.policy_stage import context_of, save_base
 
-from flows.cli.main import main
-from rl_core.environments import make
+from posttrain.cli.main import main
+from rl_core.environments import make_environment
 from rl_core.errors import EnvironmentFault, RewardError
-from rl_core.rollouts.failed_episode_file import read_failed_episodes
+from rl_core.rollouts.rollout_files import read_failed_episodes
 from rl_core.types import Trajectory, Turn
-from tasks.pipeline.stage import FAILED_EPISODES
 from tasks.pipeline.stage_folder import keep_checkpoints
+from tasks.pipeline.stage_result import FAILED_EPISODES
 from tasks.stages import evaluate, policy
 
 
@@ -38,7 +38,12 @@ class BrokenLetters(Letters):
         return Broken(seed, level)
 
 
-OPTIONS = {"rewards": {"task": 1.0}, "reward_options": {}, "iterations": 2, "prompts_per_iteration": 8}
+OPTIONS = {
+    "rewards": {"task": 1.0},
+    "reward_options": {},
+    "iterations": 2,
+    "prompts_per_iteration": 8,
+}
 
 
 def sampling(share):
@@ -46,21 +51,30 @@ def sampling(share):
 
 
 def test_a_stage_goes_on_over_failed_episodes_and_keeps_them(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(policy, "make_environment", lambda pipeline, data: BrokenLetters())
+    monkeypatch.setattr(
+        policy, "build_pipeline_environment", lambda pipeline, data: BrokenLetters()
+    )
     context = context_of(base, tmp_path / "stage", **OPTIONS, sampling=sampling(0.9))
-    summary = policy._body(context)
+    summary = policy._run_policy_training(context)
     kept = list(read_failed_episodes(context.folder / FAILED_EPISODES))
     total = context.tracker.series("train/failed_episodes")[-1][1]
     assert len(kept) == total > 0 and summary["iterations"] == 2
     name, first = kept[0]
-    assert name == f"policy/0/{first.trajectory.level}/{first.trajectory.seed}/{first.trajectory.sample}"
+    assert (
+        name
+        == f"policy/0/{first.trajectory.level}/{first.trajectory.seed}/{first.trajectory.sample}"
+    )
     assert first.error == "ConnectionError: no judge" and first.trajectory.seed % 2
-    rows = [json.loads(line) for line in (context.folder / "rewards.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (context.folder / "rewards.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 32 - total  # 2 iterations of 8 x 2
 
     again = context_of(base, tmp_path / "again", **OPTIONS, sampling=sampling(0.0))
-    with pytest.raises(EnvironmentFault, match=r"allows 0\).*no judge; play it again: posttrain replay policy/0/"):
-        policy._body(again)
+    with pytest.raises(
+        EnvironmentFault, match=r"allows 0\).*no judge; play it again: posttrain replay policy/0/"
+    ):
+        policy._run_policy_training(again)
     keep_checkpoints(again.folder)  # as after every error of ours
     assert [name for name, _ in read_failed_episodes(again.folder / FAILED_EPISODES)] == [name]
 
@@ -69,33 +83,45 @@ def test_a_reward_that_fails_is_kept_too(base, tmp_path, monkeypatch):
     module = types.ModuleType("failing_reward_for_test")
     module.score = lambda trajectories: [math.nan if t.sample else 0.5 for t in trajectories]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("rl_core.user_code.user_code_digests", lambda *names: {})
+    monkeypatch.setattr("rl_core.user_code.digest_user_code", lambda *names: {})
     options = {**OPTIONS, "rewards": {"task": 1.0, "failing_reward_for_test:score": 1.0}}
-    context = context_of(base, tmp_path / "stage", **options, sampling={"max_completion_tokens": 20, "max_turns": 1})
-    with pytest.raises(RewardError, match=r"gave nan, no finite number; play it again: posttrain replay policy/0/"):
-        policy._body(context)
+    context = context_of(
+        base, tmp_path / "stage", **options, sampling={"max_completion_tokens": 20, "max_turns": 1}
+    )
+    with pytest.raises(
+        RewardError, match=r"gave nan, no finite number; play it again: posttrain replay policy/0/"
+    ):
+        policy._run_policy_training(context)
     kept = list(read_failed_episodes(context.folder / FAILED_EPISODES))
     assert len(kept) == 8 and kept[0][1].failed_in == "reward 'failing_reward_for_test:score'"
     assert kept[0][1].trajectory.turns
 
 
 def test_an_evaluation_says_how_many_failed(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "make_environment", lambda pipeline, data: BrokenLetters())
+    monkeypatch.setattr(
+        evaluate, "build_pipeline_environment", lambda pipeline, data: BrokenLetters()
+    )
     context = context_of(base, tmp_path / "stage", **OPTIONS)
     settings = {"episodes": 12, "samples": 1, "greedy": True, "sampling": sampling(0.9)}
-    from tasks.config import from_dict, resolve
+    from tasks.config import build_settings, dump_settings
 
-    pipeline = from_dict({**resolve(context.pipeline), "stages": {"evaluate": settings, "reward_model": {}}})
-    context.settings, context.pipeline, context.name = pipeline.stages.evaluate, pipeline, "evaluate"
+    pipeline = build_settings(
+        {**dump_settings(context.pipeline), "stages": {"evaluate": settings, "reward_model": {}}}
+    )
+    context.settings, context.pipeline, context.name = (
+        pipeline.stages.evaluate,
+        pipeline,
+        "evaluate",
+    )
     context.inputs = {"model.mine": base}
     context.tracker.log_traces = lambda *arguments, **options: None
     context.tracker.log_artifact = lambda *arguments, **options: None
-    summary = evaluate._body(context)
+    summary = evaluate._run_evaluation(context)
     names = [name for name, _ in read_failed_episodes(context.folder / FAILED_EPISODES)]
     assert summary["models"]["mine"]["failed_episodes"] == len(names) > 0
-    assert summary["note"].endswith(f"; {len(names)} episodes failed and count nowhere (failed_episodes.jsonl)") or (
-        f"; {len(names)} episodes failed and count nowhere" in summary["note"]
-    )
+    assert summary["note"].endswith(
+        f"; {len(names)} episodes failed and count nowhere (failed_episodes.jsonl)"
+    ) or (f"; {len(names)} episodes failed and count nowhere" in summary["note"])
     assert {name.split("/")[1] for name in names} <= {"mine", "mine_greedy"}
 
 
@@ -104,12 +130,18 @@ def test_an_evaluation_says_how_many_failed(base, tmp_path, monkeypatch):
 
 def played(seed, *actions):
     """A trajectory of the arithmetic environment."""
-    episode = make("arithmetic").episode(seed, "easy")
+    episode = make_environment("arithmetic").episode(seed, "easy")
     messages = episode.reset()
     trajectory = Trajectory(
-        environment="arithmetic", level="easy", kind=episode.kind, seed=seed, prompt=messages[-1]["content"],
-        target=episode.target, turns=[], temperature=1.0,
-    )  # fmt: skip
+        environment="arithmetic",
+        level="easy",
+        kind=episode.kind,
+        seed=seed,
+        prompt=messages[-1]["content"],
+        target=episode.target,
+        turns=[],
+        temperature=1.0,
+    )
     for action in actions:
         step = episode.step(action)
         turn = Turn(action, step.tool_call, is_error=step.is_error)
@@ -144,7 +176,9 @@ def pipeline(tmp_path, monkeypatch):
     scored = played(5, "answer 1")
     scored.rewards["chance_for_test:score"] = 7.0
     rows = [{"iteration": number, **t.to_json()} for number, t in ((6, wrong), (7, scored))]
-    (stages / "policy/aa.open/recent_rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (stages / "policy/aa.open/recent_rollouts.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     return ["--config", "c.yaml"]
 
 

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.conversation import training_sequences
-from rl_core.data.kept_rows import KeptRows
-from rl_core.data.preference_rows import row_sides
-from rl_core.data.row_tokens import Job
+from rl_core.data.pairs import build_row_sides
+from rl_core.data.row_sequences import CompressedRows
 from rl_core.data.token_cache import TokenCache
+from rl_core.data.tokenising import TokenisationJob
 from rl_core.data.tokenizer import train_tokenizer
+from rl_core.data.training_sequences import build_training_sequences
 from rl_core.errors import DataError, RecordsError
 from rl_core.settings import DataSettings
 from tasks.stages import prepare_data
-from tasks.stages.fitting_rows import Found, keep_what_fits
+from tasks.stages.prepare_data import LocatedRows, select_fitting_rows
 
 
 @pytest.fixture(scope="module")
@@ -23,21 +23,34 @@ def renderer():
 
 
 def row(prompt, answer):
-    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    }
 
 
 def kept(rows, renderer, context=100, **settings):
     """Rows left, and the summary. `<|user|> prompt <|end|> <|assistant|> answer <|end|>`: 4 tokens and the letters."""
-    found = Found(KeptRows(rows), "rows.jsonl", [("rows.jsonl", i + 1) for i in range(len(rows))])
+    found = LocatedRows(
+        CompressedRows(rows), "rows.jsonl", [("rows.jsonl", i + 1) for i in range(len(rows))]
+    )
     stage, summary = SimpleNamespace(settings=DataSettings(**settings)), {}
-    prepare_data._leave_out_repeats(stage, found, prepare_data._demonstration_prompt, summary, "demonstrations")
-    tokens = TokenCache(None).tokens("", lambda: found.rows, renderer, Job("demonstrations"), 0)
-    fitting = keep_what_fits(found, tokens, "demonstrations", context, stage.settings, summary)
+    prepare_data._drop_repeats(
+        stage, found, prepare_data._extract_demonstration_prompt, summary, "demonstrations"
+    )
+    tokens = TokenCache(None).load_or_tokenize(
+        "", lambda: found.rows, renderer, TokenisationJob("demonstrations"), 0
+    )
+    fitting = select_fitting_rows(found, tokens, "demonstrations", context, stage.settings, summary)
     sequences = [
-        s for r in found.rows for s in training_sequences(renderer, r["messages"], None, "all", r.get("max_tokens"))
+        s
+        for r in found.rows
+        for s in build_training_sequences(renderer, r["messages"], None, "all", r.get("max_tokens"))
     ]
-    assert list(fitting.tokens.select(fitting.places, fitting.max_tokens)) == sequences
-    assert len(found.rows) == len(found.places)
+    assert (
+        list(fitting.tokens.select_sequences(fitting.sequence_indices, fitting.max_tokens))
+        == sequences
+    )
+    assert len(found.rows) == len(found.row_locations)
     return found.rows, summary
 
 
@@ -55,17 +68,19 @@ def test_long_rows(renderer):
         "demonstrations_tokens": 7,
     }
     left, summary = kept(rows, renderer, max_tokens=10, long_rows="cut")
-    assert left == [rows[0], {**rows[1], "max_tokens": 10}] and summary["demonstrations_tokens"] == 17
+    assert (
+        left == [rows[0], {**rows[1], "max_tokens": 10}] and summary["demonstrations_tokens"] == 17
+    )
     assert summary["demonstrations_cut"] == 1 and summary["demonstrations_too_long"] == 0
 
 
 def test_a_cut_keeps_the_first_tokens_and_needs_one_with_loss(renderer):
     messages = row("x" * 5, "y" * 20)["messages"]
-    ((ids, mask),) = training_sequences(renderer, messages)
-    assert training_sequences(renderer, messages, max_tokens=10) == [(ids[:10], mask[:10])]
+    ((ids, mask),) = build_training_sequences(renderer, messages)
+    assert build_training_sequences(renderer, messages, max_tokens=10) == [(ids[:10], mask[:10])]
     assert sum(mask[:10]) == 2  # <|user|> 5 x <|end|> <|assistant|> are 8
     with pytest.raises(DataError, match="among the first 8 tokens"):
-        training_sequences(renderer, messages, max_tokens=8)
+        build_training_sequences(renderer, messages, max_tokens=8)
     with pytest.raises(RecordsError, match="among the first 8 tokens"):
         kept([row("x", "y"), row("x" * 5, "y" * 20)], renderer, max_tokens=8, long_rows="cut")
 
@@ -85,12 +100,20 @@ def test_repeated_rows(renderer):
 
 
 def test_pairs_are_cut_as_well(renderer):
-    pair = {"prompt": "x" * 3, "chosen": "y" * 6, "rejected": "yz"}  # <|user|> xxx <|end|> <|assistant|> are 6 tokens
-    (chosen, _), (rejected, _) = row_sides({**pair, "max_tokens": 9}, renderer)
-    whole = [side for side, _ in row_sides(pair, renderer)]
-    assert chosen.ids == whole[0].ids[:9] and chosen.loss_mask == [True] * 3 and len(whole[0].ids) == 13
+    pair = {
+        "prompt": "x" * 3,
+        "chosen": "y" * 6,
+        "rejected": "yz",
+    }  # <|user|> xxx <|end|> <|assistant|> are 6 tokens
+    (chosen, _), (rejected, _) = build_row_sides({**pair, "max_tokens": 9}, renderer)
+    whole = [side for side, _ in build_row_sides(pair, renderer)]
+    assert (
+        chosen.ids == whole[0].ids[:9]
+        and chosen.loss_mask == [True] * 3
+        and len(whole[0].ids) == 13
+    )
     assert rejected == whole[1] and len(whole[1].ids) == 9  # short enough
     with pytest.raises(DataError, match="same in the tokens that are read"):
-        row_sides({**pair, "max_tokens": 7}, renderer)
+        build_row_sides({**pair, "max_tokens": 7}, renderer)
     with pytest.raises(DataError, match="among the first 6 tokens"):
-        row_sides({**pair, "max_tokens": 6}, renderer)
+        build_row_sides({**pair, "max_tokens": 6}, renderer)

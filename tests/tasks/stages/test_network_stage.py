@@ -12,14 +12,19 @@ import torch
 import rl_core
 from rl_core.errors import EnvironmentFault, ResumeRefused, SettingsError
 from rl_core.tracking import MemoryTracker
-from tasks.config import ConfigError, from_dict
+from tasks.config import ConfigError, build_settings
 from tasks.pipeline.stage import StageContext
 from tasks.stages import network
 
 SMALL = {
-    "num_environments": 2, "rollout_steps": 16, "environment_steps": 160, "epochs": 2, "hidden": [8],
-    "eval_episodes": 4, "checkpoint_every": 1,
-}  # fmt: skip
+    "num_environments": 2,
+    "rollout_steps": 16,
+    "environment_steps": 160,
+    "epochs": 2,
+    "hidden": [8],
+    "eval_episodes": 4,
+    "checkpoint_every": 1,
+}
 WORLD = """
 import gymnasium, numpy as np
 class World(gymnasium.Env):
@@ -33,7 +38,9 @@ class World(gymnasium.Env):
         assert self.action_space.contains(np.asarray(action, np.float64)); self.time += 1
         return self.np_random.uniform(-1, 1, 1), float(-abs(action[0])), False, self.time >= self.length, {}
 """
-needs_gymnasium = pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="package gymnasium")
+needs_gymnasium = pytest.mark.skipif(
+    importlib.util.find_spec("gymnasium") is None, reason="package gymnasium"
+)
 
 
 class Tracker(MemoryTracker):
@@ -49,16 +56,28 @@ class Tracker(MemoryTracker):
 
 def context_of(folder, **settings):
     folder.mkdir(exist_ok=True)
-    pipeline = from_dict({"name": "t", "stages": {"network": {**SMALL, **settings}}})
+    pipeline = build_settings({"name": "t", "stages": {"network": {**SMALL, **settings}}})
     return StageContext(
-        name="network", pipeline_run=None, settings=pipeline.stages.network, inputs={}, pipeline=pipeline, seed=1,
-        tracker=Tracker(), folder=folder, fingerprint={}, stop=threading.Event(),
-    )  # fmt: skip
+        name="network",
+        pipeline_run=None,
+        settings=pipeline.stages.network,
+        inputs={},
+        pipeline=pipeline,
+        seed=1,
+        tracker=Tracker(),
+        folder=folder,
+        fingerprint={},
+        stop=threading.Event(),
+    )
 
 
 def problems_of(*, import_code=True, **settings):
     try:
-        from_dict({"name": "x", "stages": {"network": settings}}, check_files=False, import_code=import_code)
+        build_settings(
+            {"name": "x", "stages": {"network": settings}},
+            check_files=False,
+            import_code=import_code,
+        )
     except ConfigError as error:
         return {".".join(map(str, problem.key)): problem.text for problem in error.problems}
     return {}
@@ -67,24 +86,27 @@ def problems_of(*, import_code=True, **settings):
 @needs_gymnasium
 def test_the_stage_leaves_a_network_its_episodes_and_their_metrics(tmp_path):
     context = context_of(tmp_path / "a", eval_every=2, patience=9)
-    summary = network._body(context)
+    summary = network._run_network_training(context)
     episodes = json.loads((context.folder / "episodes.json").read_text())
     assert len(episodes) == 4 and all(episode["seed"] >= 2**30 + 2**29 for episode in episodes)
     mean = float(np.mean([episode["return"] for episode in episodes]))
     assert summary["episode_return"] == summary["metrics"]["eval/test/episode_return"] == mean
     assert (
-        summary["environment_steps"] == 160 and "4 held-out episodes of CartPole-v1, played greedily" in summary["note"]
+        summary["environment_steps"] == 160
+        and "4 held-out episodes of CartPole-v1, played greedily" in summary["note"]
     )
     assert context.tracker.artifacts == ["network", "episodes.json"]
     assert context.tracker.metrics[-1][1]["eval/test/episode_return"] == mean
     model = rl_core.load_network(context.folder / "network")
     import gymnasium
 
-    world, total = gymnasium.make("CartPole-v1"), 0.0
+    world, total = gymnasium.build_prompt("CartPole-v1"), 0.0
     seen, _ = world.reset(seed=episodes[0]["seed"])
     over = False
     while not over:
-        seen, reward, terminated, truncated, _ = world.step(int(model.act(torch.from_numpy(seen[None]))[0]))
+        seen, reward, terminated, truncated, _ = world.step(
+            int(model.act(torch.from_numpy(seen[None]))[0])
+        )
         total, over = total + reward, terminated or truncated
     assert total == episodes[0]["return"]
 
@@ -93,7 +115,7 @@ def test_the_stage_leaves_a_network_its_episodes_and_their_metrics(tmp_path):
 @pytest.mark.parametrize("environment", ["CartPole-v1", "Pendulum-v1"])
 def test_a_run_that_was_cut_gives_the_same_bits(tmp_path, environment, monkeypatch):
     whole = context_of(tmp_path / "whole", environment=environment, normalise_observations=True)
-    expected = network._body(whole)
+    expected = network._run_network_training(whole)
     cut = context_of(tmp_path / "cut", environment=environment, normalise_observations=True)
     from rl_core.networks.trainer import NetworkTrainer
 
@@ -107,17 +129,17 @@ def test_a_run_that_was_cut_gives_the_same_bits(tmp_path, environment, monkeypat
 
     monkeypatch.setattr(NetworkTrainer, "step", dying)
     with pytest.raises(KeyboardInterrupt):
-        network._body(cut)
+        network._run_network_training(cut)
     monkeypatch.undo()
-    assert network._body(cut) == expected
+    assert network._run_network_training(cut) == expected
     for name in ("network/network.safetensors", "episodes.json"):
         assert (cut.folder / name).read_bytes() == (whole.folder / name).read_bytes()
 
 
 @needs_gymnasium
 def test_environments_in_processes_give_the_same_numbers(tmp_path):
-    one = network._body(context_of(tmp_path / "sync"))
-    other = network._body(context_of(tmp_path / "async", vectorization="async"))
+    one = network._run_network_training(context_of(tmp_path / "sync"))
+    other = network._run_network_training(context_of(tmp_path / "async", vectorization="async"))
     assert one["metrics"] == other["metrics"]
 
 
@@ -127,22 +149,35 @@ def test_a_class_of_the_users_by_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = {"environment_class": "world.py:World", "environment_options": {"length": 5}}
     context = context_of(tmp_path / "a", **options)
-    summary = network._body(context)
+    summary = network._run_network_training(context)
     assert summary["metrics"]["eval/test/episode_length"] == 5
     assert summary["metrics"]["eval/test/truncated_rate"] == 1
-    assert json.loads((context.folder / "network/network.json").read_text())["environment"] == "world.py:World"
-    assert problems_of(environment_class="world.py:Elsewhere").keys() == {"stages.network.environment_class"}
+    assert (
+        json.loads((context.folder / "network/network.json").read_text())["environment"]
+        == "world.py:World"
+    )
+    assert problems_of(environment_class="world.py:Elsewhere").keys() == {
+        "stages.network.environment_class"
+    }
     (tmp_path / "other.py").write_text("class World: pass")
     found = problems_of(environment_class="other.py:World")
-    assert found == {"stages.network.environment_class": "'other.py:World' is not a subclass of gymnasium.Env"}
-    assert problems_of(environment_class="no import path").keys() == {"stages.network.environment_class"}
+    assert found == {
+        "stages.network.environment_class": "'other.py:World' is not a subclass of gymnasium.Env"
+    }
+    assert problems_of(environment_class="no import path").keys() == {
+        "stages.network.environment_class"
+    }
 
 
 @needs_gymnasium
 @pytest.mark.parametrize(
     ("settings", "key", "words"),
     [
-        ({"environment": "Foo-v1"}, "environment", "cannot be made (NameNotFound: Environment `Foo` doesn't exist.)"),
+        (
+            {"environment": "Foo-v1"},
+            "environment",
+            "cannot be made (NameNotFound: Environment `Foo` doesn't exist.)",
+        ),
         ({"environment_options": {"wheels": 2}}, "environment", "cannot be made (TypeError"),
         ({"environment": "Blackjack-v1"}, "environment", "observations are Tuple"),
         (
@@ -166,7 +201,9 @@ def test_without_the_package_its_installation_is_named(monkeypatch):
         "stages.network.environment": "a network's environment needs the package 'gymnasium', which is not installed; "
         "pip install 'posttrain[gymnasium]'"
     }
-    with pytest.raises(SettingsError, match=r"environment: a network's environment needs the package 'gymnasium'"):
+    with pytest.raises(
+        SettingsError, match=r"environment: a network's environment needs the package 'gymnasium'"
+    ):
         rl_core.network_ppo("CartPole-v1")
 
 
@@ -183,11 +220,20 @@ def test_the_entry_point_trains_resumes_saves_and_tests(tmp_path):
         return rl_core.NetworkSettings(**{**SMALL, "hidden": (8,), "environment_steps": steps})
 
     seen = []
-    whole = rl_core.network_ppo("CartPole-v1", settings=settings(160), seed=3, callbacks=[seen.append])
-    assert whole.run().iterations == 5 and {event.kind for event in seen} == {"iteration", "evaluation"}
-    first = rl_core.network_ppo("CartPole-v1", settings=settings(64), seed=3, output=tmp_path / "out")
+    whole = rl_core.network_ppo(
+        "CartPole-v1", settings=settings(160), seed=3, callbacks=[seen.append]
+    )
+    assert whole.run().iterations == 5 and {event.kind for event in seen} == {
+        "iteration",
+        "evaluation",
+    }
+    first = rl_core.network_ppo(
+        "CartPole-v1", settings=settings(64), seed=3, output=tmp_path / "out"
+    )
     first.run()
-    again = rl_core.network_ppo("CartPole-v1", settings=settings(160), seed=3, output=tmp_path / "out")
+    again = rl_core.network_ppo(
+        "CartPole-v1", settings=settings(160), seed=3, output=tmp_path / "out"
+    )
     assert again.run().resumed_iteration == 2
     for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -199,9 +245,11 @@ def test_the_entry_point_trains_resumes_saves_and_tests(tmp_path):
     with pytest.raises(ResumeRefused, match=r"settings.gamma"):
         other = settings(160)
         rl_core.network_ppo(
-            "CartPole-v1", settings=rl_core.NetworkSettings(**{**vars(other), "gamma": 0.5}), seed=3,
+            "CartPole-v1",
+            settings=rl_core.NetworkSettings(**{**vars(other), "gamma": 0.5}),
+            seed=3,
             output=tmp_path / "out",
-        ).run()  # fmt: skip
+        ).run()
 
 
 @needs_gymnasium
@@ -210,7 +258,7 @@ def test_the_entry_point_takes_classes_functions_and_vectors():
     from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
     settings = rl_core.NetworkSettings(**{**SMALL, "hidden": (8,)})
-    world = lambda: gymnasium.wrappers.TimeLimit(gymnasium.make("CartPole-v1"), 7)  # noqa: E731
+    world = lambda: gymnasium.wrappers.TimeLimit(gymnasium.build_prompt("CartPole-v1"), 7)  # noqa: E731
     trained = rl_core.network_ppo(world, settings=settings)
     assert trained.run().metrics["eval/episode_length"] <= 7
     for mode in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED):
@@ -221,7 +269,9 @@ def test_the_entry_point_takes_classes_functions_and_vectors():
     assert rl_core.network_ppo(own, settings=settings).run().iterations == 3
     with pytest.raises(SettingsError, match="environment: a int; hand in an id"):
         rl_core.network_ppo(3)
-    with pytest.raises(SettingsError, match="eval_every: a VectorEnv alone has no held-out episodes"):
+    with pytest.raises(
+        SettingsError, match="eval_every: a VectorEnv alone has no held-out episodes"
+    ):
         rl_core.network_ppo(own, settings=rl_core.NetworkSettings(eval_every=1))
 
 
@@ -239,8 +289,12 @@ def test_an_environment_that_raises_stops_the_run_with_its_seed():
             return self.env.step(action)
 
     settings = rl_core.NetworkSettings(**{**SMALL, "hidden": (8,)})
-    training = rl_core.network_ppo(lambda: Breaking(gymnasium.make("CartPole-v1")), settings=settings)
-    with pytest.raises(EnvironmentFault, match=r"seeds of the episodes: \[\d+, \d+\].* raised RuntimeError in step"):
+    training = rl_core.network_ppo(
+        lambda: Breaking(gymnasium.make("CartPole-v1")), settings=settings
+    )
+    with pytest.raises(
+        EnvironmentFault, match=r"seeds of the episodes: \[\d+, \d+\].* raised RuntimeError in step"
+    ):
         training.run()
 
 
@@ -253,7 +307,7 @@ def test_gymnasiums_modes_end_alike(mode):
 
     from rl_core.networks.vector_environment import VectorEnvironment
 
-    world = lambda: gymnasium.wrappers.TimeLimit(gymnasium.make("CartPole-v1").unwrapped, 3)  # noqa: E731
+    world = lambda: gymnasium.wrappers.TimeLimit(gymnasium.build_prompt("CartPole-v1").unwrapped, 3)  # noqa: E731
     vector = SyncVectorEnv([world], autoreset_mode=AutoresetMode[mode])
     environment = VectorEnvironment(vector, "CartPole", iter([11, 12, 13]).__next__)
     environment.reset()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from rl_core.errors import BackendError
 from tasks.config import ConfigError
-from tasks.pipeline.model_versions import ModelVersions
+from tasks.pipeline.run_tracking import ModelVersions
 from tasks.stages import policy
 
 OPTIONS = {"rewards": {"task": 1.0, "length": 0.1}, "iterations": 3, "checkpoint_every": 1}
@@ -23,14 +23,15 @@ def base(tmp_path, monkeypatch):
 
 def served(url, **options):
     return {
-        "workers": "server", "address": url.removeprefix("http://"),
+        "workers": "server",
+        "address": url.removeprefix("http://"),
         "server": {"key_variable": KEY, "patience_s": 0.2, **options},
-    }  # fmt: skip
+    }
 
 
 def run(base, folder, rollouts):
     context = context_of(base, folder, rollouts=rollouts, **OPTIONS)
-    summary = policy._body(context)
+    summary = policy._run_policy_training(context)
     return context, summary, load_file(folder / "model" / "model.safetensors")
 
 
@@ -67,12 +68,19 @@ def test_the_server_is_in_the_versions_tags(base, tmp_path, monkeypatch):
         "t",
         "",
     )
-    monkeypatch.setattr(ModelVersions, "_start_of", lambda self, stage: None)
-    versions.register(Tracker(), base, "policy", {"sampler": {"server": "vllm 0.30.0 at a:1", "dtype": "bfloat16"}})
+    monkeypatch.setattr(ModelVersions, "_find_parent_result", lambda self, stage: None)
+    versions.register_model(
+        Tracker(),
+        base,
+        "policy",
+        {"sampler": {"server": "vllm 0.30.0 at a:1", "dtype": "bfloat16"}},
+    )
     assert tags["rollouts.server"] == "vllm 0.30.0 at a:1" and tags["rollouts.dtype"] == "bfloat16"
 
 
-def test_a_killed_server_ends_the_stage_with_one_error_and_the_next_run_resumes(base, tmp_path, monkeypatch):
+def test_a_killed_server_ends_the_stage_with_one_error_and_the_next_run_resumes(
+    base, tmp_path, monkeypatch
+):
     _, _, alone = run(base, tmp_path / "alone", {"independent": True})
     folder = tmp_path / "served"
     with running_server(tmp_path / "server", base, rollouts=True, context=128, slots=16) as server:
@@ -87,15 +95,19 @@ def test_a_killed_server_ends_the_stage_with_one_error_and_the_next_run_resumes(
                 server._thread.join(20)
 
         monkeypatch.setattr(policy.RewardRecord, "__call__", killed)
-        with pytest.raises(BackendError, match=r"does not answer for 0.2 s .* the same command resumes"):
-            policy._body(context)
+        with pytest.raises(
+            BackendError, match=r"does not answer for 0.2 s .* the same command resumes"
+        ):
+            policy._run_policy_training(context)
         assert iterations == [0, 1] and "was lost" in context.tracker.tags["rollouts.lost"]
     with pytest.raises(ConfigError, match="no inference server answers"):
         context_of(base, tmp_path / "refused", rollouts=served(server.url), **OPTIONS)
-    with running_server(tmp_path / "another", base, rollouts=True, context=128, slots=16) as another:
+    with running_server(
+        tmp_path / "another", base, rollouts=True, context=128, slots=16
+    ) as another:
         resumed = context_of(base, tmp_path / "resumed", rollouts=served(another.url), **OPTIONS)
         (folder / "checkpoints").rename(tmp_path / "resumed" / "checkpoints")
         resumed = type(resumed)(**{**vars(resumed), "folder": tmp_path / "resumed"})
-        policy._body(resumed)
+        policy._run_policy_training(resumed)
     close(load_file(tmp_path / "resumed" / "model" / "model.safetensors"), alone)
     assert iterations[2:] == [2]

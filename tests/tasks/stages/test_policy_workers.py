@@ -7,19 +7,24 @@ import threading
 import pytest
 from helpers.policy_stage import context_of, save_base
 
-from rl_core.rollout_workers.schedule_replay import read_schedule
+from rl_core.rollout_workers.async_worker_group import read_schedule
 from tasks.stages import policy
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 RAY = {"workers": "ray", "count": 2}
-OPTIONS = {"rewards": {"task": 1.0, "length": 0.1}, "iterations": 3, "checkpoint_every": 1, "importance": "token"}
+OPTIONS = {
+    "rewards": {"task": 1.0, "length": 0.1},
+    "iterations": 3,
+    "checkpoint_every": 1,
+    "importance": "token",
+}
 
 
 def run(base, folder, rollouts):
     context = context_of(base, folder, rollouts=rollouts, **OPTIONS)
-    summary = policy._body(context)
+    summary = policy._run_policy_training(context)
     return context, summary, (folder / "model" / "model.safetensors").read_bytes()
 
 
@@ -28,7 +33,9 @@ def test_the_stage_on_ray(tmp_path):
     _, _, alone = run(base, tmp_path / "alone", {"independent": True})
     context, _, weights = run(base, tmp_path / "ray", RAY)
     rows = [row for _, row in context.tracker.metrics if "perf/rollout_workers" in row]
-    assert [row["perf/rollout_workers"] for row in rows] == [2.0] * 3 and all(row["perf/weight_bytes"] for row in rows)
+    assert [row["perf/rollout_workers"] for row in rows] == [2.0] * 3 and all(
+        row["perf/weight_bytes"] for row in rows
+    )
     kept = sorted(path.name for path in (tmp_path / "ray").iterdir())
     assert "schedule.jsonl" not in kept
     assert compiled(base) is False or weights == alone
@@ -45,9 +52,9 @@ def test_the_stage_on_ray(tmp_path):
 
 
 def test_a_killed_worker_is_told_to_the_tracker(tmp_path, monkeypatch):
-    from rl_core.rollout_workers.team import RolloutTeam
+    from rl_core.rollout_workers.worker_group import WorkerGroup
 
-    verify, pids = RolloutTeam._verify, []
+    verify, pids = WorkerGroup._verify_worker, []
 
     def kill_the_first(team, seat, report):
         verify(team, seat, report)
@@ -55,7 +62,7 @@ def test_a_killed_worker_is_told_to_the_tracker(tmp_path, monkeypatch):
             threading.Timer(0.0, os.kill, (report.pid, signal.SIGKILL)).start()
         pids.append(report.pid)
 
-    monkeypatch.setattr(RolloutTeam, "_verify", kill_the_first)
+    monkeypatch.setattr(WorkerGroup, "_verify_worker", kill_the_first)
     context, _, _ = run(save_base(tmp_path / "base"), tmp_path / "ray", {**RAY, "count": 1})
     assert "rollout worker 0 was lost" in context.tracker.tags["rollouts.lost"]
     assert max(row.get("perf/lost_workers", 0.0) for _, row in context.tracker.metrics) == 1.0
@@ -66,4 +73,4 @@ def compiled(base):
     from rl_core.api.policy import load_policy
     from rl_core.capabilities import decoding
 
-    return decoding.fused_step(load_policy(base).model).allowed
+    return decoding.check_fused_step(load_policy(base).model).allowed

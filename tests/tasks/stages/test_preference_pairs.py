@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_core.data.pairs import Pair
+from rl_core.data.pairs import PreferencePair
 from rl_core.data.records import read_preferences
 from rl_core.environments.arithmetic import Arithmetic
 from rl_core.environments.prompts import Prompts
@@ -19,11 +19,27 @@ def rollout(request, environment, sample):
     """The question as token ids, then a success for even samples."""
     question = environment.episode(request.seed, request.level).prompt
     trajectory = Trajectory(
-        environment=environment.name, level=request.level, kind="", seed=request.seed, prompt=question, target="",
-        turns=[], answer=None, success=sample % 2 == 0, is_grounded=None, temperature=1.0, reward=0.0, rewards={},
-        stop_reason=StopReason.TERMINATED, num_prompt_tokens=0, num_completion_tokens=0, num_action_tokens=0,
-        mean_logprob=0.0, policy_version=0, sample=sample,
-    )  # fmt: skip
+        environment=environment.name,
+        level=request.level,
+        kind="",
+        seed=request.seed,
+        prompt=question,
+        target="",
+        turns=[],
+        answer=None,
+        success=sample % 2 == 0,
+        is_grounded=None,
+        temperature=1.0,
+        reward=0.0,
+        rewards={},
+        stop_reason=StopReason.TERMINATED,
+        num_prompt_tokens=0,
+        num_completion_tokens=0,
+        num_action_tokens=0,
+        mean_logprob=0.0,
+        policy_version=0,
+        sample=sample,
+    )
     return Rollout(
         prompt_ids=[ord(c) for c in question],
         completion_ids=[sample + 1],
@@ -35,29 +51,40 @@ def rollout(request, environment, sample):
 
 
 def collected(environment, backend, renderer, requests, *, group_size, **others):
-    return [RolloutGroup([rollout(request, environment, g) for g in range(group_size)]) for request in requests]
+    return [
+        RolloutGroup([rollout(request, environment, g) for g in range(group_size)])
+        for request in requests
+    ]
 
 
 @pytest.fixture
 def pairs_of(monkeypatch, tmp_path):
     def pairs(environment, num_pairs, seed=0, loss="dpo", collect=collected):
-        monkeypatch.setattr(preference_pairs, "make_environment", lambda pipeline, data: environment)
+        monkeypatch.setattr(
+            preference_pairs, "build_pipeline_environment", lambda pipeline, data: environment
+        )
         tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
         policy = SimpleNamespace(backend=lambda: None, renderer=None, tokenizer=tokenizer)
         monkeypatch.setattr(preference_pairs, "load_frozen_policy", lambda model, pipeline: policy)
-        monkeypatch.setattr(preference_pairs, "collect", collect)
+        monkeypatch.setattr(preference_pairs, "collect_rollouts", collect)
         context = SimpleNamespace(
-            name="preference", folder=tmp_path, inputs={"model": tmp_path}, pipeline=None, seed=seed,
+            name="preference",
+            folder=tmp_path,
+            inputs={"model": tmp_path},
+            pipeline=None,
+            seed=seed,
             settings=PreferenceSettings(num_pairs=num_pairs, group_size=4, loss=loss),
             tracker=SimpleNamespace(progress=lambda *_: None),
-        )  # fmt: skip
-        return preference_pairs.stage_pairs(context)
+        )
+        return preference_pairs.load_stage_pairs(context)
 
     return pairs
 
 
-def questions(part: list[Pair]) -> set[str]:
-    return {"".join(map(chr, side.prompt_ids)) for pair in part for side in (pair.chosen, pair.rejected)}
+def questions(part: list[PreferencePair]) -> set[str]:
+    return {
+        "".join(map(chr, side.prompt_ids)) for pair in part for side in (pair.chosen, pair.rejected)
+    }
 
 
 def test_no_question_is_on_both_sides(pairs_of):
@@ -77,15 +104,26 @@ def test_no_question_is_on_both_sides(pairs_of):
 def test_the_pairs_are_left_as_texts(pairs_of, tmp_path, loss):
     found = pairs_of(Prompts([{"prompt": f"row {n}"} for n in range(40)]), 100, loss=loss)
     for name, part in (("train", found.train), ("heldout", found.heldout)):
-        rows = [json.loads(line) for line in (tmp_path / f"pairs_{name}.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (tmp_path / f"pairs_{name}.jsonl").read_text().splitlines()
+        ]
         assert len(rows) == len(part)
         for row, pair in zip(rows, part, strict=True):
             assert row.pop("prompt_text") == "".join(map(chr, pair.chosen.prompt_ids))
             if loss == "kto":
-                assert row == {"completion_text": chr(pair.chosen.completion_ids[0]), "label": pair.desirable}
+                assert row == {
+                    "completion_text": chr(pair.chosen.completion_ids[0]),
+                    "label": pair.desirable,
+                }
             else:  # samples 0 and 2 succeed
-                assert row["chosen_text"] in "\1\3" and row["rejected_text"] in "\2\4" and len(row) == 2
-    with pytest.raises(RecordsError):  # tokens would not be the sampled ones: not to be trained on by mistake
+                assert (
+                    row["chosen_text"] in "\1\3"
+                    and row["rejected_text"] in "\2\4"
+                    and len(row) == 2
+                )
+    with pytest.raises(
+        RecordsError
+    ):  # tokens would not be the sampled ones: not to be trained on by mistake
         read_preferences(tmp_path / "pairs_train.jsonl")
 
 
@@ -121,8 +159,13 @@ def test_kto_takes_both_sides_once_beside_the_completion_of_another_prompt(pairs
     environment = Prompts([{"prompt": f"row {n}"} for n in range(40)])
     found = pairs_of(environment, 100, loss="kto")
     for part in (found.train, found.heldout):
-        labels = [(tuple(pair.chosen.prompt_ids), pair.chosen.completion_ids[0], pair.desirable) for pair in part]
+        labels = [
+            (tuple(pair.chosen.prompt_ids), pair.chosen.completion_ids[0], pair.desirable)
+            for pair in part
+        ]
         assert len(labels) == len(set(labels))
-        assert all(label == (completion % 2 == 1) for _, completion, label in labels)  # samples 0 and 2 succeed
+        assert all(
+            label == (completion % 2 == 1) for _, completion, label in labels
+        )  # samples 0 and 2 succeed
         assert all(pair.rejected.prompt_ids == pair.chosen.prompt_ids for pair in part)
     assert not questions(found.train) & questions(found.heldout)

@@ -5,10 +5,10 @@ import json
 import pytest
 import yaml
 
-from flows.cli import main as cli
+from posttrain.cli import main as cli
 from rl_core.errors import DataError
-from tasks.config import from_dict
-from tasks.pipeline.result import StageResult
+from tasks.config import build_settings
+from tasks.pipeline.stage_result import StageResult
 from tasks.stages import prepare_data
 
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
@@ -17,7 +17,12 @@ LABELLED = {"prompt": "which one?", "completion": "a", "label": True}
 
 def settings(path, loss="dpo", **stages):
     named = {"prepare_data": {"preferences": str(path)}, "preference": {"loss": loss}, **stages}
-    return {"name": "t", "environment": {"name": "arithmetic"}, "model": {"path": "no/model"}, "stages": named}
+    return {
+        "name": "t",
+        "environment": {"name": "arithmetic"},
+        "model": {"path": "no/model"},
+        "stages": named,
+    }
 
 
 @pytest.fixture
@@ -28,7 +33,7 @@ def refused(tmp_path, monkeypatch):
         for split, rows in (("train", [PAIR, row]), ("heldout", [PAIR])):
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (tmp_path / f"preferences_{split}.jsonl").write_text(text)
-        typed = from_dict(settings("rows.jsonl", *arguments, **stages), check_files=False)
+        typed = build_settings(settings("rows.jsonl", *arguments, **stages), check_files=False)
         finished = StageResult("prepare_data", str(tmp_path), "", "", True, 0.0, "", {})
         monkeypatch.setattr(prepare_data, "run_stage", lambda *_, **__: finished)
         run = type("Run", (), {"settings": typed})()
@@ -44,7 +49,9 @@ def refused(tmp_path, monkeypatch):
 def test_labels_and_margins_are_refused_right_after_the_data_stage(refused):
     """Before: by the preference stage itself, after SFT was trained."""
     place = "rows.jsonl: the row with the prompt 'which one?': "
-    assert refused(LABELLED) == place + "has a label, which only the loss kto takes; dpo needs pairs"
+    assert (
+        refused(LABELLED) == place + "has a label, which only the loss kto takes; dpo needs pairs"
+    )
     assert refused(LABELLED, "kto") == ""
     assert "reward_model needs pairs" in refused(LABELLED, "kto", reward_model={})
     margin = {**PAIR, "margin": 1.0}
@@ -58,5 +65,8 @@ def test_validate_names_the_line_that_no_stage_can_use(tmp_path, capsys):
     path.write_text(json.dumps(PAIR) + "\n" + json.dumps(LABELLED) + "\n")
     config.write_text(yaml.safe_dump(settings(path)))
     assert cli.main(["validate", str(config)]) == 2
-    assert f"{path}:2: has a label, which only the loss kto takes; dpo needs pairs" in capsys.readouterr().err
+    assert (
+        f"{path}:2: has a label, which only the loss kto takes; dpo needs pairs"
+        in capsys.readouterr().err
+    )
     assert cli.main(["validate", str(config), "-s", "stages.preference.loss=kto"]) == 0

@@ -8,11 +8,12 @@ from helpers.evaluations import evaluation
 
 from rl_core.errors import ExportMismatch
 from rl_core.storage.manifest import digest_folder
-from tasks.config import from_dict
+from tasks.config import build_settings
 from tasks.config.settings import PromotionSettings
-from tasks.pipeline.stage import StageContext, StageResult
+from tasks.pipeline.stage import StageContext
+from tasks.pipeline.stage_result import StageResult
 from tasks.stages import promote
-from tasks.stages.export import checked_proof
+from tasks.stages.export import verify_proof
 from tasks.stages.promote import ChampionChanged, Opponent
 from tasks.tracking import ModelVersion
 
@@ -70,18 +71,31 @@ def gate(folder, registry, settings, ours, opponent=None, logged=None):
         set_tag=lambda *a: None,
     )
     context = StageContext(
-        name="promote", folder=folder, settings=settings,
-        pipeline_run=pipeline_run, tracker=tracker,
-        pipeline=from_dict({"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}),
-        inputs={"evaluation": played(folder / "ours", policy=ours).path}, seed=0, fingerprint={}, stop=None,
-    )  # fmt: skip
-    return promote._gate(context, stage_result(folder), opponent, {"export.model_sha256": "d"})
+        name="promote",
+        folder=folder,
+        settings=settings,
+        pipeline_run=pipeline_run,
+        tracker=tracker,
+        pipeline=build_settings(
+            {"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}
+        ),
+        inputs={"evaluation": played(folder / "ours", policy=ours).path},
+        seed=0,
+        fingerprint={},
+        stop=None,
+    )
+    return promote._run_gate(context, stage_result(folder), opponent, {"export.model_sha256": "d"})
 
 
 def proof_of(folder, model, **changed):
     """A result of the stage `export` for the model `policy` in this folder."""
     figures = {"max": 2e-6, "mean": 1e-7, "tokens": 5}
-    facts = {"model_sha256": digest_folder(model), "trained": figures, "evaluated": figures, **changed}
+    facts = {
+        "model_sha256": digest_folder(model),
+        "trained": figures,
+        "evaluated": figures,
+        **changed,
+    }
     folder.mkdir()
     (folder / "export.json").write_text(json.dumps({"models": {"policy": facts}}))
     return StageResult("export", str(folder), "d", "k", False, 1.0, "r", {})
@@ -97,19 +111,32 @@ def stage_result(folder):
     [
         (8, "auto", "promoted", "champion"),
         (2, "auto", "rejected", "challenger"),
-        (8, "manual", "awaiting approval", "challenger"),  # it passed, and a person has the last word
+        (
+            8,
+            "manual",
+            "awaiting approval",
+            "challenger",
+        ),  # it passed, and a person has the last word
         (2, "manual", "rejected", "challenger"),  # nobody is asked about what did not pass
     ],
 )
 def test_the_alias_goes_where_the_gate_says(tmp_path, monkeypatch, wins, approve, decision, alias):
-    monkeypatch.setattr(promote, "_explain", lambda *arguments, **options: None)  # what a reviewer reads
+    monkeypatch.setattr(
+        promote, "_write_evidence", lambda *arguments, **options: None
+    )  # what a reviewer reads
     registry = Registry()
     settings = PromotionSettings(min_success=0.5, approve=approve)
     summary = gate(tmp_path, registry, settings, evaluation(([1] * wins + [0] * (10 - wins)) * 5))
-    assert (summary["decision"], summary["model_version"], summary["champion_before"]) == (decision, 4, None)
+    assert (summary["decision"], summary["model_version"], summary["champion_before"]) == (
+        decision,
+        4,
+        None,
+    )
     assert registry.done == [(decision, "m", 4), (alias, "m", 4)]
     assert ("approval_timeout_seconds" in summary) is (decision == "awaiting approval")
-    assert json.loads((tmp_path / "decision.json").read_text())["metrics"] == {"promotion/success_rate": wins / 10}
+    assert json.loads((tmp_path / "decision.json").read_text())["metrics"] == {
+        "promotion/success_rate": wins / 10
+    }
     assert registry.tags == {}  # nothing was compared
 
 
@@ -120,7 +147,7 @@ def champion_with(folder, outcomes, version=3, comparison="c"):
 
 def test_the_same_comparison_is_one_attempt_and_other_ones_are_counted_on(tmp_path, monkeypatch):
     """15 better and 5 worse of 100: p = .0207, enough for the first attempt (.025), not for the second (.0083)."""
-    monkeypatch.setattr(promote, "_explain", lambda *arguments, **options: None)
+    monkeypatch.setattr(promote, "_write_evidence", lambda *arguments, **options: None)
     theirs = evaluation([0] * 15 + [1] * 85)
     ours = evaluation([1] * 15 + [0] * 5 + [1] * 80)
     other = evaluation([1] * 14 + [0] + [0] * 4 + [1] * 81)
@@ -139,19 +166,28 @@ def test_the_same_comparison_is_one_attempt_and_other_ones_are_counted_on(tmp_pa
     summary = gate(tmp_path, registry, settings, ours, later, logged)
     assert summary["decision"] == "rejected" and logged["promotion/attempt"] == 2
     assert "attempt 2 on these episodes, 0.017 of alpha 0.05 left" in summary["reason"]
-    assert json.loads((tmp_path / "decision.json").read_text())["metrics"]["promotion/alpha_left"] == 0.05 / 3
+    assert (
+        json.loads((tmp_path / "decision.json").read_text())["metrics"]["promotion/alpha_left"]
+        == 0.05 / 3
+    )
     gate(tmp_path, registry, settings, other, later, logged)  # not the same outcomes: another look
     assert logged["promotion/attempt"] == 3
-    stored = sorted((json.loads(value)["number"], json.loads(value)["decision"]) for value in registry.tags.values())
+    stored = sorted(
+        (json.loads(value)["number"], json.loads(value)["decision"])
+        for value in registry.tags.values()
+    )
     assert stored == [(1, "promoted"), (2, "rejected"), (3, "rejected")]
 
 
 def test_too_few_episodes_decide_nothing_and_spend_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(promote, "_explain", lambda *arguments, **options: None)
+    monkeypatch.setattr(promote, "_write_evidence", lambda *arguments, **options: None)
     registry = Registry(ModelVersion("m", 3, "r", None))
     opponent = champion_with(tmp_path, evaluation([0] * 20))
     summary = gate(tmp_path, registry, PromotionSettings(), evaluation([1] * 20), opponent)
-    assert summary["decision"] == "rejected" and "20 held-out episodes are too few" in summary["reason"]
+    assert (
+        summary["decision"] == "rejected"
+        and "20 held-out episodes are too few" in summary["reason"]
+    )
     assert registry.tags == {}
 
 
@@ -160,12 +196,18 @@ def test_the_review_lists_the_attempts_before(tmp_path, monkeypatch):
     registry = Registry(ModelVersion("m", 3, "r", None))
 
     def explained(context, ours, theirs, verdict, attempt, *, report):
-        shown.append(promote._asked_before(context, attempt))
+        shown.append(promote._list_shared_attempts(context, attempt))
 
-    monkeypatch.setattr(promote, "_explain", explained)
+    monkeypatch.setattr(promote, "_write_evidence", explained)
     for wins in (5, 6, 7):
         opponent = champion_with(tmp_path, evaluation([0] * 60))
-        gate(tmp_path, registry, PromotionSettings(), evaluation([1] * wins + [0] * (60 - wins)), opponent)
+        gate(
+            tmp_path,
+            registry,
+            PromotionSettings(),
+            evaluation([1] * wins + [0] * (60 - wins)),
+            opponent,
+        )
     assert [[attempt.number for attempt in found] for found in shown] == [[1], [1, 2], [1, 2, 3]]
     assert shown[-1][-1].decision == "rejected" and shown[-1][0].p_value == pytest.approx(1 / 32)
 
@@ -177,13 +219,20 @@ def test_the_champion_itself_is_not_played_again(tmp_path):
     registry = Registry(SimpleNamespace(name="m", version=3, tags=tags, run_id="r"))
     cached, tags = [], {}
     pipeline_run = SimpleNamespace(
-        settings=SimpleNamespace(stages=SimpleNamespace(promote=None)), registered_model="m", tracking=registry,
+        settings=SimpleNamespace(stages=SimpleNamespace(promote=None)),
+        registered_model="m",
+        tracking=registry,
         parent=SimpleNamespace(set_tag=tags.__setitem__),
-        tracker=SimpleNamespace(note_cached=lambda name, source: cached.append((name, source))), resumed=False,
-    )  # fmt: skip
+        tracker=SimpleNamespace(note_cached=lambda name, source: cached.append((name, source))),
+        resumed=False,
+    )
     proof = proof_of(tmp_path / "proof", tmp_path / "model")
-    found = promote.promote(pipeline_run, stage_result(tmp_path), stage_result(tmp_path), None, proof)
-    assert found.summary["note"] == "version 3 of m is the champion already" and cached == [("promote", "r")]
+    found = promote.promote_challenger(
+        pipeline_run, stage_result(tmp_path), stage_result(tmp_path), None, proof
+    )
+    assert found.summary["note"] == "version 3 of m is the champion already" and cached == [
+        ("promote", "r")
+    ]
     assert registry.done == [] and tags == {"gate.reason": found.summary["note"]}
 
 
@@ -196,8 +245,11 @@ def test_a_champion_that_came_meanwhile_is_compared_with_in_turn(monkeypatch):
             raise ChampionChanged("x has another champion than 1 since the comparison began")
         return "promoted"
 
-    monkeypatch.setattr(promote, "_promote", once)
-    assert promote.promote("session", "evaluation", "challenger", None, "proof") == "promoted"
+    monkeypatch.setattr(promote, "_run_promotion", once)
+    assert (
+        promote.promote_challenger("session", "evaluation", "challenger", None, "proof")
+        == "promoted"
+    )
     assert met == [("session", "evaluation", "challenger", None, "proof")] * 3
 
 
@@ -208,28 +260,41 @@ def test_champions_that_change_for_ever_end_in_an_error(monkeypatch):
         met.append(arguments)
         raise ChampionChanged("again")
 
-    monkeypatch.setattr(promote, "_promote", never)
+    monkeypatch.setattr(promote, "_run_promotion", never)
     with pytest.raises(ChampionChanged):
-        promote.promote("session", "evaluation", "challenger", None, "proof")
-    assert len(met) == promote.CHAMPIONS_MET
+        promote.promote_challenger("session", "evaluation", "challenger", None, "proof")
+    assert len(met) == promote.MAX_COMPARISONS
 
 
 def test_the_figures_of_the_proof_are_tags(tmp_path):
     stage_result(tmp_path)
-    tags = checked_proof(proof_of(tmp_path / "proof", tmp_path / "model"), "policy", tmp_path / "model")
+    tags = verify_proof(
+        proof_of(tmp_path / "proof", tmp_path / "model"), "policy", tmp_path / "model"
+    )
     assert tags == {
         "export.model_sha256": digest_folder(tmp_path / "model"),
-        "export.trained_difference_max": "2e-06", "export.trained_difference_mean": "1e-07",
-        "export.evaluated_difference_max": "2e-06", "export.evaluated_difference_mean": "1e-07",
-    }  # fmt: skip
+        "export.trained_difference_max": "2e-06",
+        "export.trained_difference_mean": "1e-07",
+        "export.evaluated_difference_max": "2e-06",
+        "export.evaluated_difference_mean": "1e-07",
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda proof, model: (proof / "export.json").unlink(), r"is no proof of its export \(FileNotFoundError\)"),
-        (lambda proof, model: (proof / "export.json").write_text("[]"), r"is no proof of its export \(TypeError\)"),
-        (lambda proof, model: (proof / "export.json").write_text('{"models": {"sft": {}}}'), "is of no such model"),
+        (
+            lambda proof, model: (proof / "export.json").unlink(),
+            r"is no proof of its export \(FileNotFoundError\)",
+        ),
+        (
+            lambda proof, model: (proof / "export.json").write_text("[]"),
+            r"is no proof of its export \(TypeError\)",
+        ),
+        (
+            lambda proof, model: (proof / "export.json").write_text('{"models": {"sft": {}}}'),
+            "is of no such model",
+        ),
         (
             lambda proof, model: (model / "weights").write_text("other"),
             "is of the folder [0-9a-f]{12}, and this one is",
@@ -242,8 +307,10 @@ def test_a_model_without_a_proof_of_exactly_its_folder_is_not_promoted(tmp_path,
     proof = proof_of(tmp_path / "proof", tmp_path / "model")
     change(tmp_path / "proof", tmp_path / "model")
     pipeline_run = SimpleNamespace(
-        settings=SimpleNamespace(stages=SimpleNamespace(promote=None)), registered_model="m", tracking=Registry()
+        settings=SimpleNamespace(stages=SimpleNamespace(promote=None)),
+        registered_model="m",
+        tracking=Registry(),
     )
     with pytest.raises(ExportMismatch, match=f"is not promoted: .*{message}") as refused:
-        promote.promote(pipeline_run, challenger, challenger, None, proof)
+        promote.promote_challenger(pipeline_run, challenger, challenger, None, proof)
     assert "\n" not in str(refused.value) and pipeline_run.tracking.done == []

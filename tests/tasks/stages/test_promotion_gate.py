@@ -8,13 +8,15 @@ from helpers.evaluations import evaluation
 from rl_core.evaluation import compare
 from tasks.config.settings import PromotionSettings
 from tasks.stages import promotion_gate
-from tasks.stages.promotion_gate import decide, level_of
+from tasks.stages.promotion_gate import compute_attempt_level, decide_promotion
 
 
 @pytest.mark.parametrize(("wins", "promoted"), [(6, True), (5, True), (4, False)])
 def test_without_a_champion_the_minimum_decides(wins, promoted):
     outcomes = evaluation(([1] * wins + [0] * (10 - wins)) * 5)
-    found, reason, numbers = decide(outcomes, None, PromotionSettings(min_success=0.5), None, seed=0)
+    found, reason, numbers = decide_promotion(
+        outcomes, None, PromotionSettings(min_success=0.5), None, seed=0
+    )
     assert found is promoted
     assert numbers == {"success_rate": wins / 10}
     assert ("at least" in reason) is promoted
@@ -23,14 +25,16 @@ def test_without_a_champion_the_minimum_decides(wins, promoted):
 def test_a_clear_gain_is_promoted_and_a_clear_loss_is_not():
     weak, strong = evaluation([1, 0] * 50), evaluation([1, 1] * 40 + [1, 0] * 10)
     settings = PromotionSettings(min_gain=0.0)
-    up, reason, numbers = decide(strong, weak, settings, 3, seed=0)
+    up, reason, numbers = decide_promotion(strong, weak, settings, 3, seed=0)
     assert up
     assert "version 3" in reason
-    assert numbers["gain"] == pytest.approx(0.4)  # 90 of 100 against 50 of 100, on the same episodes
+    assert numbers["gain"] == pytest.approx(
+        0.4
+    )  # 90 of 100 against 50 of 100, on the same episodes
     # standard error sqrt(.4 * .6 / 100) = .049, so about .40 -+ .096
     assert 0.28 < numbers["gain_low"] < 0.33
     assert 0.47 < numbers["gain_high"] < 0.52
-    down, _, numbers = decide(weak, strong, settings, 3, seed=0)
+    down, _, numbers = decide_promotion(weak, strong, settings, 3, seed=0)
     assert not down
     assert numbers["gain"] == pytest.approx(-0.4)
 
@@ -38,7 +42,9 @@ def test_a_clear_gain_is_promoted_and_a_clear_loss_is_not():
 def test_a_gain_within_the_noise_is_not_promoted():
     champion = evaluation([1, 0] * 20)
     challenger = evaluation([1, 0] * 18 + [0, 1, 1, 1])  # two episodes more, of 40
-    promoted, reason, numbers = decide(challenger, champion, PromotionSettings(), 1, seed=0)
+    promoted, reason, numbers = decide_promotion(
+        challenger, champion, PromotionSettings(), 1, seed=0
+    )
     assert not promoted
     assert numbers["gain"] > 0 >= numbers["gain_low"]
     assert "not above" in reason
@@ -46,17 +52,17 @@ def test_a_gain_within_the_noise_is_not_promoted():
 
 def test_min_gain_raises_the_bar():
     weak, strong = evaluation([1, 0] * 50), evaluation([1, 1] * 40 + [1, 0] * 10)
-    assert not decide(strong, weak, PromotionSettings(min_gain=0.39), 1, seed=0)[0]
+    assert not decide_promotion(strong, weak, PromotionSettings(min_gain=0.39), 1, seed=0)[0]
 
 
 def test_no_difference_at_all_is_not_above_zero():
     """Every resample of equal outcomes has the gain 0: the bound equals min_gain, which is not above it."""
     both = evaluation([1, 0] * 200)
-    promoted, _, numbers = decide(both, both, PromotionSettings(min_gain=0.0), 1, seed=0)
+    promoted, _, numbers = decide_promotion(both, both, PromotionSettings(min_gain=0.0), 1, seed=0)
     assert not promoted and (numbers["gain_low"], numbers["gain_high"]) == (0.0, 0.0)
     # 400 episodes alike: a loss of 1 point would have left that many alike in 2% of cases (.99^400) and of 5 never
-    assert not decide(both, both, PromotionSettings(min_gain=-0.01), 1, seed=0)[0]
-    assert decide(both, both, PromotionSettings(min_gain=-0.05), 1, seed=0)[0]
+    assert not decide_promotion(both, both, PromotionSettings(min_gain=-0.01), 1, seed=0)[0]
+    assert decide_promotion(both, both, PromotionSettings(min_gain=-0.05), 1, seed=0)[0]
 
 
 def test_confidence_samples_and_seed_are_those_of_the_settings(monkeypatch):
@@ -69,7 +75,7 @@ def test_confidence_samples_and_seed_are_those_of_the_settings(monkeypatch):
     monkeypatch.setattr(promotion_gate, "compare", noted)
     new, old = evaluation([1, 1, 0] * 20), evaluation([1, 0, 0] * 20)
     settings = PromotionSettings(confidence=0.6, bootstrap_samples=150)
-    numbers = decide(new, old, settings, 1, seed=7)[2]
+    numbers = decide_promotion(new, old, settings, 1, seed=7)[2]
     assert asked == [((new, old), {"bootstrap_samples": 150, "seed": 7, "confidence": 0.6})]
     expected = compare(new, old, bootstrap_samples=150, seed=7, confidence=0.6).success
     assert (numbers["gain_low"], numbers["gain_high"]) == (expected.low, expected.high)
@@ -85,47 +91,63 @@ def pair(wins, losses, both=0, neither=0):
 @pytest.mark.parametrize("episodes", [2, 3])
 def test_two_of_two_and_three_of_three_are_no_evidence(episodes):
     """Every resample of equal gains has that gain, so the interval lies above 0; the exact p is 1/4 and 1/8."""
-    promoted, reason, numbers = decide(*pair(episodes, 0), PromotionSettings(), 1, seed=0)
+    promoted, reason, numbers = decide_promotion(*pair(episodes, 0), PromotionSettings(), 1, seed=0)
     assert not promoted and numbers["gain_low"] == 1.0
     assert numbers["p_value"] == pytest.approx(0.5**episodes)
-    assert f"{episodes} held-out episodes are too few to promote on, 50 are needed: raise evaluate.episodes" in reason
+    assert (
+        f"{episodes} held-out episodes are too few to promote on, 50 are needed: raise evaluate.episodes"
+        in reason
+    )
     assert "(not counted as an attempt)" in reason
     lenient = PromotionSettings(min_episodes=1, min_discordant=0)
-    promoted, reason, _ = decide(*pair(episodes, 0), lenient, 1, seed=0)
+    promoted, reason, _ = decide_promotion(*pair(episodes, 0), lenient, 1, seed=0)
     assert not promoted and f"sign test p = {0.5**episodes:.3g}, above 0.025" in reason
 
 
 def test_few_discordant_episodes_say_how_many_it_takes():
-    promoted, reason, numbers = decide(*pair(8, 0, both=72), PromotionSettings(), 1, seed=0)
+    promoted, reason, numbers = decide_promotion(
+        *pair(8, 0, both=72), PromotionSettings(), 1, seed=0
+    )
     assert not promoted and numbers["p_value"] == pytest.approx(1 / 256) and numbers["gain_low"] > 0
     # 8 of 80 differ, so 10 differ among 100
-    assert "differ on 8 episodes, too few: 10 are needed, at this rate on about 100 episodes" in reason
-    assert decide(*pair(10, 0, both=90), PromotionSettings(), 1, seed=0)[0]
+    assert (
+        "differ on 8 episodes, too few: 10 are needed, at this rate on about 100 episodes" in reason
+    )
+    assert decide_promotion(*pair(10, 0, both=90), PromotionSettings(), 1, seed=0)[0]
 
 
 def test_the_exact_test_is_the_sign_test_of_the_discordant_episodes():
-    promoted, reason, numbers = decide(*pair(15, 5, both=80), PromotionSettings(), 1, seed=0)
+    promoted, reason, numbers = decide_promotion(
+        *pair(15, 5, both=80), PromotionSettings(), 1, seed=0
+    )
     by_hand = sum(math.comb(20, k) for k in range(15, 21)) / 2**20  # .0207
     assert numbers["p_value"] == pytest.approx(by_hand)
-    assert promoted and f"sign test p = {by_hand:.3g}, at most 0.025 (attempt 1 on these episodes" in reason
+    assert (
+        promoted
+        and f"sign test p = {by_hand:.3g}, at most 0.025 (attempt 1 on these episodes" in reason
+    )
     assert (numbers["attempt"], numbers["episodes"], numbers["discordant"]) == (1, 100, 20)
     assert (numbers["alpha"], numbers["alpha_left"]) == (0.025, 0.025)
 
 
 def test_a_second_attempt_on_the_same_episodes_has_less_of_alpha():
     models = pair(15, 5, both=80)  # p = .0207
-    promoted, reason, numbers = decide(*models, PromotionSettings(), 1, seed=0, attempt=2)
+    promoted, reason, numbers = decide_promotion(*models, PromotionSettings(), 1, seed=0, attempt=2)
     assert not promoted  # .05 / (2 * 3) = .0083
-    assert numbers["alpha"] == pytest.approx(0.05 / 6) and numbers["alpha_left"] == pytest.approx(0.05 / 3)
+    assert numbers["alpha"] == pytest.approx(0.05 / 6) and numbers["alpha_left"] == pytest.approx(
+        0.05 / 3
+    )
     assert "above 0.0083 (attempt 2 on these episodes, 0.017 of alpha 0.05 left)" in reason
     # gain .1, variance .19: (z(1 - .00833) + z(.8))^2 * .19 / .01 = (2.394 + .842)^2 * 19 = 198.9
     assert reason.endswith("to find a gain of this size takes about 200 episodes")
-    assert decide(*models, PromotionSettings(repeated_attempts="off"), 1, seed=0, attempt=2)[0]
-    assert decide(*models, PromotionSettings(alpha=0.2), 1, seed=0, attempt=2)[0]
+    assert decide_promotion(
+        *models, PromotionSettings(repeated_attempts="off"), 1, seed=0, attempt=2
+    )[0]
+    assert decide_promotion(*models, PromotionSettings(alpha=0.2), 1, seed=0, attempt=2)[0]
 
 
 def test_the_levels_of_all_attempts_add_up_to_alpha():
-    levels = [level_of(PromotionSettings(alpha=0.1), k) for k in range(1, 1001)]
+    levels = [compute_attempt_level(PromotionSettings(alpha=0.1), k) for k in range(1, 1001)]
     assert sum(level.level for level in levels) == pytest.approx(0.1 - levels[-1].left)
     assert levels[-1].left == pytest.approx(0.1 / 1001)
 
@@ -134,8 +156,10 @@ def test_rewards_are_compared_where_the_setting_says_so():
     """The reward grows on 70 of 100 episodes by .5 and falls on 30 by .25; success stays as it is."""
     ours = evaluation([1] * 100, rewards=[0.75] * 70 + [0.25] * 30)
     theirs = evaluation([1] * 100, rewards=[0.25] * 70 + [0.5] * 30)
-    assert not decide(ours, theirs, PromotionSettings(), 1, seed=0)[0]
-    promoted, reason, numbers = decide(ours, theirs, PromotionSettings(metric="reward"), 1, seed=0)
+    assert not decide_promotion(ours, theirs, PromotionSettings(), 1, seed=0)[0]
+    promoted, reason, numbers = decide_promotion(
+        ours, theirs, PromotionSettings(metric="reward"), 1, seed=0
+    )
     assert promoted and numbers["gain"] == pytest.approx(0.275) and numbers["discordant"] == 100
     assert "+0.275 in reward [" in reason and "sign-flip test p" in reason
 
@@ -143,11 +167,18 @@ def test_rewards_are_compared_where_the_setting_says_so():
 def test_samples_of_an_episode_count_once():
     """50 episodes of four samples: one success more on 12 of them, one less on 3; that is 15 episodes, not 200."""
     ours, theirs = [2] * 12 + [1] * 3 + [2] * 35, [1] * 12 + [2] * 3 + [2] * 35
-    numbers = decide(evaluation(ours, samples=4), evaluation(theirs, samples=4), PromotionSettings(), 1, seed=0)[2]
+    numbers = decide_promotion(
+        evaluation(ours, samples=4), evaluation(theirs, samples=4), PromotionSettings(), 1, seed=0
+    )[2]
     assert numbers["p_value"] == pytest.approx(sum(math.comb(15, k) for k in range(12, 16)) / 2**15)
     assert numbers["discordant"] == 15
 
 
 def test_the_first_champion_needs_the_episodes_too():
-    promoted, reason, _ = decide(evaluation([1, 1]), None, PromotionSettings(min_success=0.5), None, seed=0)
-    assert not promoted and "success 100.0% is at least 50%, but 2 held-out episodes are too few" in reason
+    promoted, reason, _ = decide_promotion(
+        evaluation([1, 1]), None, PromotionSettings(min_success=0.5), None, seed=0
+    )
+    assert (
+        not promoted
+        and "success 100.0% is at least 50%, but 2 held-out episodes are too few" in reason
+    )

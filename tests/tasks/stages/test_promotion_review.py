@@ -3,28 +3,43 @@
 import json
 
 from rl_core.analysis import write_trajectories
-from rl_core.evaluation import summarize
+from rl_core.evaluation import summarize_trajectories
 from rl_core.types import Trajectory, Turn
 from tasks.config.settings import PromotionSettings
-from tasks.lifecycle.attempts import Attempt
-from tasks.pipeline.result import StageResult
-from tasks.stages.promotion_review import Side, regressions, spark, write_report, write_review
+from tasks.lifecycle.promotion import GateAttempt
+from tasks.pipeline.stage_result import StageResult
+from tasks.stages.promotion_review import (
+    ComparedModel,
+    draw_sparkline,
+    find_regressions,
+    write_report,
+    write_review,
+)
 
 
 def episode(seed, won, level="easy", reward=None, text="look"):
     return Trajectory(
-        environment="e", level=level, kind="k", seed=seed, prompt="where | is it?", target="t", success=bool(won),
+        environment="e",
+        level=level,
+        kind="k",
+        seed=seed,
+        prompt="where | is it?",
+        target="t",
+        success=bool(won),
         reward=float(won) if reward is None else reward,
-        turns=[Turn(action=text, observation="wall\n<b>", num_tokens=1), Turn(action=f"answer {won}", num_tokens=1)],
-    )  # fmt: skip
+        turns=[
+            Turn(action=text, observation="wall\n<b>", num_tokens=1),
+            Turn(action=f"answer {won}", num_tokens=1),
+        ],
+    )
 
 
 def side(folder, label, episodes):
     folder.mkdir()
-    evaluation = summarize(episodes)
+    evaluation = summarize_trajectories(episodes)
     (folder / "evaluation.json").write_text(json.dumps({"m": evaluation.to_json()}))
     write_trajectories(folder / "trajectories_m.jsonl", episodes)
-    return Side(label, folder, "m")
+    return ComparedModel(label, folder, "m")
 
 
 def trained(tmp_path):
@@ -37,23 +52,44 @@ def trained(tmp_path):
 
 
 def both(tmp_path):
-    old = [episode(0, 1), episode(1, 1), episode(2, 0), episode(3, 1, "hard"), episode(4, 0, reward=0.5)]
-    new = [episode(0, 0, text="a`b|c"), episode(1, 1), episode(2, 1), episode(3, 1, "hard"), episode(4, 0, reward=0.25)]
+    old = [
+        episode(0, 1),
+        episode(1, 1),
+        episode(2, 0),
+        episode(3, 1, "hard"),
+        episode(4, 0, reward=0.5),
+    ]
+    new = [
+        episode(0, 0, text="a`b|c"),
+        episode(1, 1),
+        episode(2, 1),
+        episode(3, 1, "hard"),
+        episode(4, 0, reward=0.25),
+    ]
     return side(tmp_path / "new", "version 4", new), side(tmp_path / "old", "champion 3", old)
 
 
 def test_regressions_come_worst_first(tmp_path):
     challenger, champion = both(tmp_path)
     # episode 0 lost a success; 4 fails in both and earns less; 2 got better
-    assert regressions(challenger.evaluation, champion.evaluation) == [("easy", 0), ("easy", 4)]
+    assert find_regressions(challenger.evaluation, champion.evaluation) == [
+        ("easy", 0),
+        ("easy", 4),
+    ]
 
 
 def test_the_page_says_what_is_needed_to_decide(tmp_path):
     challenger, champion = both(tmp_path)
     text = write_review(
-        tmp_path / "review.md", challenger, champion, trained(tmp_path), PromotionSettings(bootstrap_samples=100),
-        title="demo", verdict="gain 0", seed=0,
-    )  # fmt: skip
+        tmp_path / "review.md",
+        challenger,
+        champion,
+        trained(tmp_path),
+        PromotionSettings(bootstrap_samples=100),
+        title="demo",
+        verdict="gain 0",
+        seed=0,
+    )
     assert (tmp_path / "review.md").read_text() == text
     rows = [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines()]
     table = {row[0].removeprefix("| "): row for row in rows if len(row) == 7}
@@ -75,16 +111,46 @@ def test_the_page_says_what_is_needed_to_decide(tmp_path):
 def test_the_page_shows_the_attempts_on_these_episodes(tmp_path):
     challenger, champion = both(tmp_path)
     asked = [
-        Attempt(id="a", comparison="c", draw=0, episodes=(), version=3, champion=2, number=1, level=0.025, p_value=0.4,
-                decision="rejected"),
-        Attempt(id="b", comparison="d", draw=0, episodes=(), version=4, champion=3, number=2, level=0.0083333,
-                p_value=0.0012345, decision="promoted"),
-    ]  # fmt: skip
+        GateAttempt(
+            id="a",
+            comparison="c",
+            draw=0,
+            episodes=(),
+            version=3,
+            champion=2,
+            number=1,
+            level=0.025,
+            p_value=0.4,
+            decision="rejected",
+        ),
+        GateAttempt(
+            id="b",
+            comparison="d",
+            draw=0,
+            episodes=(),
+            version=4,
+            champion=3,
+            number=2,
+            level=0.0083333,
+            p_value=0.0012345,
+            decision="promoted",
+        ),
+    ]
     settings = PromotionSettings(bootstrap_samples=100)
     text = write_review(
-        tmp_path / "r.md", challenger, champion, {}, settings, title="t", verdict="v", seed=0, attempts=asked
-    )  # fmt: skip
-    assert "| 1 | 3 | 2 | 0.4 | 0.025 | rejected |\n| 2 | 4 | 3 | 0.0012 | 0.0083 | promoted |" in text
+        tmp_path / "r.md",
+        challenger,
+        champion,
+        {},
+        settings,
+        title="t",
+        verdict="v",
+        seed=0,
+        attempts=asked,
+    )
+    assert (
+        "| 1 | 3 | 2 | 0.4 | 0.025 | rejected |\n| 2 | 4 | 3 | 0.0012 | 0.0083 | promoted |" in text
+    )
     # .05 / (2 * 3) was for the second attempt; .05 / 3 is left
     assert "of alpha 0.05, 0.0083 was for this attempt and 0.017 is left" in text
 
@@ -93,7 +159,7 @@ def test_without_a_champion_it_shows_what_failed(tmp_path):
     challenger, _ = both(tmp_path)
     text = write_review(
         tmp_path / "r.md", challenger, None, {}, PromotionSettings(), title="t", verdict="v", seed=0
-    )  # fmt: skip
+    )
     assert "There is no champion yet" in text and "2 of 2 episodes that failed." in text
     assert "| turn | version 4: wrong, reward 0 |" in text
 
@@ -103,15 +169,22 @@ def test_the_report_puts_both_beside_each_other(tmp_path):
 
     challenger, champion = both(tmp_path)
     settings = AnalysisSettings(bootstrap_samples=100, side_by_side=0)
-    files = write_report(tmp_path / "out", challenger, champion, trained(tmp_path), settings, "title", seed=0)
+    files = write_report(
+        tmp_path / "out", challenger, champion, trained(tmp_path), settings, "title", seed=0
+    )
     page = files[0].read_text()
-    assert files[0].name == "report.html" and "champion_3" in page and "version_4" in page and "answer 0" in page
+    assert (
+        files[0].name == "report.html"
+        and "champion_3" in page
+        and "version_4" in page
+        and "answer 0" in page
+    )
 
 
 def test_spark():
-    assert spark([0, 7]) == "▁█"
-    assert spark([5, 5, 5]) == "▁▁▁"
-    assert spark([float("nan"), 1, float("inf"), 2]) == "▁█"
-    assert spark([]) == ""
-    assert spark([0, 2, 5, 9], points=2) == "▁█"  # means 1 and 7
-    assert len(spark(list(range(1000)))) == 24
+    assert draw_sparkline([0, 7]) == "▁█"
+    assert draw_sparkline([5, 5, 5]) == "▁▁▁"
+    assert draw_sparkline([float("nan"), 1, float("inf"), 2]) == "▁█"
+    assert draw_sparkline([]) == ""
+    assert draw_sparkline([0, 2, 5, 9], points=2) == "▁█"  # means 1 and 7
+    assert len(draw_sparkline(list(range(1000)))) == 24

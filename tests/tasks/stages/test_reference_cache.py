@@ -4,24 +4,29 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_core.data.pairs import Pair, PairSide
-from rl_core.trainers.pair_references import reference_logprobs
-from tasks.stages import reference_cache
-from tasks.stages.reference_cache import FILE, cached_references
+from rl_core.data.pairs import PairSide, PreferencePair
+from rl_core.trainers.preference import compute_reference_logprobs
+from tasks.stages import preference_pairs
+from tasks.stages.preference_pairs import REFERENCES_FILE, load_or_compute_references
 
 
 def nano(seed=0):
     config = LlamaConfig(
-        vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
-        intermediate_size=8, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=11,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        intermediate_size=8,
+        pad_token_id=0,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
 
 
 def pair(last):
-    return Pair(PairSide([1, 2], [3, last], [True, True]), PairSide([1, 2], [4], [True]))
+    return PreferencePair(PairSide([1, 2], [3, last], [True, True]), PairSide([1, 2], [4], [True]))
 
 
 PARTS = ([pair(5), pair(6), pair(7)], [pair(8)])
@@ -34,20 +39,24 @@ def calls(monkeypatch):
 
     def counted(model, pairs, **named):
         made.append(len(pairs))
-        return reference_logprobs(model, pairs, **named)
+        return compute_reference_logprobs(model, pairs, **named)
 
-    monkeypatch.setattr(reference_cache, "reference_logprobs", counted)
+    monkeypatch.setattr(preference_pairs, "compute_reference_logprobs", counted)
     return made
 
 
 def get(folder, model=None, parts=PARTS, max_tokens=64, code=""):
-    return cached_references(folder, model or nano(), parts, pad_id=0, max_tokens=max_tokens, code=code)
+    return load_or_compute_references(
+        folder, model or nano(), parts, pad_id=0, max_tokens=max_tokens, code=code
+    )
 
 
 def test_the_second_time_nothing_is_scored_and_every_bit_is_the_same(tmp_path, calls):
     first = get(tmp_path / "r")
     assert calls == [3, 1]
-    assert first == tuple(reference_logprobs(nano(), part, pad_id=0, max_tokens=64) for part in PARTS)
+    assert first == tuple(
+        compute_reference_logprobs(nano(), part, pad_id=0, max_tokens=64) for part in PARTS
+    )
     assert get(tmp_path / "r") == first
     assert calls == [3, 1]
 
@@ -55,8 +64,13 @@ def test_the_second_time_nothing_is_scored_and_every_bit_is_the_same(tmp_path, c
 def test_other_weights_pairs_masks_batches_or_code_are_another_entry(tmp_path, calls):
     get(tmp_path)
     side = PairSide([1, 2], [3, 5], [False, True])
-    masked = ([Pair(side, pair(5).rejected), *PARTS[0][1:]], PARTS[1])
-    changed = [{"model": nano(1)}, {"parts": (PARTS[0][::-1], PARTS[1])}, {"parts": masked}, {"max_tokens": 8}]
+    masked = ([PreferencePair(side, pair(5).rejected), *PARTS[0][1:]], PARTS[1])
+    changed = [
+        {"model": nano(1)},
+        {"parts": (PARTS[0][::-1], PARTS[1])},
+        {"parts": masked},
+        {"max_tokens": 8},
+    ]
     for number, change in enumerate([*changed, {"code": "other"}], start=2):
         get(tmp_path, **change)
         assert len(calls) == 2 * number
@@ -67,7 +81,7 @@ def test_other_weights_pairs_masks_batches_or_code_are_another_entry(tmp_path, c
 def test_a_damaged_entry_is_made_again_and_said(tmp_path, calls, caplog, damage):
     first = get(tmp_path)
     (entry,) = tmp_path.iterdir()
-    file = entry / FILE
+    file = entry / REFERENCES_FILE
     data = bytearray(file.read_bytes())
     if damage == "flip":
         data[-1] ^= 1

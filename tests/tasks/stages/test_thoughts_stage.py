@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from rl_core.data.tokenizer import train_tokenizer
-from rl_core.environments import make
+from rl_core.environments import make_environment
 from rl_core.errors import CheckFailed, SettingsError
 from rl_core.models import causal_lm
-from rl_core.rollouts.heldout_requests import heldout_requests
+from rl_core.rollouts.heldout_episodes import draw_heldout_requests
 from rl_core.settings import EvaluationSettings, ModelSettings, SamplingSettings, ThoughtsSettings
-from rl_core.thoughts import controls
-from tasks.config import from_dict
-from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext
+from rl_core.thoughts import genuineness_check
+from tasks.config import build_settings
+from tasks.pipeline.stage import StageContext
+from tasks.pipeline.stage_result import RECENT_ROLLOUTS
 from tasks.stages import thoughts
 
 SETTINGS = ThoughtsSettings(
@@ -50,16 +51,22 @@ class Tracker:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """An untrained policy, which never thinks and hardly ever answers."""
-    environment = make("reckoning")
-    texts = [m["content"] for seed in range(50) for m in environment.demonstration(seed, "easy").messages]
+    environment = make_environment("reckoning")
+    texts = [
+        m["content"] for seed in range(50) for m in environment.demonstration(seed, "easy").messages
+    ]
     tokenizer = train_tokenizer(texts, 300)
     folder = tmp_path_factory.mktemp("base")
-    causal_lm.save(causal_lm.create(ModelSettings(preset="nano", context=128), tokenizer, 0), tokenizer, folder)
+    causal_lm.save(
+        causal_lm.create_model(ModelSettings(preset="nano", context=128), tokenizer, 0),
+        tokenizer,
+        folder,
+    )
     return folder
 
 
 def context_of(base, folder, settings=SETTINGS, **model):
-    pipeline = from_dict(
+    pipeline = build_settings(
         {
             "name": "t",
             "environment": {"name": "reckoning"},
@@ -90,11 +97,17 @@ GAINS = {
 
 
 def test_it_writes_a_model_and_all_numbers(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(controls, "measure_gains", lambda *a, **k: GAINS)
+    monkeypatch.setattr(genuineness_check, "measure_gains", lambda *a, **k: GAINS)
     context = context_of(base, tmp_path)
-    summary = thoughts._body(context)
+    summary = thoughts._run_thought_training(context)
     assert summary["genuine"] is True and summary["iterations"] == 2
-    for text in ("own +1.00 [", "shuffled -1.03 [", "filler +0.03 [", "truncated +0.30 [", "genuine"):
+    for text in (
+        "own +1.00 [",
+        "shuffled -1.03 [",
+        "filler +0.03 [",
+        "truncated +0.30 [",
+        "genuine",
+    ):
         assert text in summary["note"]
     for name in ("own", "shuffled", "filler", "truncated"):
         assert f"thoughts/gain_{name}_low" in summary["metrics"]
@@ -108,18 +121,20 @@ def test_it_writes_a_model_and_all_numbers(base, tmp_path, monkeypatch):
     for iteration in (0, 1):
         rows = [row for row in played if row["iteration"] == iteration]
         turns = [len(row["turns"]) for row in rows]
-        total = sum(row["rewards"]["thought_gain"] * count for row, count in zip(rows, turns, strict=True))
+        total = sum(
+            row["rewards"]["thought_gain"] * count for row, count in zip(rows, turns, strict=True)
+        )
         assert total / sum(turns) == pytest.approx(measured[iteration], abs=1e-6)
-    model, _ = causal_lm.load(tmp_path / "model", ModelSettings(device="cpu"))
+    model, _ = causal_lm.load_model(tmp_path / "model", ModelSettings(device="cpu"))
     assert not any("baseline" in name for name in model.state_dict())
 
 
 def test_with_adapters_the_model_is_exported_merged(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(controls, "measure_gains", lambda *a, **k: GAINS)
+    monkeypatch.setattr(genuineness_check, "measure_gains", lambda *a, **k: GAINS)
     settings = dataclasses.replace(SETTINGS, learning_rate=1e-2, warmup_steps=0, answer_coef=1.0)
-    thoughts._body(context_of(base, tmp_path, settings, lora={"rank": 4}))
-    before, _ = causal_lm.load(base, ModelSettings(device="cpu"))
-    after, _ = causal_lm.load(tmp_path / "model", ModelSettings(device="cpu"))
+    thoughts._run_thought_training(context_of(base, tmp_path, settings, lora={"rank": 4}))
+    before, _ = causal_lm.load_model(base, ModelSettings(device="cpu"))
+    after, _ = causal_lm.load_model(tmp_path / "model", ModelSettings(device="cpu"))
     start, end = before.state_dict(), after.state_dict()
     assert start.keys() == end.keys()  # a plain model, without adapter names
     moved = {name for name in start if not torch.equal(start[name], end[name])}
@@ -129,42 +144,59 @@ def test_with_adapters_the_model_is_exported_merged(base, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4}}], ids=["whole", "adapters"])
 def test_the_kl_refers_to_the_stage_s_model(base, tmp_path, monkeypatch, model):
-    monkeypatch.setattr(controls, "measure_gains", lambda *a, **k: GAINS)
+    monkeypatch.setattr(genuineness_check, "measure_gains", lambda *a, **k: GAINS)
     settings = dataclasses.replace(
-        SETTINGS, kl_coef=0.1, learning_rate=1e-2, warmup_steps=0, check_every_episodes=8, stop_when_genuine=True
+        SETTINGS,
+        kl_coef=0.1,
+        learning_rate=1e-2,
+        warmup_steps=0,
+        check_every_episodes=8,
+        stop_when_genuine=True,
     )
     context = context_of(base, tmp_path, settings, **model)
-    summary = thoughts._body(context)
+    summary = thoughts._run_thought_training(context)
     found = [row["policy/ref_kl"] for row in context.tracker.rows if "policy/ref_kl" in row]
     assert abs(found[0]) < 1e-6 < found[1]
-    assert [row["thoughts/check_genuine"] for row in context.tracker.rows if "thoughts/check_genuine" in row] == [1.0]
-    assert summary["stop_reason"].startswith("thoughts are genuine on the validation episodes, after 8")
+    assert [
+        row["thoughts/check_genuine"]
+        for row in context.tracker.rows
+        if "thoughts/check_genuine" in row
+    ] == [1.0]
+    assert summary["stop_reason"].startswith(
+        "thoughts are genuine on the validation episodes, after 8"
+    )
 
 
 def test_it_is_tested_on_episodes_that_chose_nothing_and_on_others_for_each_key(base, tmp_path):
     few = dataclasses.replace(SETTINGS, validation_episodes=30, check_episodes=30)
-    environment = make("reckoning")
+    environment = make_environment("reckoning")
     pool = {level: environment.seeds_of("heldout", level)[:20] for level in environment.levels}
     environment.seeds_of = lambda split, level: pool[level]  # 60 episodes in all
-    validation = heldout_requests(environment, EvaluationSettings(episodes=30), 1)
+    validation = draw_heldout_requests(environment, EvaluationSettings(episodes=30), 1)
 
     def asked(key):
-        context = dataclasses.replace(context_of(base, tmp_path, few), fingerprint={"stage key": key})
-        return thoughts._check_requests(context, environment, validation)
+        context = dataclasses.replace(
+            context_of(base, tmp_path, few), fingerprint={"stage key": key}
+        )
+        return thoughts._select_check_episodes(context, environment, validation)
 
     assert not set(asked("a")) & set(validation) and len(set(asked("a"))) == 30
     assert asked("a") == asked("a") != asked("b")
     few = dataclasses.replace(few, check_episodes=60)
-    with pytest.raises(SettingsError, match=r"check_episodes: level .* validation_episodes takes 10 of them"):
+    with pytest.raises(
+        SettingsError, match=r"check_episodes: level .* validation_episodes takes 10 of them"
+    ):
         asked("a")
 
 
 def test_thoughts_that_are_not_genuine_fail_the_stage(base, tmp_path, monkeypatch):
     found = {**GAINS, "filler": GAINS["own"]}  # filler helps as much: it was the length
-    monkeypatch.setattr(controls, "measure_gains", lambda *a, **k: found)
+    monkeypatch.setattr(genuineness_check, "measure_gains", lambda *a, **k: found)
     settings = dataclasses.replace(SETTINGS, require_genuine=True)
     context = context_of(base, tmp_path / "strict", settings)
     with pytest.raises(CheckFailed, match=r"filler \+1\.00 .*filler thoughts do not lose for sure"):
-        thoughts._body(context)
+        thoughts._run_thought_training(context)
     assert context.tracker.artifacts == ["thoughts.json"]  # the numbers are kept all the same
-    assert thoughts._body(context_of(base, tmp_path / "lenient"))["genuine"] is False
+    assert (
+        thoughts._run_thought_training(context_of(base, tmp_path / "lenient"))["genuine"] is False
+    )

@@ -26,7 +26,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     import torch
     from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
     from tokenizers.models import BPE
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        LlamaForSequenceClassification,
+        PreTrainedTokenizerFast,
+    )
 
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,13 +42,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ["what colour is the cell"],
         trainers.BpeTrainer(vocab_size=280, special_tokens=special, initial_alphabet=alphabet),
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<|end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<|end|>"
+    )
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
     shape = {
-        "vocab_size": 280, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 1,
+        "vocab_size": 280,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
         "bos_token_id": 1,
-    }  # fmt: skip
+    }
     torch.manual_seed(0)
     folders = {}
     for kind, model in (

@@ -9,11 +9,11 @@ import pytest
 from mlflow.store.artifact import local_artifact_repo
 
 from tasks.tracking import models as models_module
-from tasks.tracking.artifact_folders import UPLOADING, clear_broken_uploads, local_artifacts
+from tasks.tracking.models import UPLOAD_PREFIX, clear_broken_uploads, find_local_artifacts
 
 
 def test_the_name_is_mlflow_s():
-    assert UPLOADING == local_artifact_repo._TEMP_ARTIFACT_PREFIX
+    assert UPLOAD_PREFIX == local_artifact_repo._TEMP_ARTIFACT_PREFIX
 
 
 @pytest.mark.parametrize("how", ["text", "file"])
@@ -21,8 +21,13 @@ def test_a_resumed_run_loses_those_of_the_killed_process_alone(tracking, tmp_pat
     first = tracking.start_run("r", tmp_path / "run")
     first.log_text("a", "notes/a.txt")
     first.close("KILLED")
-    folder = local_artifacts(tracking.store.client.get_run(first.run_id).info.artifact_uri, first.run_id)
-    broken, living = folder / "artifacts" / "notes" / f"{UPLOADING}broken", folder / "artifacts" / f"{UPLOADING}living"
+    folder = find_local_artifacts(
+        tracking.store.client.get_run(first.run_id).info.artifact_uri, first.run_id
+    )
+    broken, living = (
+        folder / "artifacts" / "notes" / f"{UPLOAD_PREFIX}broken",
+        folder / "artifacts" / f"{UPLOAD_PREFIX}living",
+    )
     for path, age in ((broken, 60), (living, -60)):
         path.write_text("half")
         os.utime(path, (time.time() - age,) * 2)
@@ -38,12 +43,14 @@ def test_a_resumed_run_loses_those_of_the_killed_process_alone(tracking, tmp_pat
 
 
 def test_only_files_that_bear_mlflow_s_mark_are_deleted(tmp_path):
-    kept = [tmp_path / name for name in ("model.safetensors", "a.artifact.uploading.b", ".artifact")]
-    marked = tmp_path / "inner" / f"{UPLOADING}x"
+    kept = [
+        tmp_path / name for name in ("model.safetensors", "a.artifact.uploading.b", ".artifact")
+    ]
+    marked = tmp_path / "inner" / f"{UPLOAD_PREFIX}x"
     marked.parent.mkdir()
     outside = tmp_path.parent / f"{tmp_path.name}-outside"
     outside.write_text("")
-    (tmp_path / f"{UPLOADING}link").symlink_to(outside)
+    (tmp_path / f"{UPLOAD_PREFIX}link").symlink_to(outside)
     for path in (*kept, marked):
         path.write_text("")
     assert clear_broken_uploads(tmp_path, time.time() + 1) == 2
@@ -51,20 +58,24 @@ def test_only_files_that_bear_mlflow_s_mark_are_deleted(tmp_path):
     assert clear_broken_uploads(Path(tmp_path / "nowhere"), time.time()) == 0
 
 
-def test_a_model_whose_upload_was_killed_has_its_own_files_alone(tracking, models, tmp_path, monkeypatch):
+def test_a_model_whose_upload_was_killed_has_its_own_files_alone(
+    tracking, models, tmp_path, monkeypatch
+):
     planted = []
 
     def killed_in_upload(point):
         if point == "model.made" and not planted:
-            found = tracking.store.client.search_logged_models([tracking.experiment_id], "attributes.name = 'half'")
+            found = tracking.store.client.search_logged_models(
+                [tracking.experiment_id], "attributes.name = 'half'"
+            )
             place = Path(found[0].artifact_location.removeprefix("file://")) / "model"
             place.mkdir(parents=True)
-            planted.append(place / f"{UPLOADING}x")
+            planted.append(place / f"{UPLOAD_PREFIX}x")
             planted[0].write_text("half")
             os.utime(planted[0], (1, 1))
             raise OSError(errno.EIO, "as if killed")
 
-    monkeypatch.setattr(models_module, "fault", killed_in_upload)
+    monkeypatch.setattr(models_module, "inject_fault", killed_in_upload)
     with tracking.start_run("half", tmp_path / "run", interval_s=0.05) as run:
         assert run.log_model(models["policy"], "policy", "half") == 1
     assert planted and not planted[0].exists() and (planted[0].parent / "config.json").exists()

@@ -11,18 +11,23 @@ import sys
 import pytest
 
 from rl_core.errors import BackendError
-from tasks.tracking import Tracking, database
-from tasks.tracking.database import ensure_database
+from tasks.tracking import Tracking, store
+from tasks.tracking.store import ensure_database
 
 
 def tables(path):
     with contextlib.closing(sqlite3.connect(path)) as database:
-        return {row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        return {
+            row[0]
+            for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        }
 
 
 @pytest.fixture
 def file_size_limit(monkeypatch):
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would keep compiled modules that are cut there
+    monkeypatch.setattr(
+        sys, "dont_write_bytecode", True
+    )  # Python would keep compiled modules that are cut there
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size):
@@ -34,9 +39,11 @@ def file_size_limit(monkeypatch):
 
 def test_a_file_size_limit_leaves_no_half_made_database(tmp_path, file_size_limit):
     tracking = Tracking(None, tmp_path, "e")
-    tracking.store.load()
+    tracking.store.import_mlflow()
     file_size_limit(100_000)
-    with pytest.raises(BackendError, match=r"mlflow\.db: the tracking database cannot be made: .*ulimit -f"):
+    with pytest.raises(
+        BackendError, match=r"mlflow\.db: the tracking database cannot be made: .*ulimit -f"
+    ):
         _ = tracking.store.client
     file_size_limit(resource.RLIM_INFINITY)
     assert [path.name for path in (tmp_path / "mlflow").iterdir()] == [".mlflow.db.lock"]
@@ -50,8 +57,11 @@ def test_a_database_that_cannot_grow_is_said_in_one_line(tmp_path, file_size_lim
     logging.getLogger("mlflow.store.db.utils").addHandler(caplog.handler)
     file_size_limit((tmp_path / "mlflow/mlflow.db").stat().st_size + 4096)
     with (
-        pytest.raises(BackendError, match=r"mlflow\.db could not make runs: \(sqlite3\.OperationalError\) d[^\n]*\Z"),
-        store.answers("make runs"),
+        pytest.raises(
+            BackendError,
+            match=r"mlflow\.db could not make runs: \(sqlite3\.OperationalError\) d[^\n]*\Z",
+        ),
+        store.translate_errors("make runs"),
     ):
         for number in range(1000):
             client.create_run(experiment, tags={"filler": "x" * 5000}, run_name=f"run {number}")
@@ -63,10 +73,12 @@ def test_a_database_that_cannot_grow_is_said_in_one_line(tmp_path, file_size_lim
 
 def test_what_was_half_made_before_is_set_aside(tmp_path, caplog):
     """As MLflow leaves it when its tables cannot all be made: every later start ended in "table ... already exists"."""
-    Tracking(None, tmp_path).store.load()
+    Tracking(None, tmp_path).store.import_mlflow()
     path = tmp_path / "mlflow.db"
     with contextlib.closing(sqlite3.connect(path)) as database:
-        database.executescript("CREATE TABLE runs (run_uuid TEXT); CREATE TABLE datasets (dataset_uuid TEXT);")
+        database.executescript(
+            "CREATE TABLE runs (run_uuid TEXT); CREATE TABLE datasets (dataset_uuid TEXT);"
+        )
     ensure_database(f"sqlite:///{path}")
     assert {"alembic_version", "model_versions", "trace_info"} <= tables(path)
     aside = next(tmp_path.glob("mlflow.db.half-made-*"))
@@ -82,8 +94,8 @@ def test_what_was_half_made_before_is_set_aside(tmp_path, caplog):
 def new_tables(tmp_path_factory):
     """MLflow's own tables, made once for all tests: it takes seconds."""
     path = tmp_path_factory.mktemp("tables") / "mlflow.db"
-    Tracking(None, path.parent).store.load()
-    database._fill(path)
+    Tracking(None, path.parent).store.import_mlflow()
+    store._create_tables(path)
     return path.read_bytes()
 
 
@@ -97,7 +109,7 @@ def filled(monkeypatch, tmp_path, new_tables):
         made.append(path)
         path.write_bytes(new_tables)
 
-    monkeypatch.setattr(database, "_fill", fill)
+    monkeypatch.setattr(store, "_create_tables", fill)
     return made
 
 
@@ -105,7 +117,9 @@ def test_a_second_folder_begins_with_the_tables_of_the_first_and_none_of_its_run
     one, two = (Tracking(None, tmp_path / name, "zebra") for name in ("one", "two"))
     assert one.experiment_id and len(filled) == 1
     (kept,) = (tmp_path / "cache/posttrain/mlflow").iterdir()
-    assert b"zebra" not in kept.read_bytes() and tables(kept) == tables(tmp_path / "one/mlflow/mlflow.db")
+    assert b"zebra" not in kept.read_bytes() and tables(kept) == tables(
+        tmp_path / "one/mlflow/mlflow.db"
+    )
     assert two.experiment_id and len(filled) == 1
     run = two.start_run("r", tmp_path / "run", interval_s=0.05)
     run.log_metrics({"train/loss": 1.0}, 0)
@@ -120,7 +134,9 @@ def test_kept_tables_that_are_damaged_are_passed_over_and_made_anew(tmp_path, fi
     (kept,) = (tmp_path / "cache/posttrain/mlflow").iterdir()
     whole = kept.read_bytes()
     middle = len(whole) // 2
-    kept.write_bytes(damage if damage is not None else whole[:middle] + bytes(8192) + whole[middle + 8192 :])
+    kept.write_bytes(
+        damage if damage is not None else whole[:middle] + bytes(8192) + whole[middle + 8192 :]
+    )
     ensure_database(f"sqlite:///{tmp_path / 'two.db'}")
     assert len(filled) == 2 and tables(tmp_path / "two.db") == tables(tmp_path / "one.db")
     assert kept.read_bytes() == (tmp_path / "two.db").read_bytes()

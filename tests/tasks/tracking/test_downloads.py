@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks.tracking.registry import ModelVersion, Registry
+from tasks.tracking.registry import ModelRegistry, ModelVersion
 
 VERSION = ModelVersion("policy", 3, "run", "m-0123456789")
 
@@ -40,7 +40,7 @@ def downloads(monkeypatch):
 
     monkeypatch.setattr(mlflow.artifacts, "download_artifacts", fetch)
     store = SimpleNamespace(client=Client(), answers=answers, uri="http://elsewhere")
-    counted.registry = Registry(store)
+    counted.registry = ModelRegistry(store)
     return counted
 
 
@@ -48,7 +48,7 @@ def downloads(monkeypatch):
 def test_a_version_is_downloaded_once(downloads, tmp_path, inner):
     downloads.inner = inner
     for _ in range(2):
-        folder = downloads.registry.download(VERSION, tmp_path / "base_models")
+        folder = downloads.registry.download_version(VERSION, tmp_path / "base_models")
         assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
     assert downloads.number == 1
     assert os.listdir(tmp_path / "base_models") == ["policy-v3-23456789"]
@@ -56,13 +56,15 @@ def test_a_version_is_downloaded_once(downloads, tmp_path, inner):
 
 def test_a_damaged_copy_is_downloaded_again(downloads, tmp_path):
     """A power cut after a rename without a sync leaves empty files under the final name."""
-    folder = downloads.registry.download(VERSION, tmp_path)
+    folder = downloads.registry.download_version(VERSION, tmp_path)
     (folder / "model.safetensors").write_text("")
-    assert (downloads.registry.download(VERSION, tmp_path) / "model.safetensors").read_text() == "{}"
+    assert (
+        downloads.registry.download_version(VERSION, tmp_path) / "model.safetensors"
+    ).read_text() == "{}"
     assert downloads.number == 2 and os.listdir(tmp_path) == ["policy-v3-23456789"]
 
 
 def test_what_a_killed_download_left_is_removed(downloads, tmp_path):
     (tmp_path / ".tmp-policy-v3-23456789-999999999").mkdir()
-    downloads.registry.download(VERSION, tmp_path)
+    downloads.registry.download_version(VERSION, tmp_path)
     assert os.listdir(tmp_path) == ["policy-v3-23456789"]

@@ -17,24 +17,24 @@ from hypothesis import strategies as st
 from rl_core.errors import DataError, FolderBusy
 from tasks.tracking.journal import (
     DeliveryCursor,
-    Journal,
     LineLog,
+    MetricsJournal,
+    build_cursor_path,
+    build_events_path,
+    build_metrics_path,
     clear_journal,
-    cursor_path,
-    events_path,
-    metrics_path,
     read_lines,
     read_metrics,
 )
 
 
 def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in metrics_path(folder).read_text().splitlines()]
+    return [json.loads(line) for line in build_metrics_path(folder).read_text().splitlines()]
 
 
 def test_a_call_is_one_line_on_disk_at_once(tmp_path):
-    journal = Journal(tmp_path)
-    journal.append({"train/loss": 0.5, "train/step": torch.tensor(3.0)}, 7)
+    journal = MetricsJournal(tmp_path)
+    journal.append_metrics({"train/loss": 0.5, "train/step": torch.tensor(3.0)}, 7)
     (line,) = lines(tmp_path)  # not closed, not flushed: a SIGKILL now loses nothing
     assert line["step"] == 7 and line["metrics"] == {"train/loss": 0.5, "train/step": 3.0}
     assert isinstance(line["time"], int)
@@ -42,32 +42,40 @@ def test_a_call_is_one_line_on_disk_at_once(tmp_path):
 
 
 def test_non_finite_values_survive_and_the_file_stays_json(tmp_path):
-    journal = Journal(tmp_path)
-    journal.append({"a": math.nan, "b": math.inf, "c": -math.inf}, 0)
+    journal = MetricsJournal(tmp_path)
+    journal.append_metrics({"a": math.nan, "b": math.inf, "c": -math.inf}, 0)
     journal.close()
-    assert "NaN" not in metrics_path(tmp_path).read_text() and "Infinity" not in metrics_path(tmp_path).read_text()
+    assert (
+        "NaN" not in build_metrics_path(tmp_path).read_text()
+        and "Infinity" not in build_metrics_path(tmp_path).read_text()
+    )
     ((step, metrics),) = read_metrics(tmp_path)
-    assert step == 0 and math.isnan(metrics["a"]) and metrics["b"] == math.inf and metrics["c"] == -math.inf
+    assert (
+        step == 0
+        and math.isnan(metrics["a"])
+        and metrics["b"] == math.inf
+        and metrics["c"] == -math.inf
+    )
 
 
 def test_a_value_that_is_no_number_names_metric_and_step(tmp_path):
-    journal = Journal(tmp_path)
+    journal = MetricsJournal(tmp_path)
     with pytest.raises(DataError, match=r"'eval/best' at step 4: 'seven' is not a number"):
-        journal.append({"eval/best": "seven"}, 4)
+        journal.append_metrics({"eval/best": "seven"}, 4)
     journal.close()
     assert read_metrics(tmp_path) == []
 
 
 def test_replayed_steps_leave_no_duplicate_and_lose_no_new_name(tmp_path):
-    first = Journal(tmp_path)
+    first = MetricsJournal(tmp_path)
     for step in (1, 2, 3):
-        first.append({"train/loss": step / 10}, step)
-    first.append({"eval/accuracy": 0.5}, 2)
+        first.append_metrics({"train/loss": step / 10}, step)
+    first.append_metrics({"eval/accuracy": 0.5}, 2)
     first.close()
-    again = Journal(tmp_path)  # the checkpoint was at step 1: steps 2 and 3 are replayed
-    again.append({"train/loss": 0.2}, 2)
-    again.append({"train/loss": 9.9, "eval/accuracy": 0.7}, 3)
-    again.append({"train/loss": 0.4}, 4)
+    again = MetricsJournal(tmp_path)  # the checkpoint was at step 1: steps 2 and 3 are replayed
+    again.append_metrics({"train/loss": 0.2}, 2)
+    again.append_metrics({"train/loss": 9.9, "eval/accuracy": 0.7}, 3)
+    again.append_metrics({"train/loss": 0.4}, 4)
     again.close()
     assert again.num_repeated == 2
     assert read_metrics(tmp_path) == [
@@ -84,44 +92,49 @@ def test_replayed_steps_leave_no_duplicate_and_lose_no_new_name(tmp_path):
 @given(cut=st.integers(1, 60))
 def test_a_torn_last_line_is_cut_off_and_logged_again(tmp_path_factory, cut):
     folder = tmp_path_factory.mktemp("torn")
-    journal = Journal(folder)
+    journal = MetricsJournal(folder)
     for step in range(3):
-        journal.append({"train/loss": float(step)}, step)
+        journal.append_metrics({"train/loss": float(step)}, step)
     journal.close()
-    path = metrics_path(folder)
+    path = build_metrics_path(folder)
     whole = path.read_bytes()
     last = len(whole.splitlines(keepends=True)[-1])
     path.write_bytes(whole[: -min(cut, last)])
-    assert read_metrics(folder) == [(0, {"train/loss": 0.0}), (1, {"train/loss": 1.0})]  # a reader tolerates it
-    again = Journal(folder)
+    assert read_metrics(folder) == [
+        (0, {"train/loss": 0.0}),
+        (1, {"train/loss": 1.0}),
+    ]  # a reader tolerates it
+    again = MetricsJournal(folder)
     assert path.read_bytes() == whole[:-last]
-    again.append({"train/loss": 2.0}, 2)
-    again.append({"train/loss": 2.0}, 2)
+    again.append_metrics({"train/loss": 2.0}, 2)
+    again.append_metrics({"train/loss": 2.0}, 2)
     again.close()
     assert [step for step, _ in read_metrics(folder)] == [0, 1, 2]
     assert all(json.loads(line) for line in path.read_bytes().splitlines())
 
 
 def test_a_second_writer_is_refused(tmp_path):
-    journal = Journal(tmp_path)
+    journal = MetricsJournal(tmp_path)
     with pytest.raises(FolderBusy, match="being written by another run"):
-        Journal(tmp_path)
+        MetricsJournal(tmp_path)
     journal.close()
-    Journal(tmp_path).close()
+    MetricsJournal(tmp_path).close()
 
 
 def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch):
     log = LineLog(tmp_path / "log.jsonl")
-    log.append({"n": 0})
+    log.append_record({"n": 0})
     real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:4], offset))  # short writes
-    log.append({"n": 1})
-    log.append({"n": 2})
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, data, offset: real(fd, data[:4], offset)
+    )  # short writes
+    log.append_record({"n": 1})
+    log.append_record({"n": 2})
     assert [record for record, _ in read_lines(log.path)] == [{"n": 0}]
     assert log.path.read_bytes().endswith(b"\n")
-    assert not log.flush()
+    assert not log.flush_pending()
     monkeypatch.undo()
-    assert log.flush()
+    assert log.flush_pending()
     assert [record["n"] for record, _ in read_lines(log.path)] == [0, 1, 2]
     log.close()
 
@@ -135,49 +148,56 @@ def test_an_unreadable_line_in_the_middle_is_stepped_over(tmp_path, caplog):
 
 
 def test_changed_digits_are_left_out_and_logged_again(tmp_path, caplog):
-    journal = Journal(tmp_path)
+    journal = MetricsJournal(tmp_path)
     for step in range(3):
-        journal.append({"train/loss": 0.125 + step}, step)
+        journal.append_metrics({"train/loss": 0.125 + step}, step)
     journal.close()
-    path = metrics_path(tmp_path)
+    path = build_metrics_path(tmp_path)
     path.write_bytes(path.read_bytes().replace(b"1.125", b"1.999"))
     assert read_metrics(tmp_path) == [(0, {"train/loss": 0.125}), (2, {"train/loss": 2.125})]
     assert "its checksum does not match" in caplog.text and caplog.text.count(str(path)) == 1
-    again = Journal(tmp_path)
-    again.append({"train/loss": 1.125}, 1)  # a run that resumes from step 0 measures it again
-    again.append({"train/loss": 2.125}, 2)
+    again = MetricsJournal(tmp_path)
+    again.append_metrics(
+        {"train/loss": 1.125}, 1
+    )  # a run that resumes from step 0 measures it again
+    again.append_metrics({"train/loss": 2.125}, 2)
     again.close()
     assert [step for step, _ in read_metrics(tmp_path)] == [0, 2, 1] and again.num_repeated == 1
 
 
 def test_a_journal_of_an_older_version_goes_on(tmp_path):
-    path = metrics_path(tmp_path)
+    path = build_metrics_path(tmp_path)
     path.write_text('{"step":0,"time":1,"metrics":{"a":0.5}}\n')
-    journal = Journal(tmp_path)
-    journal.append({"a": 0.5, "b": 1.0}, 0)
+    journal = MetricsJournal(tmp_path)
+    journal.append_metrics({"a": 0.5, "b": 1.0}, 0)
     journal.close()
     assert read_metrics(tmp_path) == [(0, {"a": 0.5}), (0, {"b": 1.0})]
 
 
 def test_what_was_shipped_is_replaced_whole(tmp_path):
-    cursor_path(tmp_path).parent.mkdir()
+    build_cursor_path(tmp_path).parent.mkdir()
     DeliveryCursor("store", "run", "1", 10, 20, 1).save(tmp_path)
     assert DeliveryCursor.load(tmp_path) == DeliveryCursor("store", "run", "1", 10, 20, 1)
-    assert [path.name for path in cursor_path(tmp_path).parent.iterdir()] == ["shipped.json"]
-    cursor_path(tmp_path).write_text('{"store": "sto')
+    assert [path.name for path in build_cursor_path(tmp_path).parent.iterdir()] == ["shipped.json"]
+    build_cursor_path(tmp_path).write_text('{"store": "sto')
     assert DeliveryCursor.load(tmp_path) == DeliveryCursor()
 
 
 def test_what_a_killed_process_left_beside_a_journal_is_removed_and_what_waits_is_kept(tmp_path):
-    place = events_path(tmp_path).parent
-    for name in ("files/delivered/a", "files/waits/b", "files/forgotten/c", "model-abcd1234/artifact/d"):
+    place = build_events_path(tmp_path).parent
+    for name in (
+        "files/delivered/a",
+        "files/waits/b",
+        "files/forgotten/c",
+        "model-abcd1234/artifact/d",
+    ):
         (place / name).parent.mkdir(parents=True)
         (place / name).write_text("x")
     (place / ".tmp-shipped.json-999999").write_text("{")
-    log = LineLog(events_path(tmp_path))
-    log.append({"op": "artifact", "path": ".tracking/files/delivered/a"})
+    log = LineLog(build_events_path(tmp_path))
+    log.append_record({"op": "artifact", "path": ".tracking/files/delivered/a"})
     delivered = log.end
-    log.append({"op": "artifact", "path": ".tracking/files/waits/b"})
+    log.append_record({"op": "artifact", "path": ".tracking/files/waits/b"})
     clear_journal(tmp_path, delivered)
     assert sorted(path.name for path in place.rglob("*") if path.is_file()) == ["b", "events.jsonl"]
     log.close()

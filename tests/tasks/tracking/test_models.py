@@ -11,7 +11,7 @@ import torch
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.storage import faults
-from tasks.tracking import check_safe, digest_model
+from tasks.tracking import check_model_folder, digest_model
 
 PROMPT = "what colour"
 
@@ -30,25 +30,42 @@ def versions(tracking, models, tmp_path_factory):
     model.save_pretrained(other)
     with tracking.start_run("models", folder) as run:
         tags = {"stage": "sft", "data_digest": "d1", "absent": None}
-        first = run.log_model(models["policy"], "policy", "policy", metrics={"eval/success_rate": 0.4}, tags=tags)
+        first = run.log_model(
+            models["policy"], "policy", "policy", metrics={"eval/success_rate": 0.4}, tags=tags
+        )
         same = run.log_model(models["policy"], "policy", "policy", tags=tags)
-        second = run.log_model(other, "policy", "policy", tags={"stage": "policy", "parent_version": first})
-        reward = run.log_model(models["reward_model"], "reward_model", "rewards", input_example="a b")
-    assert (first, same, second, reward) == (1, 1, 2, 1)  # the same bytes from the same run are the same version
+        second = run.log_model(
+            other, "policy", "policy", tags={"stage": "policy", "parent_version": first}
+        )
+        reward = run.log_model(
+            models["reward_model"], "reward_model", "rewards", input_example="a b"
+        )
+    assert (first, same, second, reward) == (
+        1,
+        1,
+        2,
+        1,
+    )  # the same bytes from the same run are the same version
     return {"run": run, "other": other}
 
 
-def test_the_stored_files_are_the_stages_own_and_hold_no_pickle(tracking, models, versions, tmp_path):
+def test_the_stored_files_are_the_stages_own_and_hold_no_pickle(
+    tracking, models, versions, tmp_path
+):
     folder = tracking.resolve_model("models:/policy/1", tmp_path)
     assert digest_model(folder) == digest_model(models["policy"])
     artifact = Path(folder).parent
-    names = {path.relative_to(artifact).as_posix() for path in artifact.rglob("*") if path.is_file()}
+    names = {
+        path.relative_to(artifact).as_posix() for path in artifact.rglob("*") if path.is_file()
+    }
     assert {"MLmodel", "requirements.txt", "input_example.json", "model/model.safetensors"} <= names
     assert "components/tokenizer/tokenizer.json" in names
     for path in artifact.rglob("*"):
         if path.is_file():
             head = path.read_bytes()[:2]
-            assert head != b"PK" and not (head[:1] == b"\x80" and head[1:] in b"\x02\x03\x04\x05"), path
+            assert head != b"PK" and not (
+                head[:1] == b"\x80" and head[1:] in b"\x02\x03\x04\x05"
+            ), path
             assert path.suffix not in (".pkl", ".pt", ".bin", ".py")
     text = (artifact / "MLmodel").read_text()
     assert "signature" in text and str(models["policy"].parent) not in text
@@ -66,7 +83,9 @@ def test_transformers_loads_the_downloaded_artifact(tracking, models, versions, 
     tokenizer = AutoTokenizer.from_pretrained(f"{downloaded}/model")
     original = AutoModelForCausalLM.from_pretrained(models["policy"])
     assert tokenizer.decode(tokenizer(PROMPT).input_ids) == PROMPT and tokenizer.chat_template
-    for (name, left), (_, right) in zip(model.state_dict().items(), original.state_dict().items(), strict=True):
+    for (name, left), (_, right) in zip(
+        model.state_dict().items(), original.state_dict().items(), strict=True
+    ):
         assert torch.equal(left, right), name
 
 
@@ -104,8 +123,14 @@ def test_lineage_metrics_and_links(tracking, models, versions):
     run_id = versions["run"].run_id
     first, second = tracking.versions("policy")
     assert (first.version, second.version) == (1, 2) and first.run_id == run_id
-    assert first.tags["stage"] == "sft" and first.tags["data_digest"] == "d1" and "absent" not in first.tags
-    assert first.tags["model_digest"] == digest_model(models["policy"]) != second.tags["model_digest"]
+    assert (
+        first.tags["stage"] == "sft"
+        and first.tags["data_digest"] == "d1"
+        and "absent" not in first.tags
+    )
+    assert (
+        first.tags["model_digest"] == digest_model(models["policy"]) != second.tags["model_digest"]
+    )
     assert second.tags["parent_version"] == "1"
     run = tracking.store.client.get_run(run_id)
     assert len(run.outputs.model_outputs) == 3
@@ -116,7 +141,10 @@ def test_lineage_metrics_and_links(tracking, models, versions):
         for metric in tracking.store.client.get_logged_model(output.model_id).metrics or []
     }
     assert metrics == {"eval/success_rate": 0.4} and logged.status.value == "READY"
-    assert tracking.store.client.get_model_version("policy", "1").description == "sft: eval/success_rate 0.4"
+    assert (
+        tracking.store.client.get_model_version("policy", "1").description
+        == "sft: eval/success_rate 0.4"
+    )
 
 
 def test_aliases_move(tracking, versions):
@@ -128,7 +156,9 @@ def test_aliases_move(tracking, versions):
     tracking.set_champion("policy", 2)
     assert tracking.champion("policy").version == 2
     assert [found.aliases for found in tracking.versions("policy")] == [(), ("champion",)]
-    assert not tracking.replace_champion("policy", 1, before=1)  # it was compared with one that is champion no more
+    assert not tracking.replace_champion(
+        "policy", 1, before=1
+    )  # it was compared with one that is champion no more
     assert not tracking.replace_champion("policy", 1, before=None)
     assert tracking.champion("policy").version == 2
     assert tracking.replace_champion("policy", 1, before=2)
@@ -142,11 +172,15 @@ def test_references(tracking, models, versions, tmp_path, monkeypatch):
     tracking.set_champion("policy", 1)
     champion = tracking.resolve_model("models:/policy@champion", tmp_path)
     assert digest_model(champion) == digest_model(models["policy"])
-    assert digest_model(tracking.resolve_model("models:/policy/latest", tmp_path)) == digest_model(versions["other"])
+    assert digest_model(tracking.resolve_model("models:/policy/latest", tmp_path)) == digest_model(
+        versions["other"]
+    )
     assert tracking.resolve_model(str(models["policy"]), tmp_path) == models["policy"].resolve()
     assert tracking.resolve_model("org/some-model", tmp_path) == "org/some-model"
     assert not list(tmp_path.iterdir())  # a local store's files are read where they are
-    monkeypatch.setattr("tasks.tracking.registry._local_folder", lambda location: None)  # as from a server
+    monkeypatch.setattr(
+        "tasks.tracking.registry._resolve_local_folder", lambda location: None
+    )  # as from a server
     for _ in range(2):
         copied = tracking.resolve_model("models:/policy@champion", tmp_path)
         assert tmp_path in copied.parents and digest_model(copied) == digest_model(models["policy"])
@@ -191,11 +225,11 @@ def test_a_folder_that_is_no_model(tracking, tmp_path):
 def test_pickles_and_code_are_refused(models, tmp_path, name, content):
     folder = tmp_path / "model"
     shutil.copytree(models["policy"], folder)
-    check_safe(folder)
+    check_model_folder(folder)
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(content)
     with pytest.raises(DataError, match=Path(name).name):
-        check_safe(folder)
+        check_model_folder(folder)
 
 
 def test_a_refused_model_leaves_no_version(tracking, models, tmp_path):
@@ -210,20 +244,24 @@ def test_a_refused_model_leaves_no_version(tracking, models, tmp_path):
     assert "refused" not in tracking.registry.names()
 
 
-@pytest.mark.parametrize("point", ["model.made", "model.uploaded", "model.ready", "model.versioned"])
+@pytest.mark.parametrize(
+    "point", ["model.made", "model.uploaded", "model.ready", "model.versioned"]
+)
 def test_an_attempt_that_failed_half_way_is_gone_on_with(tracking, models, tmp_path, point):
     """One model and one version, its metrics and its link to the run once."""
     name = point.replace(".", "-")
-    faults.configure(f"{point}:1:raise=EIO")
+    faults.configure_faults(f"{point}:1:raise=EIO")
     try:
         with tracking.start_run(name, tmp_path / "run", interval_s=0.05) as run:
             version = run.log_model(models["policy"], "policy", name, metrics={"eval/loss": 0.5})
     finally:
-        faults.configure(None)
+        faults.configure_faults(None)
     assert version == 1 and len(tracking.versions(name)) == 1
     client = tracking.store.client
     made = client.search_logged_models([tracking.experiment_id], f"attributes.name = '{name}'")
     assert [(str(model.status), model.source_run_id) for model in made] == [("READY", run.run_id)]
-    assert [output.model_id for output in client.get_run(run.run_id).outputs.model_outputs] == [made[0].model_id]
+    assert [output.model_id for output in client.get_run(run.run_id).outputs.model_outputs] == [
+        made[0].model_id
+    ]
     assert [point.value for point in client.get_metric_history(run.run_id, "eval/loss")] == [0.5]
     assert [(metric.key, metric.value) for metric in made[0].metrics] == [("eval/loss", 0.5)]

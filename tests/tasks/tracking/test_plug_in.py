@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import rl_core
-from rl_core.trackers.resolve import several
+from rl_core.trackers.resolve import build_tracker_group
 from tasks.tracking import MlflowTracker
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -18,8 +18,13 @@ def installed(tmp_path, monkeypatch):
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     folder = tmp_path / "site" / "posttrain_plugins-1.0.dist-info"
     folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: posttrain-plugins\nVersion: 1.0\n")
-    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in found.items()) for group, found in points.items()]
+    (folder / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: posttrain-plugins\nVersion: 1.0\n"
+    )
+    lines = [
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in found.items())
+        for group, found in points.items()
+    ]
     (folder / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
 
@@ -31,12 +36,18 @@ def rewards(trajectories):
 def train(tracker, output=None):
     model = rl_core.ModelSettings(preset="nano", vocab_size=300, context=48, device="cpu")
     training = rl_core.grpo(
-        rl_core.create_policy(["say e"], model), prompts=["say e"], reward=rewards, tracker=tracker, output=output,
+        rl_core.create_policy(["say e"], model),
+        prompts=["say e"],
+        reward=rewards,
+        tracker=tracker,
+        output=output,
         settings=rl_core.PolicySettings(
-            iterations=2, prompts_per_iteration=1, group_size=2,
+            iterations=2,
+            prompts_per_iteration=1,
+            group_size=2,
             sampling=rl_core.SamplingSettings(max_completion_tokens=3),
         ),
-    )  # fmt: skip
+    )
     training.run()
     return training
 
@@ -45,7 +56,9 @@ def stored(tracking, run_id):
     client = tracking.store.client
     run = client.get_run(run_id)
     history = client.get_metric_history(run_id, "reward/mean")
-    return run, [(point.step, point.value) for point in sorted(history, key=lambda point: point.step)]
+    return run, [
+        (point.step, point.value) for point in sorted(history, key=lambda point: point.step)
+    ]
 
 
 def test_by_name(installed, tracking, tmp_path):
@@ -62,10 +75,12 @@ def test_as_an_object_with_a_name_of_its_own(tracking, tmp_path):
     tracker = MlflowTracker(tracking.store.uri, folder=tmp_path, experiment="tests", name="mine")
     training = train(tracker)
     run, history = stored(tracking, tracker.run_id)
-    assert run.info.run_name == "mine" and history == list(training.metrics()["reward/mean"].items())
+    assert run.info.run_name == "mine" and history == list(
+        training.metrics()["reward/mean"].items()
+    )
 
 
 def test_without_the_plug_in_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr("rl_core.trackers.resolve.entry_points", lambda group: [])
     with pytest.raises(rl_core.SettingsError, match="it comes with the package posttrain"):
-        several("mlflow:sqlite:///x.db")
+        build_tracker_group("mlflow:sqlite:///x.db")

@@ -10,18 +10,18 @@ import pytest
 from rl_core.errors import BackendError
 from rl_core.storage import faults
 from rl_core.storage.manifest import digest_folder
-from tasks.config import from_dict
-from tasks.lifecycle.promotion_by_hand import promote_version
-from tasks.tracking import PARENT, Tracking, VersionOf, run_tracker
+from tasks.config import build_settings
+from tasks.lifecycle.promotion import promote_version
+from tasks.tracking import PARENT_PLACEHOLDER, Tracking, VersionByContent, run_tracker
 from tasks.tracking import replay as replaying
-from tasks.tracking.journal import DeliveryCursor, LineLog, events_path
-from tasks.tracking.replay import replay_folder, waiting_in
+from tasks.tracking.journal import DeliveryCursor, LineLog, build_events_path
+from tasks.tracking.replay import count_undelivered, deliver_journal
 
 
 @pytest.fixture
 def short_waits(monkeypatch):
     """A run waits less at its end for a store that was away."""
-    monkeypatch.setattr(run_tracker, "AWAY_SECONDS", 0.2)
+    monkeypatch.setattr(run_tracker, "UNREACHABLE_TIMEOUT_SECONDS", 0.2)
 
 
 def test_models_of_a_store_that_was_away_become_versions_in_their_order(
@@ -32,52 +32,76 @@ def test_models_of_a_store_that_was_away_become_versions_in_their_order(
     parent = away.start_run("pipeline", root / "runs" / "1")
     shas = {}
     before = None
-    for stage, folder in (("sft", "z"), ("policy", "a")):  # the second one's journal comes first by name
+    for stage, folder in (
+        ("sft", "z"),
+        ("policy", "a"),
+    ):  # the second one's journal comes first by name
         model = tmp_path / stage
         model.mkdir()
         for path in models["policy"].iterdir():
             (model / path.name).write_bytes(path.read_bytes())
         (model / "stage.txt").write_text(stage)
         shas[stage] = digest_folder(model)
-        run = away.start_run(stage, root / "stages" / folder, parent_folder=parent.folder,
-                             tags={"parent_model_version": before})  # fmt: skip
+        run = away.start_run(
+            stage,
+            root / "stages" / folder,
+            parent_folder=parent.folder,
+            tags={"parent_model_version": before},
+        )
         made = run.log_model(
-            model, "policy", "late", tags={"model_sha256": shas[stage]}, parent=before,
-            description=f"{stage} from version {PARENT}", timeout_s=0.2,
-        )  # fmt: skip
+            model,
+            "policy",
+            "late",
+            tags={"model_sha256": shas[stage]},
+            parent=before,
+            description=f"{stage} from version {PARENT_PLACEHOLDER}",
+            timeout_s=0.2,
+        )
         assert made is None
         assert not run.close()
-        before = VersionOf("late", shas[stage])
+        before = VersionByContent("late", shas[stage])
     assert not parent.close()
-    assert away.waiting(root).models == 2 and waiting_in(root / "runs" / "1").models == 0
+    assert (
+        away.count_undelivered(root).models == 2
+        and count_undelivered(root / "runs" / "1").models == 0
+    )
 
     policy = root / "stages" / "a"
-    assert replay_folder(tracking.store, policy) == 0  # alone it brings its parents along
-    assert tracking.replay_all(root) == 0
+    assert deliver_journal(tracking.store, policy) == 0  # alone it brings its parents along
+    assert tracking.deliver_all_journals(root) == 0
     first, second = tracking.versions("late")
     assert [one.tags["model_sha256"] for one in (first, second)] == [shas["sft"], shas["policy"]]
     assert second.tags["parent_version"] == "1" and "parent_version" not in first.tags
     client = tracking.store.client
     assert client.get_model_version("late", "2").description == "policy from version 1"
     run = client.get_run(DeliveryCursor.load(policy).run_id)
-    assert run.data.tags["parent_model_version"] == "models:/late/1" and run.info.status == "FINISHED"
+    assert (
+        run.data.tags["parent_model_version"] == "models:/late/1" and run.info.status == "FINISHED"
+    )
     assert run.data.tags["mlflow.parentRunId"] == DeliveryCursor.load(parent.folder).run_id
-    assert client.get_experiment(run.info.experiment_id).name == "elsewhere"  # not that of who delivers
+    assert (
+        client.get_experiment(run.info.experiment_id).name == "elsewhere"
+    )  # not that of who delivers
     assert DeliveryCursor.load(policy).versions.popitem()[1] == 2
     assert list((policy / ".tracking").rglob("*.safetensors")) == []  # the copy has gone
 
     gate = away.start_run("promote", root / "stages" / "p", parent_folder=parent.folder)
-    gate.log_alias("champion", VersionOf("late", shas["sft"]), {"gate.decision": "promoted"})
-    gate.log_alias("champion", VersionOf("late", shas["policy"]), {"gate.decision": "promoted"})
+    gate.log_alias("champion", VersionByContent("late", shas["sft"]), {"gate.decision": "promoted"})
+    gate.log_alias(
+        "champion", VersionByContent("late", shas["policy"]), {"gate.decision": "promoted"}
+    )
     gate.close()
     tracking.set_champion("late", 1)  # by hand, after both
-    assert tracking.replay_all(root) == 0 and tracking.champion("late").version == 1
+    assert tracking.deliver_all_journals(root) == 0 and tracking.champion("late").version == 1
     client.delete_registered_model_alias("late", "champion")  # a database that lost it
     cursor = DeliveryCursor.load(gate.folder)
     cursor.events_offset = 0
     cursor.save(gate.folder)
-    assert tracking.replay_all(root) == 0
-    assert (tracking.champion("late").version, tracking.champion("late").tags["gate.decision"]) == (2, "promoted")
+    assert tracking.deliver_all_journals(root) == 0
+    assert (tracking.champion("late").version, tracking.champion("late").tags["gate.decision"]) == (
+        2,
+        "promoted",
+    )
 
     # a database that was made anew: everything is sent again in its order, the models from where they lie now
     for folder in (policy, root / "stages" / "z"):
@@ -85,7 +109,7 @@ def test_models_of_a_store_that_was_away_become_versions_in_their_order(
         client.delete_run(cursor.run_id)
         cursor.identity = "of the database before"
         cursor.save(folder)
-    assert replay_folder(tracking.store, policy) == 0
+    assert deliver_journal(tracking.store, policy) == 0
     again = DeliveryCursor.load(policy)
     assert again.run_id != run.info.run_id and again.versions.popitem()[1] == 4
     assert [one.tags["model_sha256"] for one in tracking.versions("late")] == [*shas.values()] * 2
@@ -99,28 +123,28 @@ class Sink:
     def __init__(self):
         self.identity, self.runs, self.down = "first", {}, False
 
-    def start(self, event, *, retried):
+    def create_run(self, event, *, retried):
         if self.down:
             raise BackendError("down")
         self.runs[run_id := f"{self.identity}-{len(self.runs)}"] = []
         return run_id, "1"
 
-    def knows(self, run_id):
+    def has_run(self, run_id):
         return run_id in self.runs
 
-    exists = knows
+    exists = has_run
 
-    def metrics(self, run_id, rows):
+    def store_metrics(self, run_id, rows):
         self.runs[run_id] += rows
 
-    def event(self, run_id, event):
+    def store_event(self, run_id, event):
         self.runs[run_id].append(event["op"])
 
 
 @pytest.fixture
 def sink(monkeypatch):
     made = Sink()
-    monkeypatch.setattr(replaying, "connect", lambda store, folder: made)
+    monkeypatch.setattr(replaying, "connect_sink", lambda store, folder: made)
     return made
 
 
@@ -131,78 +155,89 @@ def store_of(sink):
             return sink.identity
 
     store = Store(label="s", is_away=False)
-    store.of_experiment = lambda name: store
+    store.select_experiment = lambda name: store
     return store
 
 
 def ended(folder, **start):
-    events = LineLog(events_path(folder))
-    events.append({"op": "start", "key": "k", "name": "n", "time": 0, "experiment": "e", **start})
-    events.append({"op": "end", "status": "FINISHED", "time": 1})
+    events = LineLog(build_events_path(folder))
+    events.append_record(
+        {"op": "start", "key": "k", "name": "n", "time": 0, "experiment": "e", **start}
+    )
+    events.append_record({"op": "end", "status": "FINISHED", "time": 1})
     events.close()
 
 
 def test_a_database_that_was_lost_gets_everything_again_and_a_removed_run_does_not(tmp_path, sink):
     store = store_of(sink)
     ended(tmp_path)
-    assert replay_folder(store, tmp_path) == 0
+    assert deliver_journal(store, tmp_path) == 0
     assert sink.runs == {"first-0": ["start", "end"]}
     sink.runs.clear()  # somebody removed it for good
-    assert replay_folder(store, tmp_path) == 0 and sink.runs == {}
+    assert deliver_journal(store, tmp_path) == 0 and sink.runs == {}
     sink.identity = "second"  # mlflow.db was deleted
-    assert replay_folder(store, tmp_path) == 0
-    assert replay_folder(store, tmp_path) == 0
+    assert deliver_journal(store, tmp_path) == 0
+    assert deliver_journal(store, tmp_path) == 0
     assert sink.runs == {"second-0": ["start", "end"]}
 
 
 def test_the_same_database_at_another_address_is_sent_nothing_twice(tmp_path, sink):
     """As by the server of `posttrain up`, after runs that wrote into its database by themselves."""
     ended(tmp_path / "a")
-    assert replay_folder(store_of(sink), tmp_path / "a") == 0
+    assert deliver_journal(store_of(sink), tmp_path / "a") == 0
     sink.store = "http://127.0.0.1:5000"
     store = store_of(sink)
     store.label = sink.store
-    assert replay_folder(store, tmp_path / "a") == 0
+    assert deliver_journal(store, tmp_path / "a") == 0
     assert sink.runs == {"first-0": ["start", "end"]}
     assert DeliveryCursor.load(tmp_path / "a").store == sink.store
-    events = LineLog(events_path(tmp_path / "a"))  # the run went on and was killed: the rest alone is sent
-    events.append({"op": "tags", "tags": {}})
+    events = LineLog(
+        build_events_path(tmp_path / "a")
+    )  # the run went on and was killed: the rest alone is sent
+    events.append_record({"op": "tags", "tags": {}})
     events.close()
     sink.store = store.label = "sqlite:///x"
-    assert replay_folder(store, tmp_path / "a") == 0
+    assert deliver_journal(store, tmp_path / "a") == 0
     assert (
-        sink.runs == {"first-0": ["start", "end", "tags"]} and DeliveryCursor.load(tmp_path / "a").store == sink.store
+        sink.runs == {"first-0": ["start", "end", "tags"]}
+        and DeliveryCursor.load(tmp_path / "a").store == sink.store
     )
     sink.store = store.label = "http://a-copy-that-was-made-before"
     sink.runs.clear()
-    assert replay_folder(store, tmp_path / "a") == 0
+    assert deliver_journal(store, tmp_path / "a") == 0
     assert sink.runs == {"first-0": ["start", "end", "tags"]}
 
 
 def test_a_journal_of_an_earlier_version_is_not_sent_twice(tmp_path, sink):
     ended(tmp_path)
-    replay_folder(store_of(sink), tmp_path)
+    deliver_journal(store_of(sink), tmp_path)
     path = tmp_path / ".tracking" / "shipped.json"
     state = {
-        name: value for name, value in json.loads(path.read_text()).items() if name not in ("identity", "versions")
+        name: value
+        for name, value in json.loads(path.read_text()).items()
+        if name not in ("identity", "versions")
     }
     path.write_text(json.dumps(state))
-    assert replay_folder(store_of(sink), tmp_path) == 0 and sink.runs == {"first-0": ["start", "end"]}
+    assert deliver_journal(store_of(sink), tmp_path) == 0 and sink.runs == {
+        "first-0": ["start", "end"]
+    }
     assert DeliveryCursor.load(tmp_path).identity == "first"
 
 
 def test_a_store_that_is_away_is_asked_once(tmp_path, sink, monkeypatch):
     tracking = Tracking("http://127.0.0.1:9", tmp_path, "e")
     asked = []
-    monkeypatch.setattr(replaying, "connect", lambda store, folder: asked.append(folder) or sink)
+    monkeypatch.setattr(
+        replaying, "connect_sink", lambda store, folder: asked.append(folder) or sink
+    )
     monkeypatch.setattr(replaying, "_is_delivered", lambda *arguments: False)
     sink.down = True
     for name in ("a", "b", "c"):
         ended(tmp_path / name)
-    assert tracking.replay_all() == 6 and len(asked) == 1
-    assert tracking.waiting().others == 6
+    assert tracking.deliver_all_journals() == 6 and len(asked) == 1
+    assert tracking.count_undelivered().others == 6
     sink.down = False
-    assert tracking.replay_all() == 0 and len(sink.runs) == 3
+    assert tracking.deliver_all_journals() == 0 and len(sink.runs) == 3
 
 
 def proven(digest):
@@ -219,18 +254,22 @@ def by_hand(tracking, output, models):
         run.close()
         folders.append(run.folder)
     tracking.set_champion("by-hand", 2)
-    settings = from_dict(
-        {"name": "by-hand", "output": str(output), "tracking": {"uri": tracking.store.uri, "experiment": "tests"},
-         "stages": {"prepare_data": {}}},
+    settings = build_settings(
+        {
+            "name": "by-hand",
+            "output": str(output),
+            "tracking": {"uri": tracking.store.uri, "experiment": "tests"},
+            "stages": {"prepare_data": {}},
+        },
         check_files=False,
-    )  # fmt: skip
+    )
     return settings, folders[0]
 
 
 def test_a_champion_that_was_chosen_by_hand_is_one_again_in_a_store_that_lost_it(tracking, by_hand):
     settings, journal = by_hand
     assert "is the champion now" in promote_version(settings, 1, "it reads better")
-    assert waiting_in(journal).total == 0  # delivered: nothing is done a second time
+    assert count_undelivered(journal).total == 0  # delivered: nothing is done a second time
     tracking.set_champion("by-hand", 2)
     assert tracking.replay(journal) == 0 and tracking.champion("by-hand").version == 2
     tracking.store.client.delete_registered_model_alias("by-hand", "champion")
@@ -242,27 +281,29 @@ def test_a_champion_that_was_chosen_by_hand_is_one_again_in_a_store_that_lost_it
     assert (champion.version, champion.tags["gate.reason"]) == (1, "it reads better")
 
 
-def test_a_choice_by_hand_that_was_killed_before_the_alias_moved_is_made_at_the_next_delivery(tracking, by_hand):
+def test_a_choice_by_hand_that_was_killed_before_the_alias_moved_is_made_at_the_next_delivery(
+    tracking, by_hand
+):
     settings, journal = by_hand
-    faults.configure("hand.tagged:1:raise")
+    faults.configure_faults("hand.tagged:1:raise")
     try:
         with pytest.raises(faults.InjectedFault):
             promote_version(settings, 1)
     finally:
-        faults.configure(None)
-    assert tracking.champion("by-hand").version != 1 and waiting_in(journal).total == 1
+        faults.configure_faults(None)
+    assert tracking.champion("by-hand").version != 1 and count_undelivered(journal).total == 1
     assert tracking.replay(journal) == 0 and tracking.champion("by-hand").version == 1
 
 
 def test_a_choice_by_hand_that_was_killed_behind_the_alias_is_challenger_no_more(tracking, by_hand):
     settings, _ = by_hand
     tracking.set_challenger("by-hand", 1)
-    faults.configure("alias.moved:1:raise")
+    faults.configure_faults("alias.moved:1:raise")
     try:
         with pytest.raises((faults.InjectedFault, BackendError)):
             promote_version(settings, 1)
     finally:
-        faults.configure(None)
+        faults.configure_faults(None)
     assert sorted(tracking.versions("by-hand")[0].aliases) == ["challenger", "champion"]
     assert "is the champion already" in promote_version(settings, 1)
     assert tracking.versions("by-hand")[0].aliases == ("champion",)

@@ -13,13 +13,21 @@ from rl_core.errors import SettingsError, Stopped
 from rl_core.storage import faults
 from rl_core.types import ToolCall, Trajectory, Turn
 from tasks.tracking import Tracking, list_runs, read_metrics
-from tasks.tracking.experiment_view import experiment_view, shows_view, unpacked_view
-from tasks.tracking.journal import DeliveryCursor, cursor_path, events_path, progress_path
-from tasks.tracking.store import Store
+from tasks.tracking.experiment_view import build_experiment_view, contains_view, unpack_view
+from tasks.tracking.journal import (
+    DeliveryCursor,
+    build_cursor_path,
+    build_events_path,
+    build_progress_path,
+)
+from tasks.tracking.store import TrackingStore
 
 
 def history(tracking, run_id, name):
-    return [(metric.step, metric.value) for metric in tracking.store.client.get_metric_history(run_id, name)]
+    return [
+        (metric.step, metric.value)
+        for metric in tracking.store.client.get_metric_history(run_id, name)
+    ]
 
 
 def artifacts(tracking, run_id, path=None):
@@ -29,22 +37,36 @@ def artifacts(tracking, run_id, path=None):
     return sorted(found)
 
 
-def test_a_tag_with_a_name_that_the_store_does_not_take_loses_none_of_the_others(tracking, tmp_path):
+def test_a_tag_with_a_name_that_the_store_does_not_take_loses_none_of_the_others(
+    tracking, tmp_path
+):
     """As input.model.demo@champion, of an evaluated champion: retention follows these tags."""
-    with tracking.start_run("e", tmp_path / "run", tags={"pipeline": "demo", "input.model.demo@champion": "ab"}) as run:
+    with tracking.start_run(
+        "e", tmp_path / "run", tags={"pipeline": "demo", "input.model.demo@champion": "ab"}
+    ) as run:
         run.set_tag("more@one", "x")
     tags = tracking.store.client.get_run(run.run_id).data.tags
-    assert (tags["pipeline"], tags["input.model.demo_champion"], tags["more_one"]) == ("demo", "ab", "x")
+    assert (tags["pipeline"], tags["input.model.demo_champion"], tags["more_one"]) == (
+        "demo",
+        "ab",
+        "x",
+    )
 
 
 def test_everything_arrives(tracking, tmp_path):
-    story = f"[story]({tracking.store.version_url('demo', 2)})"
+    story = f"[story]({tracking.store.build_version_url('demo', 2)})"
     with tracking.start_run(
-        "demo", tmp_path / "run", tags={"pipeline": "demo", "git_commit": "abc", "absent": None},
-        params={"sft": {"learning_rate": 1e-3}}, description=story, system_metrics_seconds=0.05,
-    ) as parent:  # fmt: skip
+        "demo",
+        tmp_path / "run",
+        tags={"pipeline": "demo", "git_commit": "abc", "absent": None},
+        params={"sft": {"learning_rate": 1e-3}},
+        description=story,
+        system_metrics_seconds=0.05,
+    ) as parent:
         assert parent.run_id
-        with tracking.start_run("sft", tmp_path / "run" / "sft", parent_run_id=parent.run_id) as stage:
+        with tracking.start_run(
+            "sft", tmp_path / "run" / "sft", parent_run_id=parent.run_id
+        ) as stage:
             for step in range(3):
                 stage.log_metrics({"train/loss": 1 / (step + 1), "pass@4": 0.5}, step)
             (tmp_path / "figure.png").write_bytes(b"png")
@@ -52,12 +74,20 @@ def test_everything_arrives(tracking, tmp_path):
             (tmp_path / "tree" / "inner" / "a.txt").write_text("a")
             stage.log_artifact(tmp_path / "figure.png", "figures")
             stage.log_artifact(tmp_path / "tree", "data")
-            (tmp_path / "tree").rename(tmp_path / "published")  # as a stage's folder is, while files still wait
+            (tmp_path / "tree").rename(
+                tmp_path / "published"
+            )  # as a stage's folder is, while files still wait
             (tmp_path / "figure.png").unlink()
             stage.log_text("hello\u2028é", "notes/a.txt")
             stage.log_dict({"a": [1]}, "a.json")
             stage.log_environment()
-            stage.log_dataset(tmp_path / "d.jsonl", "ab" * 32, "demonstrations", "training", profile={"num_rows": 5})
+            stage.log_dataset(
+                tmp_path / "d.jsonl",
+                "ab" * 32,
+                "demonstrations",
+                "training",
+                profile={"num_rows": 5},
+            )
         time.sleep(0.2)
     client = tracking.store.client
     run, outer = client.get_run(stage.run_id), client.get_run(parent.run_id)
@@ -67,7 +97,8 @@ def test_everything_arrives(tracking, tmp_path):
     assert outer.data.params == {"sft.learning_rate": "0.001"}
     tags = outer.data.tags
     assert (
-        tags["mlflow.note.content"] == "[story](#/models/demo/versions/2?workflowType=machine_learning)"
+        tags["mlflow.note.content"]
+        == "[story](#/models/demo/versions/2?workflowType=machine_learning)"
     )  # on whatever port the page is shown
     assert tags["pipeline"] == "demo" and "absent" not in tags
     assert tags["mlflow.source.git.commit"] == "abc"
@@ -83,7 +114,9 @@ def test_everything_arrives(tracking, tmp_path):
     assert dataset.dataset.name == "demonstrations" and dataset.dataset.digest == ("ab" * 32)[:36]
     assert json.loads(dataset.dataset.profile) == {"num_rows": 5, "digest": "ab" * 32}
     assert dataset.tags[0].value == "training"
-    assert not list((events_path(stage.folder).parent / "files").iterdir())  # sent copies are removed
+    assert not list(
+        (build_events_path(stage.folder).parent / "files").iterdir()
+    )  # sent copies are removed
     assert tracking.cost.foreground_seconds > 0 and tracking.cost.background_seconds > 0
 
 
@@ -98,10 +131,16 @@ def test_a_resumed_run_is_the_same_run_without_gap_or_duplicate(tracking, tmp_pa
     for step in range(3, 8):
         again.log_metrics({"train/loss": float(step)}, step)
     assert again.close()
-    assert history(tracking, first.run_id, "train/loss") == [(step, float(step)) for step in range(8)]
+    assert history(tracking, first.run_id, "train/loss") == [
+        (step, float(step)) for step in range(8)
+    ]
     run = tracking.store.client.get_run(first.run_id)
     assert run.info.status == "FINISHED"
-    assert run.data.params == {"a": "1", "b": "2", "c": "4"}  # the first value stays, and the change is told
+    assert run.data.params == {
+        "a": "1",
+        "b": "2",
+        "c": "4",
+    }  # the first value stays, and the change is told
     assert json.loads(run.data.tags["changed_params"]) == {"b": "3"}
 
 
@@ -110,12 +149,16 @@ def test_a_run_whose_id_was_never_noted_is_found_again(tracking, tmp_path):
     first.log_metrics({"a": 1.0}, 0)
     first.log_traces(trajectories())
     first.close("KILLED")
-    cursor_path(tmp_path).unlink()  # killed between the store's answer and the note of it
+    build_cursor_path(tmp_path).unlink()  # killed between the store's answer and the note of it
     again = tracking.start_run("r", tmp_path)
     again.close()
     assert again.run_id == first.run_id
-    assert history(tracking, first.run_id, "a") == [(0, 1.0)]  # all was sent twice and is stored once
-    found = tracking.store.client.search_traces(locations=[tracking.experiment_id], run_id=first.run_id)
+    assert history(tracking, first.run_id, "a") == [
+        (0, 1.0)
+    ]  # all was sent twice and is stored once
+    found = tracking.store.client.search_traces(
+        locations=[tracking.experiment_id], run_id=first.run_id
+    )
     assert len(found) == 3 and sum(len(trace.data.spans) for trace in found) == 11
 
 
@@ -141,35 +184,44 @@ def test_how_a_run_ended(tracking, tmp_path):
             raise error
         found = tracking.store.client.get_run(run.run_id)
         assert found.info.status == status
-        assert found.data.tags.get("error") == ("ValueError: no good" if status == "FAILED" else None)
+        assert found.data.tags.get("error") == (
+            "ValueError: no good" if status == "FAILED" else None
+        )
 
 
 def test_a_dead_store_neither_stops_nor_stalls_and_is_made_up_for(tracking, tmp_path):
     """Nothing listens there: the run goes on, closes in time, and `replay` delivers all of it, the parent first."""
     dead = Tracking("http://127.0.0.1:9", tmp_path, "tests")
     parent = dead.start_run("parent", tmp_path / "p", wait_s=20)
-    child = dead.start_run("child", tmp_path / "p" / "c", parent_run_id=parent.run_id, parent_folder=tmp_path / "p")
+    child = dead.start_run(
+        "child", tmp_path / "p" / "c", parent_run_id=parent.run_id, parent_folder=tmp_path / "p"
+    )
     assert parent.run_id is None and parent.url is None
     for step in range(10):
         child.log_metrics({"train/loss": float(step)}, step)
     child.log_text("x", "x.txt")
     assert not child.close(timeout_s=0.2) and not parent.close(timeout_s=0.2)
     assert len(read_metrics(tmp_path / "p" / "c")) == 10
-    assert tracking.replay_all(tmp_path) == 0
+    assert tracking.deliver_all_journals(tmp_path) == 0
     state, outer = DeliveryCursor.load(tmp_path / "p" / "c"), DeliveryCursor.load(tmp_path / "p")
     run = tracking.store.client.get_run(state.run_id)
     assert run.data.tags["mlflow.parentRunId"] == outer.run_id and run.info.status == "FINISHED"
-    assert history(tracking, state.run_id, "train/loss") == [(step, float(step)) for step in range(10)]
+    assert history(tracking, state.run_id, "train/loss") == [
+        (step, float(step)) for step in range(10)
+    ]
     assert artifacts(tracking, state.run_id) == ["x.txt"]
     assert (
-        tracking.replay_all(tmp_path) == 0 and DeliveryCursor.load(tmp_path / "p") == outer
+        tracking.deliver_all_journals(tmp_path) == 0
+        and DeliveryCursor.load(tmp_path / "p") == outer
     )  # once more changes nothing
 
 
 def test_threads_share_a_tracker(tracking, tmp_path):
     with tracking.start_run("threads", tmp_path) as run:
         threads = [
-            threading.Thread(target=lambda t=t: [run.log_metrics({f"m/{t}": s}, s) for s in range(100)])
+            threading.Thread(
+                target=lambda t=t: [run.log_metrics({f"m/{t}": s}, s) for s in range(100)]
+            )
             for t in range(4)
         ]
         [thread.start() for thread in threads]
@@ -177,30 +229,48 @@ def test_threads_share_a_tracker(tracking, tmp_path):
     assert [len(history(tracking, run.run_id, f"m/{t}")) for t in range(4)] == [100] * 4
 
 
-def test_progress_is_noted_for_those_who_look_on_but_not_at_every_step(tracking, tmp_path, monkeypatch):
+def test_progress_is_noted_for_those_who_look_on_but_not_at_every_step(
+    tracking, tmp_path, monkeypatch
+):
     monkeypatch.setattr("tasks.tracking.run_tracker.PROGRESS_SECONDS", 3600.0)
     run = tracking.start_run("p", tmp_path)
     for done in (1, 2, 3, 4):
         run.progress(done, 4, f"step {done}")
-        noted = json.loads(progress_path(tmp_path).read_text())
-        assert (noted["done"], noted["total"]) == (4 if done == 4 else 1, 4)  # the first and the end always are
+        noted = json.loads(build_progress_path(tmp_path).read_text())
+        assert (noted["done"], noted["total"]) == (
+            4 if done == 4 else 1,
+            4,
+        )  # the first and the end always are
     assert noted["message"] == "step 4"
     run.close()
-    assert [path.name for path in progress_path(tmp_path).parent.iterdir() if path.name.startswith(".tmp")] == []
+    assert [
+        path.name
+        for path in build_progress_path(tmp_path).parent.iterdir()
+        if path.name.startswith(".tmp")
+    ] == []
 
 
 def test_progress_tells_the_callbacks_and_survives_one_that_fails(tracking, tmp_path):
     seen = []
-    run = tracking.start_run("p", tmp_path, on_progress=[lambda *_: 1 / 0, lambda *told: seen.append(told)])
+    run = tracking.start_run(
+        "p", tmp_path, on_progress=[lambda *_: 1 / 0, lambda *told: seen.append(told)]
+    )
     run.progress(1, 4, "half way")
     run.progress(2, 4)
     run.close()
-    assert seen == [(1, 4, "half way"), (2, 4, "")] and (run.done, run.total, run.message) == (2, 4, "")
+    assert seen == [(1, 4, "half way"), (2, 4, "")] and (run.done, run.total, run.message) == (
+        2,
+        4,
+        "",
+    )
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "\\x"])
 def test_artifact_names_stay_inside(tracking, tmp_path, name):
-    with tracking.start_run("names", tmp_path) as run, pytest.raises(SettingsError, match="must be relative"):
+    with (
+        tracking.start_run("names", tmp_path) as run,
+        pytest.raises(SettingsError, match="must be relative"),
+    ):
         run.log_text("x", name)
 
 
@@ -208,9 +278,29 @@ def trajectories():
     look = Turn("zoom 1 2", ToolCall("zoom", {"row": 1, "col": 2}), "red 4", False, 5)
     typo = Turn("zom", None, "no such tool", True, 2)
     right = Trajectory(
-        "pixel_grid", "easy", "colour", 2**30, "what colour?", "red", [look, Turn("red")], "red", True, 1.0
+        "pixel_grid",
+        "easy",
+        "colour",
+        2**30,
+        "what colour?",
+        "red",
+        [look, Turn("red")],
+        "red",
+        True,
+        1.0,
     )
-    wrong = Trajectory("pixel_grid", "hard", "count", 2**30 + 1, "how many?", "3", [typo, Turn("2")], "2", False, 0.0)
+    wrong = Trajectory(
+        "pixel_grid",
+        "hard",
+        "count",
+        2**30 + 1,
+        "how many?",
+        "3",
+        [typo, Turn("2")],
+        "2",
+        False,
+        0.0,
+    )
     return [right, wrong, right]
 
 
@@ -218,7 +308,9 @@ def test_episodes_are_readable_as_traces(tracking, tmp_path):
     with tracking.start_run("traces", tmp_path) as run:
         assert run.log_traces(trajectories(), limit=2, model="policy") == 2
     client = tracking.store.client
-    found = client.search_traces(locations=[tracking.experiment_id], run_id=run.run_id, order_by=["timestamp ASC"])
+    found = client.search_traces(
+        locations=[tracking.experiment_id], run_id=run.run_id, order_by=["timestamp ASC"]
+    )
     assert len(found) == 2
     right, wrong = found
     assert right.info.tags["level"] == "easy" and right.info.tags["model"] == "policy"
@@ -228,17 +320,29 @@ def test_episodes_are_readable_as_traces(tracking, tmp_path):
         "success": False,
         "reward": 0.0,
     }
-    names = [span.name for span in right.data.spans]
+    names = [span.name for span in right.data.build_spans]
     assert names == ["episode", "turn 1: zoom", "zoom", "turn 2: answer"]
-    episode, turn, call, _ = right.data.spans
+    episode, turn, call, _ = right.data.build_spans
     assert episode.inputs == "what colour?" and episode.outputs == "red (right)"
     assert right.info.execution_duration in (None, 0)  # no episode of a batch has a time of its own
-    assert [span.start_time_ns for span in right.data.spans] == sorted(span.start_time_ns for span in right.data.spans)
+    assert [span.start_time_ns for span in right.data.spans] == sorted(
+        span.start_time_ns for span in right.data.spans
+    )
     assert episode.attributes["seed"] == 2**30 and episode.attributes["reward"] == 1.0
-    assert turn.outputs == {"action": "zoom 1 2", "observation": "red 4"} and turn.parent_id == episode.span_id
-    assert call.inputs == {"row": 1, "col": 2} and call.outputs == "red 4" and call.parent_id == turn.span_id
-    assert wrong.data.spans[1].status.status_code.value == "ERROR" and wrong.data.spans[1].name == "turn 1: misuse"
-    assert wrong.data.spans[0].outputs == "2 (wrong; right is 3)"
+    assert (
+        turn.outputs == {"action": "zoom 1 2", "observation": "red 4"}
+        and turn.parent_id == episode.span_id
+    )
+    assert (
+        call.inputs == {"row": 1, "col": 2}
+        and call.outputs == "red 4"
+        and call.parent_id == turn.span_id
+    )
+    assert (
+        wrong.data.build_spans[1].status.status_code.value == "ERROR"
+        and wrong.data.build_spans[1].name == "turn 1: misuse"
+    )
+    assert wrong.data.build_spans[0].outputs == "2 (wrong; right is 3)"
     hard = client.search_traces(
         locations=[tracking.experiment_id], run_id=run.run_id, filter_string="tags.level = 'hard'"
     )
@@ -248,16 +352,23 @@ def test_episodes_are_readable_as_traces(tracking, tmp_path):
 @pytest.mark.parametrize("point", ["trace.started", "trace.sent"])
 def test_traces_that_are_sent_again_are_there_once(tracking, tmp_path, point):
     """The delivery fails behind the first episode's trace, or behind all spans, and is tried again."""
-    faults.configure(f"{point}:1:raise=EIO")
+    faults.configure_faults(f"{point}:1:raise=EIO")
     try:
         with tracking.start_run(f"twice {point}", tmp_path, interval_s=0.05) as run:
             run.log_traces(trajectories(), limit=2, model="policy")
     finally:
-        faults.configure(None)
-    found = tracking.store.client.search_traces(locations=[tracking.experiment_id], run_id=run.run_id)
+        faults.configure_faults(None)
+    found = tracking.store.client.search_traces(
+        locations=[tracking.experiment_id], run_id=run.run_id
+    )
     assert sorted(len(trace.data.spans) for trace in found) == [3, 4]
     for trace in found:
-        assert sorted(judgement.name for judgement in trace.info.assessments) == ["level", "model", "reward", "success"]
+        assert sorted(judgement.name for judgement in trace.info.assessments) == [
+            "level",
+            "model",
+            "reward",
+            "success",
+        ]
 
 
 def test_what_a_policy_wrote_arrives_as_a_trace(tracking, tmp_path):
@@ -267,9 +378,14 @@ def test_what_a_policy_wrote_arrives_as_a_trace(tracking, tmp_path):
     row = Trajectory("pixel_grid", "easy", "colour", 3, evil, evil, turns, evil, False, 0.0)
     with tracking.start_run("hostile-traces", tmp_path) as run:
         assert run.log_traces([row], model="policy") == 1
-    (found,) = tracking.store.client.search_traces(locations=[tracking.experiment_id], run_id=run.run_id)
+    (found,) = tracking.store.client.search_traces(
+        locations=[tracking.experiment_id], run_id=run.run_id
+    )
     assert found.info.request_preview == "?\ufffd</script>"
-    assert found.data.spans[1].outputs == {"action": "?\ufffd</script>", "observation": "?\ufffd</script>"}
+    assert found.data.build_spans[1].outputs == {
+        "action": "?\ufffd</script>",
+        "observation": "?\ufffd</script>",
+    }
 
 
 def test_the_list_of_runs(tracking, output, tmp_path):
@@ -280,7 +396,9 @@ def test_the_list_of_runs(tracking, output, tmp_path):
     rows = list_runs(output, tracking.store.uri)
     index = [row["run"] for row in rows].index("outer-listed")
     assert rows[index]["result"] == "94% success" and rows[index]["status"] == "finished"
-    assert rows[index + 1]["run"] == "  sft" and rows[index + 1]["result"] == "eval/success_rate 0.44"
+    assert (
+        rows[index + 1]["run"] == "  sft" and rows[index + 1]["result"] == "eval/success_rate 0.44"
+    )
 
 
 def test_listing_creates_nothing(tmp_path, monkeypatch):
@@ -302,27 +420,42 @@ def test_a_deleted_run_is_recorded_again(tracking, tmp_path):
 def test_the_table_of_runs_has_columns_that_tell_how_they_ended(tracking, output):
     """The page reads its columns from a tag of the experiment that the link names; one that lacks it gets it."""
     store = tracking.store
-    client, other = store.client, Store(store.uri, output, "by hand")
+    client, other = store.client, TrackingStore(store.uri, output, "by hand")
     client.create_experiment("by hand")
-    for url, experiment_id in ((tracking.runs_url(), tracking.experiment_id), (other.runs_url(), other.experiment_id)):
+    for url, experiment_id in (
+        (tracking.build_runs_url(), tracking.experiment_id),
+        (other.build_runs_url(), other.experiment_id),
+    ):
         assert f"/#/experiments/{experiment_id}/runs?viewStateShareKey=posttrain&" in url
         tags = client.get_experiment(experiment_id).tags
-        of_stage = unpacked_view(tags["mlflow.sharedViewState.posttrain-policy"])
+        of_stage = unpack_view(tags["mlflow.sharedViewState.posttrain-policy"])
         assert of_stage["searchFilter"] == "tags.stage = 'policy'"
         tag = tags["mlflow.sharedViewState.posttrain"]
-        view = unpacked_view(tag)
-        assert len(tag) < 5000 and shows_view(tag, view) and shows_view(json.dumps(view), view)
+        view = unpack_view(tag)
+        assert (
+            len(tag) < 5000 and contains_view(tag, view) and contains_view(json.dumps(view), view)
+        )
         assert {"metrics.`success_rate/policy`", "tags.`result`"} <= set(view["selectedColumns"])
         assert set(view["selectedColumns"]) < set(view["columnOrder"])
         assert set(view["columnWidths"]) <= set(view["columnOrder"])
         sections, charts = view["compareRunSections"], view["compareRunCharts"]
         places = {section["uuid"]: number for number, section in enumerate(sections)}
         order = [places[chart["metricSectionId"]] for chart in charts]
-        assert order == sorted(order) and set(order) == {1, 2, 3} and all(sections[at]["display"] for at in order)
+        assert (
+            order == sorted(order)
+            and set(order) == {1, 2, 3}
+            and all(sections[at]["display"] for at in order)
+        )
         assert [chart["metricKey"] for chart in charts] == [
-            "train/success_rate", "eval/success_rate", "reward/mean", "policy/update_kl", "policy/ref_kl",
-            "policy/entropy", "train/completion_tokens", "train/loss",
-        ]  # fmt: skip
+            "train/success_rate",
+            "eval/success_rate",
+            "reward/mean",
+            "policy/update_kl",
+            "policy/ref_kl",
+            "policy/entropy",
+            "train/completion_tokens",
+            "train/loss",
+        ]
         assert sections[1]["name"].startswith("Success and reward") and not sections[4]["display"]
 
 
@@ -330,4 +463,4 @@ def test_the_table_of_runs_has_columns_that_tell_how_they_ended(tracking, output
     "tag", [None, "", "{", "[]", "deflate;", "deflate;eJw", '{"selectedColumns": 3}', "deflate;%%"]
 )
 def test_a_view_that_cannot_be_read_is_none(tag):
-    assert not shows_view(tag, experiment_view())
+    assert not contains_view(tag, build_experiment_view())

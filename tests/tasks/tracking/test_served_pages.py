@@ -2,26 +2,34 @@
 
 import json
 
+from tasks.mlflow_environment import find_served_page, record_served_page
 from tasks.tracking import Tracking
-from tasks.tracking.served_pages import note_page, served_page
 
 
 def test_links_follow_a_page_that_is_served(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     store = Tracking(None, tmp_path, "x").store
-    assert store.ui_url("models/demo") == "http://127.0.0.1:5000/#/models/demo"
-    note_page(tmp_path, "mlflow", "http://127.0.0.1:5003")
-    assert store.ui_url("models/demo") == "http://127.0.0.1:5003/#/models/demo"
-    assert served_page(tmp_path, "prefect") == ""
+    assert store.build_ui_url("models/demo") == "http://127.0.0.1:5000/#/models/demo"
+    record_served_page(tmp_path, "mlflow", "http://127.0.0.1:5003")
+    assert store.build_ui_url("models/demo") == "http://127.0.0.1:5003/#/models/demo"
+    assert find_served_page(tmp_path, "prefect") == ""
     noted = tmp_path / "mlflow" / "page.json"
     record = json.loads(noted.read_text())
-    for gone in ({**record, "created": record["created"] - 1}, {**record, "pid": 2**30}, {"url": "x"}, [], None):
-        noted.write_text(json.dumps(gone))  # another process with its number, no process, another version's file
-        assert served_page(tmp_path, "mlflow") == ""
+    for gone in (
+        {**record, "created": record["created"] - 1},
+        {**record, "pid": 2**30},
+        {"url": "x"},
+        [],
+        None,
+    ):
+        noted.write_text(
+            json.dumps(gone)
+        )  # another process with its number, no process, another version's file
+        assert find_served_page(tmp_path, "mlflow") == ""
     noted.write_text("{")
-    assert store.ui_url("models/demo").startswith("http://127.0.0.1:5000/")
+    assert store.build_ui_url("models/demo").startswith("http://127.0.0.1:5000/")
 
 
 def test_a_server_elsewhere_keeps_its_own_address(tmp_path):
-    note_page(tmp_path, "mlflow", "http://127.0.0.1:5003")
-    assert Tracking("http://team:80", tmp_path, "x").store.ui_url("a") == "http://team:80/#/a"
+    record_served_page(tmp_path, "mlflow", "http://127.0.0.1:5003")
+    assert Tracking("http://team:80", tmp_path, "x").store.build_ui_url("a") == "http://team:80/#/a"

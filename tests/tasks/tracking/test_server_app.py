@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from rl_core.errors import SettingsError
-from tasks.mlflow_environment import server_options
+from tasks.mlflow_environment import build_server_options
 from tasks.tracking import server_app
 
 ASSISTANT = "/ajax-api/3.0/mlflow/assistant"
@@ -34,21 +34,24 @@ def client():
 def test_the_assistant_which_has_a_shell_here_is_refused(client, method, path):
     config = {"providers": {"ollama": {"selected": True, "permissions": {"full_access": True}}}}
     answer = client.request(method, path, **({"json": config} if method != "GET" else {}))
-    assert (answer.status_code, answer.json()) == (403, {"detail": server_app.REFUSED})
+    assert (answer.status_code, answer.json()) == (403, {"detail": server_app.REFUSAL_MESSAGE})
 
 
 def test_the_page_keeps_the_assistant_s_panel_shut_and_the_rest_is_served(client):
     page = client.get("/").text
     head = page.partition("</head>")[0]
-    assert "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1','true'" in head and "[data-assistant-ui=true]" in head
+    assert (
+        "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1','true'" in head
+        and "[data-assistant-ui=true]" in head
+    )
     assert head.index("autoOpened") < head.index("static-files/static/js/main")
     assert client.get("/health").text == "OK" and client.get("/version").status_code == 200
 
 
 def test_the_installed_package_names_the_app_to_mlflow(monkeypatch):
-    name, app = server_options()
+    name, app = build_server_options()
     (found,) = importlib.metadata.entry_points(group="mlflow.app", name=app)
     assert name == "--app-name" and found.load() is server_app.create_app
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **named: [])
     with pytest.raises(SettingsError, match="older than this code"):
-        server_options()
+        build_server_options()

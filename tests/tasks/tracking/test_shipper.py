@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import BackendError
-from tasks.tracking.journal import DeliveryCursor, Journal, LineLog, events_path
-from tasks.tracking.shipper import BATCH, RunGone, Shipper
+from tasks.tracking.journal import DeliveryCursor, LineLog, MetricsJournal, build_events_path
+from tasks.tracking.shipper import BATCH_SIZE, RunNotFound, Shipper
 
 
 class FakeStore:
@@ -40,7 +40,7 @@ class FakeStore:
         if self.down:
             raise BackendError("down")
 
-    def start(self, event, *, retried):
+    def create_run(self, event, *, retried):
         self._answer()
         run_id = self.by_key.get(event["key"]) if retried else None
         if run_id is None:
@@ -52,15 +52,15 @@ class FakeStore:
             raise BackendError("timeout")
         return run_id, "1"
 
-    def knows(self, run_id):
+    def has_run(self, run_id):
         self._answer()
         return run_id in self.runs
 
-    def metrics(self, run_id, rows):
+    def store_metrics(self, run_id, rows):
         self._answer()
         if run_id not in self.runs:
-            raise RunGone(run_id)
-        assert 0 < len(rows) <= BATCH
+            raise RunNotFound(run_id)
+        assert 0 < len(rows) <= BATCH_SIZE
         if len(self.calls) + 1 == self.fail_at_call:
             self.fail_at_call = 0
             raise BackendError("down")
@@ -73,10 +73,10 @@ class FakeStore:
             self.lose_answers -= 1
             raise BackendError("timeout")
 
-    def event(self, run_id, event):
+    def store_event(self, run_id, event):
         self._answer()
         if run_id not in self.runs:
-            raise RunGone(run_id)
+            raise RunNotFound(run_id)
         if event["op"] in self.bad_events:
             raise ValueError("refused")
         self.runs[run_id]["events"].append(event["op"])
@@ -86,13 +86,13 @@ class Run:
     """A journal, its events and a shipper without its thread."""
 
     def __init__(self, folder: Path, store: FakeStore) -> None:
-        self.events, self.journal = LineLog(events_path(folder)), Journal(folder)
+        self.events, self.journal = LineLog(build_events_path(folder)), MetricsJournal(folder)
         self.shipper = Shipper(folder, self.journal, self.events, lambda: store)
         if self.events.end == 0:
-            self.events.append({"op": "start", "key": "k", "name": "n", "time": 0})
+            self.events.append_record({"op": "start", "key": "k", "name": "n", "time": 0})
 
     def log(self, step: int, **metrics: float) -> None:
-        self.journal.append(metrics, step)
+        self.journal.append_metrics(metrics, step)
 
     def kill(self) -> None:
         """State after SIGKILL: no final records, file lock released."""
@@ -109,23 +109,28 @@ def test_damaged_lines_do_not_reach_the_store_and_are_counted(tmp_path):
     store, run = FakeStore(), Run(tmp_path, FakeStore())
     for step in range(4):
         run.log(step, loss=0.125 + step)
-    run.events.append({"op": "tag", "name": "good"})
-    run.events.append({"op": "tag", "name": "lost"})
+    run.events.append_record({"op": "tag", "name": "good"})
+    run.events.append_record({"op": "tag", "name": "lost"})
     run.kill()
     for path, old, new in (
-        (run.journal.lines.path, b"2.125", b"7.777"), (events_path(tmp_path), b'"lost"', b'"most"'),
-        (events_path(tmp_path), b'"start"', b'"stark"'),
-    ):  # fmt: skip
+        (run.journal.lines.path, b"2.125", b"7.777"),
+        (build_events_path(tmp_path), b'"lost"', b'"most"'),
+        (build_events_path(tmp_path), b'"start"', b'"stark"'),
+    ):
         assert path.read_bytes().count(old) == 1
         path.write_bytes(path.read_bytes().replace(old, new))
     again = Run(tmp_path, store)
     again.shipper._connect = lambda: store
     store.fail_at_call = 1
     with pytest.raises(BackendError):
-        again.shipper.ship()
-    again.shipper.ship()
-    assert sorted(value for _, value, _, _ in store.runs["run0"]["metrics"]) == [0.125, 1.125, 3.125]
-    assert store.runs["run0"]["events"] == ["tag"] and again.shipper.drained
+        again.shipper.deliver_pending()
+    again.shipper.deliver_pending()
+    assert sorted(value for _, value, _, _ in store.runs["run0"]["metrics"]) == [
+        0.125,
+        1.125,
+        3.125,
+    ]
+    assert store.runs["run0"]["events"] == ["tag"] and again.shipper.is_drained
     assert DeliveryCursor.load(tmp_path).num_damaged == 3
     again.kill()
 
@@ -134,11 +139,11 @@ def test_batches_are_full_and_within_the_limit(tmp_path):
     store, run = FakeStore(), Run(tmp_path, FakeStore())
     run.shipper._connect = lambda: store
     for step in range(250):
-        run.journal.append({f"m{index}": step for index in range(10)}, step)
-    run.shipper.ship()
+        run.journal.append_metrics({f"m{index}": step for index in range(10)}, step)
+    run.shipper.deliver_pending()
     assert store.calls == [1000, 1000, 500]
-    assert run.shipper.drained and len(stored(store)) == 2500
-    run.shipper.ship()
+    assert run.shipper.is_drained and len(stored(store)) == 2500
+    run.shipper.deliver_pending()
     assert store.calls == [1000, 1000, 500]  # nothing is sent twice without need
     run.kill()
 
@@ -146,9 +151,9 @@ def test_batches_are_full_and_within_the_limit(tmp_path):
 def test_a_line_larger_than_a_batch_is_split(tmp_path):
     store = FakeStore()
     run = Run(tmp_path, store)
-    run.journal.append({f"m{index}": 1.0 for index in range(2 * BATCH + 1)}, 0)
-    run.shipper.ship()
-    assert store.calls == [1000, 1000, 1] and run.shipper.drained
+    run.journal.append_metrics({f"m{index}": 1.0 for index in range(2 * BATCH_SIZE + 1)}, 0)
+    run.shipper.deliver_pending()
+    assert store.calls == [1000, 1000, 1] and run.shipper.is_drained
     run.kill()
 
 
@@ -159,10 +164,10 @@ def test_a_store_that_is_down_costs_nothing_and_loses_nothing(tmp_path):
     for step in range(5):
         run.log(step, loss=step)
         with pytest.raises(BackendError):
-            run.shipper.ship()
-    assert run.shipper.waiting() == (5, 1) and not run.shipper.drained
+            run.shipper.deliver_pending()
+    assert run.shipper.count_waiting() == (5, 1) and not run.shipper.is_drained
     store.down = False
-    run.shipper.ship()
+    run.shipper.deliver_pending()
     assert stored(store) == {("loss", step): 1 for step in range(5)}
     run.kill()
 
@@ -172,27 +177,33 @@ def test_an_outage_in_the_middle_of_a_delivery(tmp_path):
     store = FakeStore()
     run = Run(tmp_path, store)
     for step in range(3):
-        run.journal.append({f"m{index}": 1.0 for index in range(BATCH)}, step)
+        run.journal.append_metrics({f"m{index}": 1.0 for index in range(BATCH_SIZE)}, step)
     store.fail_at_call = 2
     with pytest.raises(BackendError):
-        run.shipper.ship()
-    assert store.calls == [BATCH] and 0 < DeliveryCursor.load(tmp_path).metrics_offset < run.journal.lines.end
-    run.shipper.ship()
-    assert store.calls == [BATCH] * 3 and len(stored(store)) == 3 * BATCH
-    run.events.append({"op": "tags", "time": 0})
+        run.shipper.deliver_pending()
+    assert (
+        store.calls == [BATCH_SIZE]
+        and 0 < DeliveryCursor.load(tmp_path).metrics_offset < run.journal.lines.end
+    )
+    run.shipper.deliver_pending()
+    assert store.calls == [BATCH_SIZE] * 3 and len(stored(store)) == 3 * BATCH_SIZE
+    run.events.append_record({"op": "tags", "time": 0})
     run.log(3, loss=1.0)
     store.down = True
     for _ in range(5):
         with pytest.raises(BackendError):
-            run.shipper.ship()
-    run.events.append({"op": "end", "time": 0})
-    run.shipper._ship_metrics = lambda sink: None  # the store is down for the records only
+            run.shipper.deliver_pending()
+    run.events.append_record({"op": "end", "time": 0})
+    run.shipper._deliver_metrics = lambda sink: None  # the store is down for the records only
     with pytest.raises(BackendError):
-        run.shipper.ship()
-    del run.shipper._ship_metrics
+        run.shipper.deliver_pending()
+    del run.shipper._deliver_metrics
     store.down = False
-    run.shipper.ship()
-    assert store.runs["run0"]["events"] == ["start", "tags", "end"] and run.shipper.state.num_failed == 0
+    run.shipper.deliver_pending()
+    assert (
+        store.runs["run0"]["events"] == ["start", "tags", "end"]
+        and run.shipper.state.num_failed == 0
+    )
     assert stored(store)[("loss", 3)] == 1
     run.kill()
 
@@ -203,10 +214,10 @@ def test_a_lost_answer_at_creation_makes_no_second_run(tmp_path):
     run = Run(tmp_path, store)
     run.log(0, loss=1.0)
     with pytest.raises(BackendError):
-        run.shipper.ship()
+        run.shipper.deliver_pending()
     run.kill()  # and this process never learns the id
     again = Run(tmp_path, store)
-    again.shipper.ship()
+    again.shipper.deliver_pending()
     assert list(store.runs) == ["run0"] and len(stored(store)) == 1
     again.kill()
 
@@ -222,7 +233,7 @@ def test_random_kills_and_outages_deliver_each_value_once(tmp_path):
         store.down = rng.random() < 0.4
         store.lose_answers = rng.random() < 0.3
         with contextlib.suppress(BackendError):
-            run.shipper.ship()
+            run.shipper.deliver_pending()
         if rng.random() < 0.4:
             run.kill()
             run = None
@@ -232,9 +243,13 @@ def test_random_kills_and_outages_deliver_each_value_once(tmp_path):
     while step < total:
         run.log(step, loss=float(step), reward=-float(step))
         step += 1
-    run.shipper.ship()
-    assert stored(store) == {(name, index): 1 for name in ("loss", "reward") for index in range(total)}
-    assert {(row[0], row[3]): row[1] for row in store.runs["run0"]["metrics"]}[("reward", 999)] == -999.0
+    run.shipper.deliver_pending()
+    assert stored(store) == {
+        (name, index): 1 for name in ("loss", "reward") for index in range(total)
+    }
+    assert {(row[0], row[3]): row[1] for row in store.runs["run0"]["metrics"]}[
+        ("reward", 999)
+    ] == -999.0
     run.kill()
 
 
@@ -242,10 +257,10 @@ def test_one_refused_value_does_not_take_its_batch_along(tmp_path, caplog):
     store = FakeStore()
     store.bad_names = {"m7"}
     run = Run(tmp_path, store)
-    run.journal.append({f"m{index}": 1.0 for index in range(10)}, 0)
-    run.shipper.ship()
+    run.journal.append_metrics({f"m{index}": 1.0 for index in range(10)}, 0)
+    run.shipper.deliver_pending()
     assert len(stored(store)) == 9 and run.shipper.state.num_failed == 1
-    assert "m7" in caplog.text and run.shipper.drained
+    assert "m7" in caplog.text and run.shipper.is_drained
     run.kill()
 
 
@@ -254,8 +269,8 @@ def test_a_refused_record_is_counted_and_the_next_one_arrives(tmp_path):
     store.bad_events = {"artifact"}
     run = Run(tmp_path, store)
     for op in ("artifact", "tags"):
-        run.events.append({"op": op, "time": 0})
-    run.shipper.ship()
+        run.events.append_record({"op": op, "time": 0})
+    run.shipper.deliver_pending()
     assert store.runs["run0"]["events"] == ["start", "tags"] and run.shipper.state.num_failed == 1
     assert DeliveryCursor.load(tmp_path).num_failed == 1
     run.kill()
@@ -265,12 +280,12 @@ def test_a_run_that_the_store_lost_is_recorded_again_whole(tmp_path):
     store = FakeStore()
     run = Run(tmp_path, store)
     run.log(0, loss=1.0)
-    run.shipper.ship()
+    run.shipper.deliver_pending()
     store.runs.clear(), store.by_key.clear()  # someone emptied the store
     run.log(1, loss=2.0)
     with pytest.raises(BackendError):
-        run.shipper.ship()
-    run.shipper.ship()
+        run.shipper.deliver_pending()
+    run.shipper.deliver_pending()
     assert stored(store) == {("loss", 0): 1, ("loss", 1): 1}
     run.kill()
 
@@ -279,11 +294,11 @@ def test_another_store_gets_the_whole_run(tmp_path):
     first, second = FakeStore(), FakeStore()
     run = Run(tmp_path, first)
     run.log(0, loss=1.0)
-    run.shipper.ship()
+    run.shipper.deliver_pending()
     run.kill()
     second.store = "other"
     again = Run(tmp_path, second)
-    again.shipper.ship()
+    again.shipper.deliver_pending()
     assert len(stored(second)) == 1 and DeliveryCursor.load(tmp_path).store == "other"
     again.kill()
 
@@ -298,12 +313,12 @@ def test_a_run_of_the_same_number_in_another_database_is_left_alone(tmp_path):
         first.identity, other.identity, other.store = here, there, "another address"
         run = Run(folder, first)
         run.log(0, loss=1.0)
-        run.shipper.ship()
+        run.shipper.deliver_pending()
         run.kill()
         other.runs["run0"] = {"metrics": set(), "sent": 0, "events": []}
         again = Run(folder, other)
         again.log(1, loss=2.0)
-        again.shipper.ship()
+        again.shipper.deliver_pending()
         again.kill()
         if is_same:
             assert set(stored(other)) == {("loss", 1)} and list(other.runs) == ["run0"]
@@ -318,7 +333,7 @@ def test_close_is_bounded_and_the_thread_ends(tmp_path):
     store = FakeStore()
     store.down = True
     run = Run(tmp_path, store)
-    run.shipper.start()
+    run.shipper.start_thread()
     run.log(0, loss=1.0)
     assert not run.shipper.close(0.3)
     run.shipper._thread.join(10)
@@ -331,7 +346,7 @@ def test_close_tries_again_while_there_is_time(tmp_path):
     store = FakeStore()
     run = Run(tmp_path, store)
     run.shipper._interval_s = 1000.0  # it delivers when it is told to
-    run.shipper.start()
+    run.shipper.start_thread()
     run.shipper.wait_started(10)
     run.log(0, loss=1.0)
     store.fail_at_call = 1
@@ -344,7 +359,7 @@ def test_the_thread_delivers_while_the_run_goes_on(tmp_path):
     store = FakeStore()
     run = Run(tmp_path, store)
     run.shipper._interval_s = 0.01
-    run.shipper.start()
+    run.shipper.start_thread()
     for step in range(20):
         run.log(step, loss=1.0)
         time.sleep(0.002)
@@ -378,19 +393,19 @@ class FileStore(FakeStore):
         super().__init__()
         self.path = path
 
-    def start(self, event, *, retried):
+    def create_run(self, event, *, retried):
         return "run0", "1"
 
-    def knows(self, run_id):
+    def has_run(self, run_id):
         return True
 
-    def metrics(self, run_id, rows):
+    def store_metrics(self, run_id, rows):
         with self.path.open("a") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
             file.flush()
             os.fsync(file.fileno())
 
-    def event(self, run_id, event):
+    def store_event(self, run_id, event):
         pass
 
 
@@ -400,7 +415,9 @@ def test_exactly_once_through_sigkill(tmp_path):
     first, here = 0, str(Path(__file__).parent)
     for _ in range(5):
         child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path), here, str(first)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", CHILD, str(tmp_path), here, str(first)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert child.stdout is not None
         for line in child.stdout:
@@ -411,7 +428,7 @@ def test_exactly_once_through_sigkill(tmp_path):
         child.wait()
     store = FileStore(tmp_path / "store.jsonl")
     run = Run(tmp_path / "run", store)
-    run.shipper.ship()
+    run.shipper.deliver_pending()
     run.kill()
     rows = [tuple(json.loads(line)) for line in store.path.read_text().splitlines()]
     steps = Counter(row[3] for row in set(rows))  # the store keeps one copy of equal rows

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tasks.tracking import list_runs
-from tasks.tracking.journal import progress_path, recorded_seconds
+from tasks.tracking.journal import build_progress_path, read_recorded_seconds
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_seconds_of_an_interrupted_run_are_those_of_all_its_processes(tracking, 
     assert again.seconds == 30
     clock.now += 12
     again.progress(3, 4)
-    assert again.seconds == 42 and recorded_seconds(tmp_path / "run") == 42
+    assert again.seconds == 42 and read_recorded_seconds(tmp_path / "run") == 42
     assert again.close()
     assert tracking.store.client.get_run(again.run_id).data.tags["seconds"] == "42.0"
     [row] = [row for row in list_runs(tracking.output, tracking.store.uri) if row["run"] == "twice"]
@@ -50,10 +50,10 @@ def test_a_killed_run_counts_on_from_its_last_note(tracking, tmp_path, clock):
     clock.now += 10
     run.progress(2, 9)
     clock.now += 0.5
-    run.note_time()  # within a second of the last one
-    kept = progress_path(tmp_path / "run").read_text()
+    run.record_elapsed_time()  # within a second of the last one
+    kept = build_progress_path(tmp_path / "run").read_text()
     run.close()
-    progress_path(tmp_path / "run").write_text(kept)  # as kill -9 leaves it
+    build_progress_path(tmp_path / "run").write_text(kept)  # as kill -9 leaves it
     assert json.loads(kept)["seconds"] == 10
     with tracking.start_run("killed", tmp_path / "run", wait_s=0) as again:
         clock.now += 1
@@ -61,9 +61,12 @@ def test_a_killed_run_counts_on_from_its_last_note(tracking, tmp_path, clock):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"done": 1}', '{"seconds": "x"}', '{"seconds": -3}', '{"seconds": NaN}']
+    "text",
+    ["", "{", "[]", '{"done": 1}', '{"seconds": "x"}', '{"seconds": -3}', '{"seconds": NaN}'],
 )
 def test_a_note_that_cannot_be_read_counts_as_none(tmp_path, text):
     (tmp_path / ".tracking").mkdir()
-    progress_path(tmp_path).write_text(text)
-    assert recorded_seconds(tmp_path) == 0.0 and recorded_seconds(tmp_path / "none") == 0.0
+    build_progress_path(tmp_path).write_text(text)
+    assert (
+        read_recorded_seconds(tmp_path) == 0.0 and read_recorded_seconds(tmp_path / "none") == 0.0
+    )

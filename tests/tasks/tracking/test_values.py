@@ -10,9 +10,18 @@ from urllib.parse import parse_qsl
 
 import pytest
 
-from tasks.tracking.experiment_view import shared_views
-from tasks.tracking.store import Store, default_uri, short, without_password
-from tasks.tracking.values import MAX_RESULT, MAX_VALUE, environment_freeze, flatten, metric_name, pinned, result_text
+from tasks.mlflow_environment import build_default_uri, strip_uri_password
+from tasks.tracking.experiment_view import build_shared_views
+from tasks.tracking.store import TrackingStore, shorten_error
+from tasks.tracking.values import (
+    MAX_RESULT_LENGTH,
+    MAX_VALUE_LENGTH,
+    flatten_settings,
+    freeze_environment,
+    list_pinned_versions,
+    sanitize_metric_name,
+    shorten_result,
+)
 
 
 @dataclass
@@ -22,7 +31,7 @@ class Inner:
 
 
 def test_nested_settings_become_dotted_texts():
-    flat = flatten(
+    flat = flatten_settings(
         {
             "seed": 7,
             "policy": Inner(),
@@ -48,9 +57,9 @@ def test_nested_settings_become_dotted_texts():
 
 
 def test_values_and_names_are_cut_and_cleaned():
-    flat = flatten({"a" * 300: "x" * 7000, "odd key?": Path("p")})
+    flat = flatten_settings({"a" * 300: "x" * 7000, "odd key?": Path("p")})
     (cut, odd) = flat.items()
-    assert len(cut[0]) == 250 and len(cut[1]) == MAX_VALUE and cut[1].endswith("…")
+    assert len(cut[0]) == 250 and len(cut[1]) == MAX_VALUE_LENGTH and cut[1].endswith("…")
     assert odd == ("odd key_", "p")
 
 
@@ -67,35 +76,41 @@ def test_values_and_names_are_cut_and_cleaned():
     ],
 )
 def test_metric_names(name, clean):
-    assert metric_name(name) == clean
+    assert sanitize_metric_name(name) == clean
     from mlflow.utils.validation import _validate_metric_name
 
     _validate_metric_name(clean)
 
 
 def test_the_environment_names_every_distribution():
-    text = environment_freeze()
+    text = freeze_environment()
     assert text.startswith("# Python 3.")
-    found = {f"{one.metadata['Name']}=={one.version}" for one in metadata.distributions() if one.metadata["Name"]}
+    found = {
+        f"{one.metadata['Name']}=={one.version}"
+        for one in metadata.distributions()
+        if one.metadata["Name"]
+    }
     assert set(text.splitlines()[1:]) == found and any(line.startswith("torch==") for line in found)
 
 
 def test_a_distribution_whose_egg_info_is_a_file_is_named(tmp_path, monkeypatch):
     """As Debian installs some; `pip freeze` lists them."""
-    (tmp_path / "ufw-0.36.2.egg-info").write_text("Metadata-Version: 1.1\nName: ufw\nVersion: 0.36.2\n")
+    (tmp_path / "ufw-0.36.2.egg-info").write_text(
+        "Metadata-Version: 1.1\nName: ufw\nVersion: 0.36.2\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    assert "ufw==0.36.2" in environment_freeze.__wrapped__().splitlines()
+    assert "ufw==0.36.2" in freeze_environment.__wrapped__().splitlines()
 
 
 def test_pins_leave_local_build_labels_and_absent_packages_out():
-    (pin,) = pinned("torch", "no-such-distribution")
+    (pin,) = list_pinned_versions("torch", "no-such-distribution")
     assert pin.startswith("torch==") and "+" not in pin
 
 
 def test_addresses_never_show_passwords():
-    assert without_password("http://me:secret@host:5000/x") == "http://host:5000/x"
-    assert without_password("sqlite:////a/b.db") == "sqlite:////a/b.db"
-    assert "secret" not in short(ValueError("no answer from http://me:secret@host/"))
+    assert strip_uri_password("http://me:secret@host:5000/x") == "http://host:5000/x"
+    assert strip_uri_password("sqlite:////a/b.db") == "sqlite:////a/b.db"
+    assert "secret" not in shorten_error(ValueError("no answer from http://me:secret@host/"))
 
 
 def test_the_line_of_a_database_error_is_the_error():
@@ -103,24 +118,34 @@ def test_the_line_of_a_database_error_is_the_error():
         "(raised as a result of Query-invoked autoflush; consider using a session.no_autoflush block if this flush is "
         "occurring prematurely)\n(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO runs]"
     )
-    assert short(RuntimeError(text)) == "(sqlite3.OperationalError) database or disk is full"
+    assert (
+        shorten_error(RuntimeError(text)) == "(sqlite3.OperationalError) database or disk is full"
+    )
 
 
 def test_where_the_store_is(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert Store(None, tmp_path, "e").uri == f"sqlite:///{tmp_path}/mlflow/mlflow.db" == default_uri(tmp_path)
+    assert (
+        TrackingStore(None, tmp_path, "e").uri
+        == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
+        == build_default_uri(tmp_path)
+    )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://elsewhere:5000")
-    assert Store(None, tmp_path, "e").uri == "http://elsewhere:5000"
-    assert Store("sqlite:////x.db", tmp_path, "e").uri == "sqlite:////x.db"
-    assert Store(None, tmp_path, "e").run_url("r", "3").startswith("http://elsewhere:5000/#/experiments/3/runs/r")
+    assert TrackingStore(None, tmp_path, "e").uri == "http://elsewhere:5000"
+    assert TrackingStore("sqlite:////x.db", tmp_path, "e").uri == "sqlite:////x.db"
+    assert (
+        TrackingStore(None, tmp_path, "e")
+        .build_run_url("r", "3")
+        .startswith("http://elsewhere:5000/#/experiments/3/runs/r")
+    )
 
 
 def test_links_between_pages_of_mlflow_name_no_server(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    store = Store(None, tmp_path, "e")
+    store = TrackingStore(None, tmp_path, "e")
     other = "http://127.0.0.1:4200/runs/flow-run/f"
-    text = f"**sft**\n\n[Report]({store.run_url('r', '3', tab='artifacts/report.html')}) · [Prefect flow run]({other})"
-    assert store.as_own_page(text) == (
+    text = f"**sft**\n\n[Report]({store.build_run_url('r', '3', tab='artifacts/report.html')}) · [Prefect flow run]({other})"
+    assert store.convert_to_relative_links(text) == (
         "**sft**\n\n[Report](#/experiments/3/runs/r/artifacts/report.html?workflowType=machine_learning) · "
         f"[Prefect flow run]({other})"
     )
@@ -128,28 +153,38 @@ def test_links_between_pages_of_mlflow_name_no_server(tmp_path, monkeypatch):
 
 def test_the_link_to_a_stages_charts_opens_the_view_of_its_runs(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    store = Store(None, tmp_path, "e")
-    monkeypatch.setattr(Store, "experiment_id", "3")
-    address, _, query = store.charts_url("policy").partition("?")
+    store = TrackingStore(None, tmp_path, "e")
+    monkeypatch.setattr(TrackingStore, "experiment_id", "3")
+    address, _, query = store.build_charts_url("policy").partition("?")
     named = dict(parse_qsl(query))
     assert address.endswith("/#/experiments/3/runs") and named["compareRunsMode"] == "CHART"
-    view = shared_views()[f"mlflow.sharedViewState.{named['viewStateShareKey']}"]
+    view = build_shared_views()[f"mlflow.sharedViewState.{named['viewStateShareKey']}"]
     assert view["searchFilter"] == "tags.stage = 'policy'" and view["orderByAsc"] is False
     first = view["compareRunSections"][0]
-    assert first["name"] == "Success and reward" and view["compareRunCharts"][0]["metricSectionId"] == first["uuid"]
-    assert store.as_own_page(f"[Curves]({store.charts_url('policy')})") == f"[Curves](#/experiments/3/runs?{query})"
+    assert (
+        first["name"] == "Success and reward"
+        and view["compareRunCharts"][0]["metricSectionId"] == first["uuid"]
+    )
+    assert (
+        store.convert_to_relative_links(f"[Curves]({store.build_charts_url('policy')})")
+        == f"[Curves](#/experiments/3/runs?{query})"
+    )
     # The page ignores a view where its address names a filter or an order (MLflow 3.17).
-    assert not {"searchFilter", "orderByKey", "orderByAsc", "startTime", "lifecycleFilter"} & set(named)
+    assert not {"searchFilter", "orderByKey", "orderByAsc", "startTime", "lifecycleFilter"} & set(
+        named
+    )
 
 
 def test_numbers_stay_numbers():
-    assert flatten({"a": math.inf})["a"] == "Infinity"
+    assert flatten_settings({"a": math.inf})["a"] == "Infinity"
 
 
 def test_a_long_result_ends_with_a_whole_clause_or_word():
-    assert result_text("version 2 promoted") == "version 2 promoted"
-    cut = result_text("promoted: " + "gain " * 200)
-    assert cut.endswith("gain …") and len(cut) <= MAX_RESULT
-    assert result_text("sft 59%; policy 98%; version 2 waits", 24) == "sft 59%; policy 98%; …"
-    assert result_text("sft 59%; policy 98%; version 2 waits", 23) == "sft 59%; policy 98%; …"
-    assert result_text("a; policy 98 percent of all", 20) == "a; policy 98 …"  # the clause would leave too little
+    assert shorten_result("version 2 promoted") == "version 2 promoted"
+    cut = shorten_result("promoted: " + "gain " * 200)
+    assert cut.endswith("gain …") and len(cut) <= MAX_RESULT_LENGTH
+    assert shorten_result("sft 59%; policy 98%; version 2 waits", 24) == "sft 59%; policy 98%; …"
+    assert shorten_result("sft 59%; policy 98%; version 2 waits", 23) == "sft 59%; policy 98%; …"
+    assert (
+        shorten_result("a; policy 98 percent of all", 20) == "a; policy 98 …"
+    )  # the clause would leave too little

@@ -75,7 +75,13 @@ MADE = []
 
 
 def make(id, **options):
-    classes = {"Line-v0": Line, "Silent-v0": Silent, "Talk-v0": Talk, "Arm-v0": Arm, "CliffWalking-v1": Cliff}
+    classes = {
+        "Line-v0": Line,
+        "Silent-v0": Silent,
+        "Talk-v0": Talk,
+        "Arm-v0": Arm,
+        "CliffWalking-v1": Cliff,
+    }
     if id not in classes:
         raise LookupError(f"no environment {id}")
     MADE.append(classes[id](**options))

@@ -10,10 +10,16 @@ class Dataset:
         if self.name == "graph_color":
             return {"question": f"colour {number}", "answer": None, "metadata": {}}
         answer = f"{number}\n{number}" if self.name == "sudoku" else str(number)
-        return {"question": f"{self.name} of {number} in {self.max_terms}?", "answer": answer, "metadata": {1: {2}}}
+        return {
+            "question": f"{self.name} of {number} in {self.max_terms}?",
+            "answer": answer,
+            "metadata": {1: {2}},
+        }
 
     def score_answer(self, answer, item):
-        assert item["metadata"] == {1: {2}}, "scorers get the item itself, not what JSON makes of it"
+        assert item["metadata"] == {1: {2}}, (
+            "scorers get the item itself, not what JSON makes of it"
+        )
         print("noise on standard output")
         if self.name == "countdown":
             return float(eval(answer, {"os": __import__("os")}) == int(item["answer"]))

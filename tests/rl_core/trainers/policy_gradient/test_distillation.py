@@ -10,14 +10,14 @@ from helpers.teacher_server import serving
 from oracles import policy_oracles as oracle
 
 import rl_core
-from rl_core.api.teacher_source import make_teacher
+from rl_core.api.recipes.policy_gradient import load_teacher
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import BackendError, DataError, SettingsError
 from rl_core.inference.teacher import LocalTeacher, ServedTeacher
 from rl_core.models import causal_lm
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.rollouts.batching import TrainRow, build_batches
 from rl_core.settings import (
     DistillationSettings,
     ModelSettings,
@@ -27,7 +27,7 @@ from rl_core.settings import (
     TeacherSettings,
 )
 from rl_core.settings.distillation import DistilledPolicySettings
-from rl_core.trainers.policy_gradient.replay_buffer import Sample
+from rl_core.trainers.policy_gradient.samples import TrainingSample
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 
@@ -44,7 +44,9 @@ def tokenizer():
 
 
 def model_of(tokenizer, seed, sharper=1.0):
-    model = causal_lm.create(ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, seed)
+    model = causal_lm.create_model(
+        ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, seed
+    )
     with torch.no_grad():
         model.lm_head.weight.mul_(sharper)
     return model
@@ -53,11 +55,15 @@ def model_of(tokenizer, seed, sharper=1.0):
 def trainer_of(tokenizer, teacher, **options):
     settings = DistillationSettings(
         **{
-            "iterations": 50, "prompts_per_iteration": 36, "learning_rate": 1e-2, "warmup_steps": 0,
-            "sampling": SamplingSettings(max_completion_tokens=3), **options,
+            "iterations": 50,
+            "prompts_per_iteration": 36,
+            "learning_rate": 1e-2,
+            "warmup_steps": 0,
+            "sampling": SamplingSettings(max_completion_tokens=3),
+            **options,
         }
-    )  # fmt: skip
-    policy = settings.policy()
+    )
+    policy = settings.build_policy_settings()
     values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     del values["rewards"]
     return make_trainer(tokenizer, teacher=teacher, kind=DistilledPolicySettings, **values)
@@ -73,13 +79,19 @@ def test_advantages_of_tokens_equal_the_oracle(tokenizer, gamma, temperature):
     for model in (trainer.policy, teacher):
         rows = []
         for prompt, completion, _ in ROWS:
-            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
+            logits = (
+                model(input_ids=torch.tensor([prompt + completion])).logits[0].double()
+                / temperature
+            )
             logp = logits.log_softmax(-1)[len(prompt) - 1 : -1]
             rows.append([float(logp[t, token]) for t, token in enumerate(completion)])
         found.append(rows)
-    samples = [Sample(TrainRow(p, c, m, [-5.0] * len(c), temperature), 0.0, False) for p, c, m in ROWS]
+    samples = [
+        TrainingSample(TrainRow(p, c, m, [-5.0] * len(c), temperature), 0.0, False)
+        for p, c, m in ROWS
+    ]
     update = PolicyUpdate(trainer.actor_critic, trainer.settings, [[sample] for sample in samples])
-    metrics = update.run(np.random.default_rng(0))
+    metrics = update.run_optimizer_steps(np.random.default_rng(0))
     kl = []
     for index, (prompt, completion, loss_mask) in enumerate(ROWS):
         student, told = (np.array([part[index]]) for part in found)
@@ -127,7 +139,9 @@ def reverse_kl(trainer, teacher, tokenizer):
     return sum(found) / len(found)
 
 
-@pytest.mark.parametrize("options", [{}, {"epochs": 2, "importance": "token", "replay": ReplaySettings(iterations=2)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"epochs": 2, "importance": "token", "replay": ReplaySettings(iterations=2)}]
+)
 def test_a_student_comes_nearer_to_its_teacher(tokenizer, options):
     teacher = fond_of_letters(tokenizer)
     trainer = trainer_of(tokenizer, LocalTeacher(teacher), **options)
@@ -136,12 +150,21 @@ def test_a_student_comes_nearer_to_its_teacher(tokenizer, options):
     assert before > 0.3 and reverse_kl(trainer, teacher, tokenizer) < 0.4 * before
     kl = [part["policy/teacher_kl"] for part in metrics]
     assert sum(kl[-5:]) < 0.4 * sum(kl[:5])
-    assert "reward/mean" in metrics[0] and "train/success_rate" in metrics[0]  # measured all the same
+    assert (
+        "reward/mean" in metrics[0] and "train/success_rate" in metrics[0]
+    )  # measured all the same
 
 
 def test_it_resumes_bit_for_bit_and_a_teacher_of_equal_weights_teaches_nothing(tokenizer):
-    options = {"epochs": 2, "minibatches": 2, "importance": "sequence", "replay": ReplaySettings(iterations=2)}
-    assert resumes_bit_for_bit(lambda: trainer_of(tokenizer, LocalTeacher(model_of(tokenizer, 5)), **options))
+    options = {
+        "epochs": 2,
+        "minibatches": 2,
+        "importance": "sequence",
+        "replay": ReplaySettings(iterations=2),
+    }
+    assert resumes_bit_for_bit(
+        lambda: trainer_of(tokenizer, LocalTeacher(model_of(tokenizer, 5)), **options)
+    )
     same = trainer_of(tokenizer, LocalTeacher(model_of(tokenizer, 0)), epochs=2)
     before = weights(same)
     assert same.step()["policy/teacher_kl"] == 0
@@ -153,7 +176,7 @@ def test_it_resumes_bit_for_bit_and_a_teacher_of_equal_weights_teaches_nothing(t
 
 def batch_of(temperature=1.0):
     rows = [TrainRow(p, c, m, [0.0] * len(c), temperature) for p, c, m in ROWS]
-    return make_batches(rows, 1000, 0)[0]
+    return build_batches(rows, 1000, 0)[0]
 
 
 def settings_of(url, **more):
@@ -165,12 +188,14 @@ def test_a_served_teacher_tells_what_the_same_model_tells_here(tokenizer, api):
     teacher = model_of(tokenizer, 5)
     batch = batch_of()
     with serving(teacher) as (url, asked):
-        served = ServedTeacher(settings_of(url, api=api)).logprobs(batch)
-    local = LocalTeacher(teacher).logprobs(batch)
+        served = ServedTeacher(settings_of(url, api=api)).compute_logprobs(batch)
+    local = LocalTeacher(teacher).compute_logprobs(batch)
     assert torch.equal(local, completion_logprobs(teacher, batch)[0])
     assert torch.allclose(served, local, atol=1e-5) and bool((served != 0).any())
     assert sorted(len(request["prompt"]) for request in asked) == [3, 4, 6]  # without padding
-    assert all(request["path"] == "/v1/completions" and request["model"] == "theirs" for request in asked)
+    assert all(
+        request["path"] == "/v1/completions" and request["model"] == "theirs" for request in asked
+    )
 
 
 def test_a_student_learns_from_a_served_teacher(tokenizer):
@@ -186,19 +211,29 @@ def test_a_student_learns_from_a_served_teacher(tokenizer):
 
 def test_requests_that_were_not_answered_are_sent_again_a_bounded_number_of_times(tokenizer):
     teacher, batch = model_of(tokenizer, 5), batch_of()
-    with serving(teacher, before=lambda asked: (503, "busy") if len(asked) <= 2 else None) as (url, asked):
-        found = ServedTeacher(settings_of(url, retries=2, concurrency=1)).logprobs(batch)
+    with serving(teacher, before=lambda asked: (503, "busy") if len(asked) <= 2 else None) as (
+        url,
+        asked,
+    ):
+        found = ServedTeacher(settings_of(url, retries=2, concurrency=1)).compute_logprobs(batch)
         assert len(asked) == 5
-    assert torch.allclose(found, LocalTeacher(teacher).logprobs(batch), atol=1e-5)
+    assert torch.allclose(found, LocalTeacher(teacher).compute_logprobs(batch), atol=1e-5)
     message = r"did not answer in 3 tries \(the last: 503 .*busy"
-    with serving(teacher, before=lambda asked: (503, "busy")) as (url, _), pytest.raises(BackendError, match=message):
-        ServedTeacher(settings_of(url, retries=2, concurrency=1)).logprobs(batch)
-    with pytest.raises(BackendError, match="did not answer in 1 tries"):  # nobody listens there any more
-        ServedTeacher(settings_of(url, retries=0)).logprobs(batch)
+    with (
+        serving(teacher, before=lambda asked: (503, "busy")) as (url, _),
+        pytest.raises(BackendError, match=message),
+    ):
+        ServedTeacher(settings_of(url, retries=2, concurrency=1)).compute_logprobs(batch)
+    with pytest.raises(
+        BackendError, match="did not answer in 1 tries"
+    ):  # nobody listens there any more
+        ServedTeacher(settings_of(url, retries=0)).compute_logprobs(batch)
     with serving(teacher, before=lambda asked: (404, "no such model")) as (url, asked):
         with pytest.raises(BackendError, match=r"refuses the request: 404 .*no such model"):
-            ServedTeacher(settings_of(url, concurrency=1)).logprobs(batch)
-        assert len({str(request["prompt"]) for request in asked}) == len(asked)  # none was sent twice
+            ServedTeacher(settings_of(url, concurrency=1)).compute_logprobs(batch)
+        assert len({str(request["prompt"]) for request in asked}) == len(
+            asked
+        )  # none was sent twice
 
 
 def without(answer):
@@ -209,7 +244,9 @@ def without(answer):
 
 def of_other_tokens(answer):
     places = answer["choices"][0]["prompt_logprobs"]
-    answer["choices"][0]["prompt_logprobs"] = [None] + [{"299": {"logprob": -1.0}} for _ in places[1:]]
+    answer["choices"][0]["prompt_logprobs"] = [None] + [
+        {"299": {"logprob": -1.0}} for _ in places[1:]
+    ]
     return answer
 
 
@@ -231,8 +268,11 @@ def infinite(answer):
     ],
 )
 def test_an_answer_without_every_log_prob_is_an_error(tokenizer, change, message):
-    with serving(model_of(tokenizer, 5), change=change) as (url, _), pytest.raises(BackendError, match=message):
-        ServedTeacher(settings_of(url)).logprobs(batch_of())
+    with (
+        serving(model_of(tokenizer, 5), change=change) as (url, _),
+        pytest.raises(BackendError, match=message),
+    ):
+        ServedTeacher(settings_of(url)).compute_logprobs(batch_of())
 
 
 def test_what_a_teacher_cannot_judge_is_refused(tokenizer, tmp_path):
@@ -240,37 +280,57 @@ def test_what_a_teacher_cannot_judge_is_refused(tokenizer, tmp_path):
     other = train_tokenizer(["something else altogether, with other pairs of letters"], 310)
     causal_lm.save(model_of(other, 1), other, tmp_path / "other")
     causal_lm.save(model_of(tokenizer, 1), tokenizer, tmp_path / "same")
-    with pytest.raises(SettingsError, match=r"has another vocabulary than the policy: .* tokens differ"):
-        make_teacher(TeacherSettings(model=str(tmp_path / "other")), student)
+    with pytest.raises(
+        SettingsError, match=r"has another vocabulary than the policy: .* tokens differ"
+    ):
+        load_teacher(TeacherSettings(model=str(tmp_path / "other")), student)
     with pytest.raises(SettingsError, match="has another vocabulary than the policy"):
-        make_teacher(TeacherSettings(model="m", url="http://127.0.0.1:1", tokenizer=str(tmp_path / "other")), student)
+        load_teacher(
+            TeacherSettings(model="m", url="http://127.0.0.1:1", tokenizer=str(tmp_path / "other")),
+            student,
+        )
     with pytest.raises(SettingsError, match="teacher: none is named"):
-        make_teacher(TeacherSettings(), student)
+        load_teacher(TeacherSettings(), student)
     with pytest.raises(SettingsError, match="it is the policy itself"):
-        make_teacher(TeacherSettings(), student, student)
-    served = make_teacher(
-        TeacherSettings(model="m", url="http://127.0.0.1:1/v1/", tokenizer=str(tmp_path / "same")), student
+        load_teacher(TeacherSettings(), student, student)
+    served = load_teacher(
+        TeacherSettings(model="m", url="http://127.0.0.1:1/v1/", tokenizer=str(tmp_path / "same")),
+        student,
     )
     assert isinstance(served, ServedTeacher) and served.url == "http://127.0.0.1:1/v1/completions"
-    local = make_teacher(TeacherSettings(model=str(tmp_path / "same")), student)
-    assert isinstance(local, LocalTeacher) and not any(p.requires_grad for p in local.model.parameters())
+    local = load_teacher(TeacherSettings(model=str(tmp_path / "same")), student)
+    assert isinstance(local, LocalTeacher) and not any(
+        p.requires_grad for p in local.model.parameters()
+    )
     with pytest.raises(DataError, match="at temperature 1"):
-        served.logprobs(batch_of(0.5))
+        served.compute_logprobs(batch_of(0.5))
     with pytest.raises(DataError, match="the teacher's context is 4"):
-        LocalTeacher(local.model, context=4).logprobs(batch_of())
+        LocalTeacher(local.model, context=4).compute_logprobs(batch_of())
 
 
 def test_settings_of_a_distillation():
-    policy = DistillationSettings(group_size=1, levels=("low",), clip_eps=0.1, gamma=0.5).policy()
-    assert policy.is_taught and policy.clip == (0.1, 0.1) and policy.gamma == 0.5 and policy.group_size == 1
-    assert policy.value_function is None and policy.aggregation == "token_mean" and not policy.uses_whitening
+    policy = DistillationSettings(
+        group_size=1, levels=("low",), clip_eps=0.1, gamma=0.5
+    ).build_policy_settings()
+    assert (
+        policy.needs_teacher
+        and policy.clip == (0.1, 0.1)
+        and policy.gamma == 0.5
+        and policy.group_size == 1
+    )
+    assert (
+        policy.value_function is None
+        and policy.aggregation == "token_mean"
+        and not policy.uses_whitening
+    )
     assert [dict(stage.levels) for stage in policy.curriculum] == [{"low": 1.0}]
     names = {field.name for field in dataclasses.fields(PolicySettings)}
     own = {field.name for field in dataclasses.fields(DistillationSettings)} - names
     assert own == {"teacher", "levels"}  # all others mean what they mean in the policy's settings
     with pytest.raises(SettingsError, match=r"temperature: 0\.5 with a served teacher"):
         DistillationSettings(
-            teacher=TeacherSettings(url="http://h:1", model="m"), sampling=SamplingSettings(temperature=0.5)
+            teacher=TeacherSettings(url="http://h:1", model="m"),
+            sampling=SamplingSettings(temperature=0.5),
         )
     with pytest.raises(SettingsError, match="url: 'ftp://h' is no http address"):
         TeacherSettings(url="ftp://h", model="m")
@@ -286,27 +346,46 @@ def test_a_teacher_goes_with_a_distillation_alone(tokenizer):
     plain = make_trainer(tokenizer)
     with pytest.raises(SettingsError, match="nothing else takes one"):
         PolicyGradientTrainer(
-            plain.policy, None, plain.renderer, Letters(), plain.settings, 7, plain.rewards, plain.backend,
+            plain.policy,
+            None,
+            plain.renderer,
+            Letters(),
+            plain.settings,
+            7,
+            plain.rewards,
+            plain.backend,
             teacher=LocalTeacher(model_of(tokenizer, 1)),
-        )  # fmt: skip
+        )
 
 
 def test_the_api_distils(tokenizer, tmp_path):
     prompts = [{"prompt": word} for word in ("abc", "xyz", "a", "b")]
     settings = DistillationSettings(
-        iterations=2, prompts_per_iteration=4, sampling=SamplingSettings(max_completion_tokens=4), eval_every=0
+        iterations=2,
+        prompts_per_iteration=4,
+        sampling=SamplingSettings(max_completion_tokens=4),
+        eval_every=0,
     )
     causal_lm.save(model_of(tokenizer, 1), tokenizer, tmp_path / "student")
     causal_lm.save(model_of(tokenizer, 5), tokenizer, tmp_path / "teacher")
     training = rl_core.distill(
-        tmp_path / "student", tmp_path / "teacher", prompts=prompts, settings=settings, output=tmp_path / "out"
+        tmp_path / "student",
+        tmp_path / "teacher",
+        prompts=prompts,
+        settings=settings,
+        output=tmp_path / "out",
     )
     outcome = training.run()
     assert outcome.iterations == 2
     frame = rl_core.read_metrics(tmp_path / "out")
-    assert frame["policy/teacher_kl"].notna().sum() == 2 and (frame["perf/teacher_seconds"].dropna() > 0).all()
+    assert (
+        frame["policy/teacher_kl"].notna().sum() == 2
+        and (frame["perf/teacher_seconds"].dropna() > 0).all()
+    )
     with pytest.raises(SettingsError, match="patience: prompts alone"):
         rl_core.distill(
-            tmp_path / "student", tmp_path / "teacher", prompts=prompts,
+            tmp_path / "student",
+            tmp_path / "teacher",
+            prompts=prompts,
             settings=dataclasses.replace(settings, patience=1, eval_every=1),
-        )  # fmt: skip
+        )

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_core.trainers.policy_gradient.dynamic_sampling import sample_groups_with_signal
+from rl_core.trainers.policy_gradient.samples import sample_groups_with_signal
 
 
 def group(*rewards):
@@ -21,30 +21,41 @@ def played(rounds, *, wanted=2, tries=2):
         return next(rounds)
 
     scores = iter([{"reward/a": 1.0}, {"reward/a": 3.0, "reward/b": 5.0}, {"reward/a": 5.0}])
-    return sample_groups_with_signal(play, lambda groups: (groups, next(scores)), wanted=wanted, tries=tries), asked
+    return sample_groups_with_signal(
+        play, lambda groups: (groups, next(scores)), num_groups=wanted, num_retries=tries
+    ), asked
 
 
 def test_groups_of_equal_rewards_are_replaced_by_as_many():
     found, asked = played([[group(1, 1), group(0, 1)], [group(0, 0)], [group(2, 1)]])
     assert asked == [(2, 0), (1, 1), (1, 2)]
-    assert [g.rewards for g in found.kept] == [[0, 1], [2, 1]] and len(found.played) == 4
+    assert [g.rewards for g in found.selected_groups] == [[0, 1], [2, 1]] and len(
+        found.all_groups
+    ) == 4
     assert found.dropped_rate == 0.5
     # means over the rounds that have a metric; rewards of all eight rollouts: 6 in sum, 8 in squares
-    assert found.metrics() == {
-        "reward/a": 3.0, "reward/b": 5.0, "reward/mean": 0.75, "reward/std": pytest.approx((8 / 8 - 0.75**2) ** 0.5),
-    }  # fmt: skip
+    assert found.compute_metrics() == {
+        "reward/a": 3.0,
+        "reward/b": 5.0,
+        "reward/mean": 0.75,
+        "reward/std": pytest.approx((8 / 8 - 0.75**2) ** 0.5),
+    }
 
 
 def test_it_ends_with_enough_or_after_the_last_round():
     found, asked = played([[group(0, 1), group(1, 0)]])
-    assert asked == [(2, 0)] and len(found.kept) == 2 and found.dropped_rate == 0
-    found, asked = played([[group(1, 1 + 1e-7)], [group(0, 0)]], wanted=1, tries=1)  # a difference by rounding alone
-    assert asked == [(1, 0), (1, 1)] and found.kept == [] and found.dropped_rate == 1
+    assert asked == [(2, 0)] and len(found.selected_groups) == 2 and found.dropped_rate == 0
+    found, asked = played(
+        [[group(1, 1 + 1e-7)], [group(0, 0)]], wanted=1, tries=1
+    )  # a difference by rounding alone
+    assert asked == [(1, 0), (1, 1)] and found.selected_groups == [] and found.dropped_rate == 1
 
 
 def test_without_further_rounds_every_group_is_kept_and_a_round_without_groups_scores_nothing():
     found, asked = played([[group(1, 1)]], wanted=1, tries=0)
-    assert asked == [(1, 0)] and len(found.kept) == 1
-    found, asked = played([[], [group(0, 1, -9)]], wanted=1, tries=1)  # all episodes of the first round had failed
-    assert asked == [(1, 0), (1, 1)] and found.metrics()["reward/a"] == 1.0
-    assert found.metrics()["reward/mean"] == 0.5  # a masked rollout has no reward
+    assert asked == [(1, 0)] and len(found.selected_groups) == 1
+    found, asked = played(
+        [[], [group(0, 1, -9)]], wanted=1, tries=1
+    )  # all episodes of the first round had failed
+    assert asked == [(1, 0), (1, 1)] and found.compute_metrics()["reward/a"] == 1.0
+    assert found.compute_metrics()["reward/mean"] == 0.5  # a masked rollout has no reward

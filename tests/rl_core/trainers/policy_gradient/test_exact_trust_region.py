@@ -8,9 +8,9 @@ from helpers.letters import LOW, make_trainer, weights
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError
-from rl_core.models.logprobs import vocabulary_logprobs
+from rl_core.models.logprobs import compute_vocabulary_logprobs
 from rl_core.settings import KLBandSettings, LaunchSettings, PolicySettings, SamplingSettings
-from rl_core.trainers.policy_gradient.exact_trust_region import ExactTrustRegion
+from rl_core.trainers.policy_gradient.update import ExactTrustRegion
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def penalties(trainer, monkeypatch):
     """(value, its gradient, as computed plainly from logits of both policies) of each micro-batch after the first."""
     found = []
     old = copy.deepcopy(trainer.policy)
-    given = ExactTrustRegion.penalty
+    given = ExactTrustRegion.compute_penalty
 
     def compare(self, batch, loss_weights_BS, num_loss_tokens):
         value, metrics = given(self, batch, loss_weights_BS, num_loss_tokens)
@@ -33,7 +33,7 @@ def penalties(trainer, monkeypatch):
             found.append((value.item(), plain, gradient, plain_gradient))
         return value, metrics
 
-    monkeypatch.setattr(ExactTrustRegion, "penalty", compare)
+    monkeypatch.setattr(ExactTrustRegion, "compute_penalty", compare)
     return found
 
 
@@ -44,7 +44,10 @@ def by_logits(policy, old, batch, weights_BS):
 
     def distributions(model):
         logits = model(input_ids=batch.input_ids_BS).logits
-        rows = [logits[b, s - 1] / (1.0 if temperatures is None else temperatures[b, s]) for b, s in positions]
+        rows = [
+            logits[b, s - 1] / (1.0 if temperatures is None else temperatures[b, s])
+            for b, s in positions
+        ]
         return torch.stack(rows).softmax(-1)
 
     p_NV = distributions(old).detach()
@@ -56,10 +59,15 @@ def by_logits(policy, old, batch, weights_BS):
 
 def test_value_and_gradient_are_those_of_both_policies_logits(tokenizer, monkeypatch):
     trainer = make_trainer(
-        tokenizer, trust_region_coef=0.5, trust_region_kl="exact", epochs=2, micro_batch_tokens=64,
-        loss_aggregation="sequence_mean", curriculum=LOW,
+        tokenizer,
+        trust_region_coef=0.5,
+        trust_region_kl="exact",
+        epochs=2,
+        micro_batch_tokens=64,
+        loss_aggregation="sequence_mean",
+        curriculum=LOW,
         sampling=SamplingSettings(max_completion_tokens=3, temperature=0.7),
-    )  # fmt: skip
+    )
     found = penalties(trainer, monkeypatch)
     metrics = trainer.step()
     assert len(found) > 1 and metrics["policy/update_kl_exact"] > 0
@@ -72,7 +80,9 @@ def test_value_and_gradient_are_those_of_both_policies_logits(tokenizer, monkeyp
 def test_it_holds_the_policy_near_the_old_one_and_the_metric_agrees_with_the_estimate(tokenizer):
     moved = {}
     for coef in (1e-9, 10.0):
-        trainer = make_trainer(tokenizer, trust_region_coef=coef, trust_region_kl="exact", epochs=4, curriculum=LOW)
+        trainer = make_trainer(
+            tokenizer, trust_region_coef=coef, trust_region_kl="exact", epochs=4, curriculum=LOW
+        )
         rows = [trainer.step() for _ in range(3)]
         moved[coef] = sum(row["policy/update_kl_exact"] for row in rows)
         estimated = sum(row["policy/update_kl"] for row in rows)
@@ -83,7 +93,9 @@ def test_it_holds_the_policy_near_the_old_one_and_the_metric_agrees_with_the_est
 
 def test_a_weight_of_next_to_nothing_changes_next_to_nothing(tokenizer):
     """The old weights that are swapped in for a pass leave nothing behind."""
-    with_swap = make_trainer(tokenizer, trust_region_coef=1e-12, trust_region_kl="exact", epochs=3, curriculum=LOW)
+    with_swap = make_trainer(
+        tokenizer, trust_region_coef=1e-12, trust_region_kl="exact", epochs=3, curriculum=LOW
+    )
     without = make_trainer(tokenizer, trust_region_coef=1e-12, epochs=3, curriculum=LOW)
     for _ in range(2):
         with_swap.step(), without.step()
@@ -91,22 +103,28 @@ def test_a_weight_of_next_to_nothing_changes_next_to_nothing(tokenizer):
 
 
 def test_the_distribution_is_that_of_the_weights_before_the_update(tokenizer, monkeypatch):
-    trainer = make_trainer(tokenizer, trust_region_coef=1.0, trust_region_kl="exact", epochs=3, curriculum=LOW)
+    trainer = make_trainer(
+        tokenizer, trust_region_coef=1.0, trust_region_kl="exact", epochs=3, curriculum=LOW
+    )
     before = {name: value.detach().clone() for name, value in trainer.policy.state_dict().items()}
     seen = []
-    begin = ExactTrustRegion.begin
+    begin = ExactTrustRegion.prepare_batch
 
     def keep(self, batch):
         now = {name: value.detach().clone() for name, value in self.policy.state_dict().items()}
         begin(self, batch)
-        assert all(torch.equal(now[name], value) for name, value in self.policy.state_dict().items())
+        assert all(
+            torch.equal(now[name], value) for name, value in self.policy.state_dict().items()
+        )
         if self._old_NV is not None:
             self.policy.load_state_dict(before)
             with torch.no_grad():
-                seen.append(torch.equal(vocabulary_logprobs(self.policy, batch), self._old_NV))
+                seen.append(
+                    torch.equal(compute_vocabulary_logprobs(self.policy, batch), self._old_NV)
+                )
             self.policy.load_state_dict(now)
 
-    monkeypatch.setattr(ExactTrustRegion, "begin", keep)
+    monkeypatch.setattr(ExactTrustRegion, "prepare_batch", keep)
     trainer.step()
     assert len(seen) >= 2 and all(seen)
 
@@ -114,10 +132,18 @@ def test_the_distribution_is_that_of_the_weights_before_the_update(tokenizer, mo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(trust_region_kl="exact", epochs=2), "trust_region_kl: has no effect where trust_region_coef is 0"),
+        (
+            dict(trust_region_kl="exact", epochs=2),
+            "trust_region_kl: has no effect where trust_region_coef is 0",
+        ),
         (dict(trust_region_kl="exact", trust_region_coef=1.0), "begins at the old policy"),
         (
-            dict(trust_region_kl="exact", trust_region_coef=1.0, epochs=2, launch=LaunchSettings(kind="torchrun")),
+            dict(
+                trust_region_kl="exact",
+                trust_region_coef=1.0,
+                epochs=2,
+                launch=LaunchSettings(kind="torchrun"),
+            ),
             "in a trainer of one process",
         ),
         (dict(kl_band=KLBandSettings(width=0.1)), "kl_band: not used by kl_controller fixed"),

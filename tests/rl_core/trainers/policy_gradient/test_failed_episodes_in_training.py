@@ -61,7 +61,9 @@ def drop_bad_ones(trainer):
     play = trainer._play
 
     def without(*args, **options):
-        groups = [[r for r in g.rollouts if not would_fail(r.trajectory)] for g in play(*args, **options)]
+        groups = [
+            [r for r in g.rollouts if not would_fail(r.trajectory)] for g in play(*args, **options)
+        ]
         return [RolloutGroup(rollouts) for rollouts in groups if rollouts]
 
     trainer._play = without
@@ -104,12 +106,21 @@ def test_training_resumes_exactly_over_failures(tokenizer):
 def test_failures_of_several_iterations_are_counted_together(tokenizer):
     """No iteration alone has too many: 0.12 of 50 episodes are 6."""
     trainer = make_trainer(
-        tokenizer, BreakingLetters(), curriculum=LOW, prompts_per_iteration=2, group_size=6,
-        sampling=SamplingSettings(max_completion_tokens=3, max_failed_share=0.12), learning_rate=1e-6,
-    )  # fmt: skip
+        tokenizer,
+        BreakingLetters(),
+        curriculum=LOW,
+        prompts_per_iteration=2,
+        group_size=6,
+        sampling=SamplingSettings(max_completion_tokens=3, max_failed_share=0.12),
+        learning_rate=1e-6,
+    )
     kept = []
-    trainer.keep_failures(lambda episode: kept.append(episode.iteration) or f"look at {len(kept)}")
-    with pytest.raises(EnvironmentFault, match=r"allows 0.12\).*RuntimeError: server is gone; look at"):
+    trainer.set_failure_recorder(
+        lambda episode: kept.append(episode.iteration) or f"look at {len(kept)}"
+    )
+    with pytest.raises(
+        EnvironmentFault, match=r"allows 0.12\).*RuntimeError: server is gone; look at"
+    ):
         for _ in range(10):
             trainer.step()
     assert max(kept.count(iteration) for iteration in set(kept)) <= 6 < len(kept)
@@ -126,7 +137,9 @@ def test_an_iteration_in_which_every_episode_fails_stops(tokenizer):
             return Gone(seed, level)
 
     trainer = make_trainer(tokenizer, Dead(), sampling=SamplingSettings(max_failed_share=1.0))
-    with pytest.raises(EnvironmentFault, match=r"36 of the newest 36 episodes failed .*OSError: no server"):
+    with pytest.raises(
+        EnvironmentFault, match=r"36 of the newest 36 episodes failed .*OSError: no server"
+    ):
         trainer.step()
 
 
@@ -146,12 +159,19 @@ def test_a_refill_in_which_every_episode_fails_goes_on(tokenizer):
             return Going(seed, level)
 
     trainer = make_trainer(
-        tokenizer, Leaving(), algorithm="dapo", curriculum=LOW, dynamic_sampling_tries=2, overlong_buffer=0,
+        tokenizer,
+        Leaving(),
+        algorithm="dapo",
+        curriculum=LOW,
+        dynamic_sampling_tries=2,
+        overlong_buffer=0,
         rewards=RewardOrchestrator({"task": 0.0}),
         sampling=SamplingSettings(max_completion_tokens=20, max_failed_share=1),
-    )  # fmt: skip
+    )
     metrics = trainer.step()
-    assert metrics["train/failed_rate"] == pytest.approx(72 / 108)  # 36 were played, and twice 36 failed
+    assert metrics["train/failed_rate"] == pytest.approx(
+        72 / 108
+    )  # 36 were played, and twice 36 failed
     assert metrics["train/dropped_group_rate"] == 1.0
 
 
@@ -160,12 +180,20 @@ def test_episodes_that_no_reward_function_could_score_are_kept(tokenizer, monkey
         return [1 / (trajectory.sample - 1) for trajectory in trajectories]
 
     rewards = RewardOrchestrator(
-        {"task": 1.0, "mine": 1.0}, functions={"mine": score}, options=RewardSettings(max_failed_share=0.1)
+        {"task": 1.0, "mine": 1.0},
+        functions={"mine": score},
+        options=RewardSettings(max_failed_share=0.1),
     )
     trainer = make_trainer(tokenizer, rewards=rewards, curriculum=LOW)
     kept = []
-    trainer.keep_failures(lambda episode: kept.append(episode) or "")
+    trainer.set_failure_recorder(lambda episode: kept.append(episode) or "")
     with pytest.raises(RewardError, match=r"allows 0.1\).*reward 'mine' raised ZeroDivisionError"):
         trainer.step()
-    assert len(kept) == 6 and {episode.trajectory.sample for episode in kept} == {1}  # one of each group; 5 may fail
-    assert kept[0].failed_in == "reward 'mine'" and kept[0].iteration == 0 and "ZeroDivisionError" in kept[0].trace
+    assert len(kept) == 6 and {episode.trajectory.sample for episode in kept} == {
+        1
+    }  # one of each group; 5 may fail
+    assert (
+        kept[0].failed_in == "reward 'mine'"
+        and kept[0].iteration == 0
+        and "ZeroDivisionError" in kept[0].trace
+    )

@@ -12,8 +12,8 @@ from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError
 from rl_core.rollouts.batching import TrainRow
 from rl_core.settings import CriticSettings, PolicySettings, ReplaySettings, SamplingSettings
-from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
+from rl_core.trainers.policy_gradient.samples import TrainingSample
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 
 ROWS = [  # prompt, completion, loss mask, sampler's log-probs, reward; ragged, with an observation in two of them
@@ -30,7 +30,9 @@ def tokenizer():
 
 
 def samples_of(temperature=1.0):
-    made = [Sample(TrainRow(*row[:4], temperature=temperature), row[4], False) for row in ROWS]
+    made = [
+        TrainingSample(TrainRow(*row[:4], temperature=temperature), row[4], False) for row in ROWS
+    ]
     return [made[:2], made[2:]]
 
 
@@ -47,17 +49,23 @@ def test_kl_and_entropy_are_aggregated_as_the_policy_loss(tokenizer, algorithm, 
     """At ratio 1 the loss is -A + 0.3 k3 - 0.2 H at every token, summed with the weights of the algorithm."""
     reference = make_trainer(tokenizer, model_seed=3).policy
     trainer = make_trainer(
-        tokenizer, algorithm=algorithm, reference=reference, kl_coef=0.3, entropy_coef=0.2, micro_batch_tokens=8,
+        tokenizer,
+        algorithm=algorithm,
+        reference=reference,
+        kl_coef=0.3,
+        entropy_coef=0.2,
+        micro_batch_tokens=8,
         sampling=SamplingSettings(max_completion_tokens=9),
-    )  # fmt: skip
+    )
     update = PolicyUpdate(trainer.actor_critic, trainer.settings, samples_of(temperature))
     found, parts = [], []
-    apply = trainer.optimizer_step.apply
-    trainer.optimizer_step.apply = lambda batches, loss: found.append(apply(batches, loss)) or parts.append(
-        len(batches)) or found[0]  # fmt: skip
+    apply = trainer.optimizer_step.run_step
+    trainer.optimizer_step.run_step = lambda batches, loss: (
+        found.append(apply(batches, loss)) or parts.append(len(batches)) or found[0]
+    )
     reference_of = [distributions(reference, row, temperature) for row in ROWS]
     policy_of = [distributions(trainer.policy, row, temperature) for row in ROWS]
-    update.run(np.random.default_rng(0))
+    update.run_optimizer_steps(np.random.default_rng(0))
     tokens = {"grpo": 1 / 8, "dr_grpo": 1 / 36}
     expected, kl_mean = 0.0, 0.0
     for index, (row, ours, theirs) in enumerate(zip(ROWS, policy_of, reference_of, strict=True)):
@@ -69,7 +77,9 @@ def test_kl_and_entropy_are_aggregated_as_the_policy_loss(tokenizer, algorithm, 
             now, base = float(ours[t, row[1][t]]), float(theirs[t, row[1][t]])
             k3 = math.exp(base - now) - 1 + now - base
             entropy = float(-(ours[t].exp() * ours[t]).sum())
-            gate = 4 / (1.05 if advantage <= 0 else 1.0) / 2 if algorithm == "sapo" else 1.0  # sigmoid(0) = 1/2
+            gate = (
+                4 / (1.05 if advantage <= 0 else 1.0) / 2 if algorithm == "sapo" else 1.0
+            )  # sigmoid(0) = 1/2
             weight = tokens.get(algorithm, 1 / 4 / length)
             expected += weight * (-gate * advantage + 0.3 * k3 - 0.2 * entropy)
             kl_mean += k3 / 8
@@ -80,7 +90,9 @@ def test_kl_and_entropy_are_aggregated_as_the_policy_loss(tokenizer, algorithm, 
 
 def test_later_steps_of_reinforce_are_weighted_by_the_policy_as_it_is(tokenizer):
     """Its loss has no ratio to the old policy, so the weight is that of the present one, not the iteration's first."""
-    trainer = make_trainer(tokenizer, algorithm="reinforce", importance="token", importance_cap=3.0, epochs=2)
+    trainer = make_trainer(
+        tokenizer, algorithm="reinforce", importance="token", importance_cap=3.0, epochs=2
+    )
     update = PolicyUpdate(trainer.actor_critic, trainer.settings, samples_of())
     measured = []
 
@@ -93,7 +105,7 @@ def test_later_steps_of_reinforce_are_weighted_by_the_policy_as_it_is(tokenizer)
                     parameter.mul_(3.0)
         return {"train/loss": 0.0}
 
-    trainer.optimizer_step.apply = apply
+    trainer.optimizer_step.run_step = apply
     expected = []
 
     def mean_weight():
@@ -101,12 +113,14 @@ def test_later_steps_of_reinforce_are_weighted_by_the_policy_as_it_is(tokenizer)
         for row in ROWS:
             logp = distributions(trainer.policy, row)
             found += [
-                min(3.0, math.exp(float(logp[t, row[1][t]]) - row[3][t])) for t in range(len(row[1])) if row[2][t]
+                min(3.0, math.exp(float(logp[t, row[1][t]]) - row[3][t]))
+                for t in range(len(row[1]))
+                if row[2][t]
             ]
         return sum(found) / len(found)
 
     expected.append(mean_weight())
-    update.run(np.random.default_rng(0))
+    update.run_optimizer_steps(np.random.default_rng(0))
     expected.append(mean_weight())
     assert abs(expected[1] - expected[0]) > 0.05
     assert measured == pytest.approx(expected, rel=1e-4)
@@ -134,18 +148,26 @@ def test_what_leaves_the_interval_is_dropped_and_still_counts(tokenizer, level):
     logs, kept = DROPPED[level]
     dropped = sum(k == 0 for row in kept for k in row) / 8
     trainer = make_trainer(
-        tokenizer, importance_mask=level, importance_low=math.exp(-1.1), importance_high=math.exp(1.1),
-        algorithm="dr_grpo", loss_aggregation="token_mean",
-    )  # fmt: skip
+        tokenizer,
+        importance_mask=level,
+        importance_low=math.exp(-1.1),
+        importance_high=math.exp(1.1),
+        algorithm="dr_grpo",
+        loss_aggregation="token_mean",
+    )
     groups = samples_of()
     for row, sample, log in zip(ROWS, [s for group in groups for s in group], logs, strict=True):
         logp = distributions(trainer.policy, row).detach()
-        sample.row.sampler_logprobs = [0.0 if x is None else float(logp[t, row[1][t]]) - x for t, x in enumerate(log)]
+        sample.row.sampler_logprobs = [
+            0.0 if x is None else float(logp[t, row[1][t]]) - x for t, x in enumerate(log)
+        ]
     update = PolicyUpdate(trainer.actor_critic, trainer.settings, groups)
     seen = []
-    apply = trainer.optimizer_step.apply
-    trainer.optimizer_step.apply = lambda batches, loss: seen.append(apply(batches, loss)) or seen[0]
-    metrics = update.run(np.random.default_rng(0))
+    apply = trainer.optimizer_step.run_step
+    trainer.optimizer_step.run_step = lambda batches, loss: (
+        seen.append(apply(batches, loss)) or seen[0]
+    )
+    metrics = update.run_optimizer_steps(np.random.default_rng(0))
     advantages = [0.5, -0.5, -0.75, 0.75]
     expected = (
         -sum(a * sum(k or 0 for k in ks) for a, ks in zip(advantages, kept, strict=True)) / 8
@@ -157,27 +179,39 @@ def test_what_leaves_the_interval_is_dropped_and_still_counts(tokenizer, level):
 
 def test_vtrace_advantages_equal_the_oracle(tokenizer):
     trainer = make_trainer(
-        tokenizer, algorithm="ppo", importance="vtrace", gamma=0.9, gae_lambda=0.8, vtrace_c=0.7, importance_cap=1.5,
+        tokenizer,
+        algorithm="ppo",
+        importance="vtrace",
+        gamma=0.9,
+        gae_lambda=0.8,
+        vtrace_c=0.7,
+        importance_cap=1.5,
         whiten_advantages=False,
-    )  # fmt: skip
+    )
     torch.manual_seed(1)
     with torch.no_grad():
         trainer.model.critic.head.head.weight.normal_()
     groups = samples_of()
     groups[1][0].is_truncated = True
     update = PolicyUpdate(trainer.actor_critic, trainer.settings, groups)
-    update.run(np.random.default_rng(0))
+    update.run_optimizer_steps(np.random.default_rng(0))
     buffer: RolloutBuffer = update.buffer
     mask, rewards = buffer.mask_RS.numpy(), np.zeros(buffer.shape)
     for index, row in enumerate(ROWS):
         rewards[index, np.flatnonzero(mask[index])[-1]] = row[4]
     truncated = np.array([False, False, True, False])
     case = oracle.Case(
-        mask=mask, new=mask, old=buffer.old_logprobs_RS.double().numpy(),
-        sampler=buffer.sampler_logprobs_RS.double().numpy(), reference=mask, advantages=mask, rewards=rewards,
-        values=buffer.values_RS.double().numpy(), bootstrap=np.where(truncated, buffer.value_after_R.numpy(), 0.0),
+        mask=mask,
+        new=mask,
+        old=buffer.old_logprobs_RS.double().numpy(),
+        sampler=buffer.sampler_logprobs_RS.double().numpy(),
+        reference=mask,
+        advantages=mask,
+        rewards=rewards,
+        values=buffer.values_RS.double().numpy(),
+        bootstrap=np.where(truncated, buffer.value_after_R.numpy(), 0.0),
         max_tokens=1,
-    )  # fmt: skip
+    )
     assert [round(float(x), 2) for x in case.sampler[0][mask[0]]] == [-5.0, -7.0, -6.0]
     ratio = oracle.ratios(case.old, case.sampler, mask, "token")
     assert (ratio[mask] > 1.5).any() and (ratio[mask] < 1).any()  # truncated and not
@@ -187,9 +221,15 @@ def test_vtrace_advantages_equal_the_oracle(tokenizer):
 
 
 OFF_POLICY = dict(
-    algorithm="ppo", importance="vtrace", replay=ReplaySettings(iterations=2, share=0.5), epochs=2, learning_rate=5e-3,
-    importance_mask="geometric", importance_low=0.1, importance_high=10.0,
-)  # fmt: skip
+    algorithm="ppo",
+    importance="vtrace",
+    replay=ReplaySettings(iterations=2, share=0.5),
+    epochs=2,
+    learning_rate=5e-3,
+    importance_mask="geometric",
+    importance_low=0.1,
+    importance_high=10.0,
+)
 
 
 def test_vtrace_learns_from_replayed_rollouts(tokenizer):
@@ -202,19 +242,35 @@ def test_vtrace_learns_from_replayed_rollouts(tokenizer):
 
 
 def test_vtrace_resumes_bit_for_bit(tokenizer):
-    assert resumes_bit_for_bit(lambda: make_trainer(tokenizer, FewLetters(), curriculum=LOW, **OFF_POLICY))
+    assert resumes_bit_for_bit(
+        lambda: make_trainer(tokenizer, FewLetters(), curriculum=LOW, **OFF_POLICY)
+    )
 
 
 def test_weights_that_nothing_uses_are_refused():
     with pytest.raises(SettingsError, match="importance: vtrace corrects a critic's targets"):
         PolicySettings(algorithm="grpo", importance="vtrace")
     with pytest.raises(SettingsError, match="set epochs and minibatches to 1"):
-        PolicySettings(algorithm="reinforce", critic=CriticSettings(), importance="vtrace", epochs=2)
+        PolicySettings(
+            algorithm="reinforce", critic=CriticSettings(), importance="vtrace", epochs=2
+        )
     with pytest.raises(SettingsError, match="clip_eps: sapo has a soft gate"):
         PolicySettings(algorithm="sapo", clip_eps_high=0.3)
-    assert PolicySettings(algorithm="reinforce", critic=CriticSettings(), importance="vtrace").weight_cap == 1.0
+    assert (
+        PolicySettings(
+            algorithm="reinforce", critic=CriticSettings(), importance="vtrace"
+        ).weight_cap
+        == 1.0
+    )
     assert PolicySettings(importance="token").weight_cap == 2.0
-    defaults = {name: PolicySettings(algorithm=name).aggregation for name in ("grpo", "dapo", "ppo", "dr_grpo", "gspo")}
+    defaults = {
+        name: PolicySettings(algorithm=name).aggregation
+        for name in ("grpo", "dapo", "ppo", "dr_grpo", "gspo")
+    }
     assert defaults == {
-        "grpo": "token_mean", "dapo": "token_mean", "ppo": "token_mean", "dr_grpo": "constant", "gspo": "sequence_mean"
-    }  # fmt: skip
+        "grpo": "token_mean",
+        "dapo": "token_mean",
+        "ppo": "token_mean",
+        "dr_grpo": "constant",
+        "gspo": "sequence_mean",
+    }

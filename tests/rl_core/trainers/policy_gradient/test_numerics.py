@@ -27,11 +27,17 @@ def trainer_of(tokenizer, *, lora=False, every=1, action="refuse", **options):
     model = None
     if lora:
         settings = ModelSettings(preset="nano", context=32, device="cpu", lora=LoraSettings(rank=4))
-        model = causal_lm.create(settings, tokenizer, 0)
+        model = causal_lm.create_model(settings, tokenizer, 0)
     numerics = NumericsGateSettings(every=every, action=action, bound=1e-3)
     return make_trainer(
-        tokenizer, model=model, numerics=numerics, sampling=AT_07, sampler_kl_max=1e6, learning_rate=0.05, **options
-    )  # fmt: skip
+        tokenizer,
+        model=model,
+        numerics=numerics,
+        sampling=AT_07,
+        sampler_kl_max=1e6,
+        learning_rate=0.05,
+        **options,
+    )
 
 
 def no_sync(trainer):
@@ -109,12 +115,12 @@ def test_a_healthy_sampler_agrees_to_rounding(tokenizer, lora):
 def test_a_log_probability_that_is_no_number_is_refused(tokenizer):
     trainer = trainer_of(tokenizer)
     trainer.step()
-    measure = trainer._numerics.measure
+    measure = trainer._numerics.measure_difference
     forward = trainer.policy.get_output_embeddings().forward
     trainer.policy.get_output_embeddings().forward = lambda hidden: forward(hidden) * float("nan")
-    trainer.backend.run = lambda sequences, sampling: [
-        sequence.advance([1], [float("nan")], False) for sequence in sequences
-    ]  # fmt: skip
+    trainer.backend.run_sequences = lambda sequences, sampling: [
+        sequence.take_action([1], [float("nan")], False) for sequence in sequences
+    ]
     assert measure(AT_07) == float("inf")
 
 
@@ -127,7 +133,9 @@ def test_it_looks_after_the_first_update_and_every_so_many(tokenizer):
     assert never.state_dict()["numerics"]["snapshots"] == {}
 
 
-@pytest.mark.parametrize("options", [{"importance": "token"}, {"sampler_kl_max": 1.0}, {"importance_mask": "token"}])
+@pytest.mark.parametrize(
+    "options", [{"importance": "token"}, {"sampler_kl_max": 1.0}, {"importance_mask": "token"}]
+)
 def test_other_samplers_on_purpose_are_not_compared_unless_a_bound_is_set(tokenizer, options):
     assert "policy/numerics_difference" not in make_trainer(tokenizer, **options).step()
     bounded = make_trainer(tokenizer, **options, numerics=NumericsGateSettings(bound=1e-3))
@@ -147,7 +155,9 @@ def test_the_numbers_of_training_are_those_without_it(tokenizer):
 def test_a_resumed_run_has_the_same_bits(tokenizer, action):
     whole = trainer_of(tokenizer, every=2, action=action)
     rows = [comparable(whole.step()) for _ in range(3)]
-    state = copy.deepcopy((whole.state_dict(), weights_of(whole.policy), whole.optimizer_step.state_dict()))
+    state = copy.deepcopy(
+        (whole.state_dict(), weights_of(whole.policy), whole.optimizer_step.state_dict())
+    )
     rows += [comparable(whole.step()) for _ in range(3)]
     again = trainer_of(tokenizer, every=2, action=action)
     again.policy.load_state_dict(state[1])
@@ -172,21 +182,29 @@ def test_a_rollback_goes_back_to_the_weights_of_the_last_agreement(tokenizer):
     trainer.step()
     good = weights(trainer).clone()
     moments = copy.deepcopy(trainer.optimizer_step.optimizer.state_dict()["state"])
-    measure, played = trainer._numerics.measure, []
-    trainer._numerics.measure = lambda sampling: played.append(0) or (0.5 if len(played) == 1 else measure(sampling))
+    measure, played = trainer._numerics.measure_difference, []
+    trainer._numerics.measure_difference = lambda sampling: (
+        played.append(0) or (0.5 if len(played) == 1 else measure(sampling))
+    )
     metrics = trainer.step()
     assert (metrics["policy/numerics_difference"], metrics["policy/numerics_rollbacks"]) == (0.5, 1)
     assert torch.equal(weights(trainer), good)
     state = trainer.optimizer_step.optimizer.state_dict()["state"]
-    assert all(torch.equal(state[i][key], value) for i in state for key, value in moments[i].items())
+    assert all(
+        torch.equal(state[i][key], value) for i in state for key, value in moments[i].items()
+    )
     assert trainer.iteration == trainer.optimizer_step.num_steps == 2  # counters go on
-    assert trainer.step()["policy/numerics_rollbacks"] == 1 and not torch.equal(weights(trainer), good)
+    assert trainer.step()["policy/numerics_rollbacks"] == 1 and not torch.equal(
+        weights(trainer), good
+    )
 
 
 def test_a_sampler_that_does_not_follow_the_rollback_ends_the_run(tokenizer):
     trainer = trainer_of(tokenizer, action="rollback")
     wrong_temperature(trainer)
-    with pytest.raises(SamplerMismatch, match=r"after the rollback it is 0\.\d+: the sampler does not follow"):
+    with pytest.raises(
+        SamplerMismatch, match=r"after the rollback it is 0\.\d+: the sampler does not follow"
+    ):
         trainer.step()
 
 
@@ -195,7 +213,7 @@ def test_rollbacks_that_never_help_end_the_run(tokenizer):
 
     def failing():
         trainer = trainer_of(tokenizer, action="rollback")
-        trainer._numerics.measure = lambda sampling: next(answers)
+        trainer._numerics.measure_difference = lambda sampling: next(answers)
         return trainer
 
     trainer = failing()
@@ -205,7 +223,9 @@ def test_rollbacks_that_never_help_end_the_run(tokenizer):
     trainer = failing()  # as a resumed run is: it has to know how often in a row
     trainer.load_state_dict(state)
     trainer.step()
-    with pytest.raises(SamplerMismatch, match=r"up to 0\.5 nats.*; 3 rollbacks before it did not help"):
+    with pytest.raises(
+        SamplerMismatch, match=r"up to 0\.5 nats.*; 3 rollbacks before it did not help"
+    ):
         trainer.step()
 
 

@@ -23,10 +23,22 @@ from rl_core.settings import (
     ReplaySettings,
     SamplingSettings,
 )
-from rl_core.trainers.policy_gradient.advantages import comparison_advantages, last_token_rewards, value_advantages
-from rl_core.trainers.policy_gradient.losses import StepCounts, next_kl_coef, policy_loss
-from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample, sample_groups
+from rl_core.trainers.policy_gradient.advantages import (
+    compute_relative_advantages,
+    compute_value_advantages,
+    scatter_rewards_to_last_token,
+)
+from rl_core.trainers.policy_gradient.losses import (
+    LossDenominators,
+    compute_next_kl_coef,
+    compute_policy_loss,
+)
 from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
+from rl_core.trainers.policy_gradient.samples import (
+    ReplayBuffer,
+    TrainingSample,
+    build_sample_groups,
+)
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.types import StopReason
 
@@ -45,20 +57,25 @@ def played(trainer):
 
 def test_rewards_stand_on_the_last_loss_token():
     mask = torch.tensor([[False, True, True, False], [False, True, False, False]])
-    found = last_token_rewards(torch.tensor([2.0, -1.0]), mask)
+    found = scatter_rewards_to_last_token(torch.tensor([2.0, -1.0]), mask)
     assert found.tolist() == [[0, 0, 2, 0], [0, -1, 0, 0]]
     with pytest.raises(DataError, match="no loss token"):
-        last_token_rewards(torch.tensor([1.0]), torch.zeros(1, 3, dtype=torch.bool))
+        scatter_rewards_to_last_token(torch.tensor([1.0]), torch.zeros(1, 3, dtype=torch.bool))
 
 
 def test_value_advantages_by_hand():
     # two loss tokens with an observation between them; V = 0.5, 0.25; lambda 0.5, gamma 1
     mask = torch.tensor([[True, False, True]] * 2)
     values = torch.tensor([[0.5, 9.0, 0.25]] * 2)
-    advantages, returns = value_advantages(
-        torch.tensor([1.0, 1.0]), torch.tensor([False, True]), values, torch.tensor([7.0, 2.0]), mask,
-        gamma=1.0, gae_lambda=0.5,
-    )  # fmt: skip
+    advantages, returns = compute_value_advantages(
+        torch.tensor([1.0, 1.0]),
+        torch.tensor([False, True]),
+        values,
+        torch.tensor([7.0, 2.0]),
+        mask,
+        gamma=1.0,
+        gae_lambda=0.5,
+    )
     # terminated: delta_1 = 1 - 0.25 = 0.75; delta_0 = 0.25 - 0.5 = -0.25; A_0 = -0.25 + 0.5 * 0.75 = 0.125
     # truncated: delta_1 = 1 + 2 - 0.25 = 2.75; A_0 = -0.25 + 0.5 * 2.75 = 1.125
     assert advantages.tolist() == [[0.125, 0.0, 0.75], [1.125, 0.0, 2.75]]
@@ -68,10 +85,16 @@ def test_value_advantages_by_hand():
 def test_a_kl_penalty_is_taken_off_each_token():
     mask = torch.tensor([[True, True]])
     penalty = torch.tensor([[0.1, -0.3]])
-    advantages, _ = value_advantages(
-        torch.tensor([1.0]), torch.tensor([False]), torch.zeros(1, 2), torch.zeros(1), mask,
-        gamma=1.0, gae_lambda=1.0, kl_penalty_RS=penalty,
-    )  # fmt: skip
+    advantages, _ = compute_value_advantages(
+        torch.tensor([1.0]),
+        torch.tensor([False]),
+        torch.zeros(1, 2),
+        torch.zeros(1),
+        mask,
+        gamma=1.0,
+        gae_lambda=1.0,
+        kl_penalty_RS=penalty,
+    )
     assert advantages.tolist() == [pytest.approx([1.0 + 0.3 - 0.1, 1.0 + 0.3])]
 
 
@@ -87,11 +110,13 @@ HALF = 0.5 / (0.5**0.5 + 1e-4)  # (1 - 1/2) over the std of (1, 0), which is sqr
         # mean 1/4, unbiased variance (0.75^2 + 3 * 0.25^2) / 3 = 1/4
         ("reinforce", [[0.75 / 0.5001, -0.25 / 0.5001], [-0.25 / 0.5001, -0.25 / 0.5001]]),
     ],
-)  # fmt: skip
+)
 def test_comparison_advantages_by_hand(algorithm, expected):
     groups = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64).unbind()
-    found = comparison_advantages(groups, algorithm)
-    assert torch.allclose(torch.stack(found), torch.tensor(expected, dtype=torch.float64), atol=1e-12)
+    found = compute_relative_advantages(groups, algorithm)
+    assert torch.allclose(
+        torch.stack(found), torch.tensor(expected, dtype=torch.float64), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,19 +125,26 @@ def test_comparison_advantages_by_hand(algorithm, expected):
         ("dr_grpo", [[0.5, -0.5], [2.0, -1.0, -1.0], [-0.5, 0.5], [0.0]]),
         ("rloo", [[1.0, -1.0], [3.0, -1.5, -1.5], [-1.0, 1.0], [0.0]]),
         # mean 5/8; squares 2 (3/8)^2 + 5 (5/8)^2 + (19/8)^2 = 504/64, over 7: 9/8
-        ("reinforce", [[x / (1.125**0.5 + 1e-4) for x in row]
-                       for row in ([0.375, -0.625], [2.375, -0.625, -0.625], [-0.625, 0.375], [-0.625])]),
+        (
+            "reinforce",
+            [
+                [x / (1.125**0.5 + 1e-4) for x in row]
+                for row in ([0.375, -0.625], [2.375, -0.625, -0.625], [-0.625, 0.375], [-0.625])
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_groups_may_differ_in_size(algorithm, expected):
     rewards = [[1.0, 0.0], [3.0, 0.0, 0.0], [0.0, 1.0], [0.0]]
-    found = comparison_advantages([torch.tensor(row, dtype=torch.float64) for row in rewards], algorithm)
+    found = compute_relative_advantages(
+        [torch.tensor(row, dtype=torch.float64) for row in rewards], algorithm
+    )
     assert [row.tolist() for row in found] == [pytest.approx(row, abs=1e-12) for row in expected]
 
 
 def test_ppo_has_no_advantages_without_values():
     with pytest.raises(DataError, match="without a critic"):
-        comparison_advantages([torch.ones(2)], "ppo")
+        compute_relative_advantages([torch.ones(2)], "ppo")
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
@@ -124,11 +156,13 @@ def test_losses_by_hand():
     new = torch.tensor([[math.log(2.0), math.log(0.5)]])
     advantages = torch.tensor([[1.0, -1.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
-    counts = StepCounts(num_loss_tokens=3, num_run_tokens=2, num_sequences=2, num_run_sequences=1)
+    counts = LossDenominators(
+        num_loss_tokens=3, num_forward_tokens=2, num_sequences=2, num_forward_sequences=1
+    )
 
     def loss(algorithm, **options):
         settings = PolicySettings(algorithm=algorithm, group_size=2, **options)
-        found, metrics = policy_loss(settings, new, old, advantages, mask, counts)
+        found, metrics = compute_policy_loss(settings, new, old, advantages, mask, counts)
         assert metrics["loss"] == found
         assert metrics["update_kl"] == pytest.approx(
             (2 - 1 - math.log(2) + 0.5 - 1 + math.log(2)) / 2
@@ -151,19 +185,25 @@ def test_losses_by_hand():
     # gspo: the sequence's ratio is exp(0) = 1, its advantage 0
     assert loss("gspo") == pytest.approx(0.0)
     # dr_grpo: 4 rollouts of at most 5 tokens
-    counts = StepCounts(3, 2, 2, 1, num_rollouts=4)
-    assert loss("dr_grpo", sampling=SamplingSettings(max_completion_tokens=5)) == pytest.approx((-1.2 + 0.8) / 20)
+    counts = LossDenominators(3, 2, 2, 1, num_rollouts=4)
+    assert loss("dr_grpo", sampling=SamplingSettings(max_completion_tokens=5)) == pytest.approx(
+        (-1.2 + 0.8) / 20
+    )
     limit = {"sampling": SamplingSettings(max_completion_tokens=5)}
     assert loss("cispo", loss_aggregation="constant", **limit) == pytest.approx(
         (-1.2 * math.log(2) + 0.5 * math.log(0.5)) / 20
     )
     advantages = torch.tensor([[1.0, 1.0]])
     assert loss("gspo") == pytest.approx(-1.0 / 2)
-    assert loss("gspo", loss_aggregation="token_mean") == pytest.approx(-2.0 / 3)  # two of three tokens
+    assert loss("gspo", loss_aggregation="token_mean") == pytest.approx(
+        -2.0 / 3
+    )  # two of three tokens
     assert loss("gspo", loss_aggregation="constant", **limit) == pytest.approx(-2.0 / 20)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "dapo", "cispo", "gspo", "sapo", "reinforce"])
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", "rloo", "dapo", "cispo", "gspo", "sapo", "reinforce"]
+)
 def test_the_first_step_is_the_policy_gradient(tokenizer, algorithm):
     """At ratio 1 all of them have the gradient of -A log pi, over tokens or (gspo, sapo) sequences."""
     options = {"dynamic_sampling_tries": 0, "overlong_buffer": 0} if algorithm == "dapo" else {}
@@ -176,19 +216,27 @@ def test_the_first_step_is_the_policy_gradient(tokenizer, algorithm):
         assert advantages == batch_advantages(rewards).flatten().tolist()
     fresh = make_trainer(tokenizer, algorithm=algorithm, **options)
     samples = [
-        Sample(TrainRow(r.prompt_ids, r.completion_ids, r.loss_mask, r.sampler_logprobs), r.reward, False)
+        TrainingSample(
+            TrainRow(r.prompt_ids, r.completion_ids, r.loss_mask, r.sampler_logprobs),
+            r.reward,
+            False,
+        )
         for r in rollouts
     ]
     groups = [samples[start : start + 6] for start in range(0, 36, 6)]
     update = PolicyUpdate(fresh.actor_critic, fresh.settings, groups)
     gradients = []
-    fresh.optimizer_step.apply = lambda batches, loss: gradients.append(gradient(fresh.policy, batches, loss)) or {}
-    update.run(np.random.default_rng(0))
+    fresh.optimizer_step.run_step = lambda batches, loss: (
+        gradients.append(gradient(fresh.policy, batches, loss)) or {}
+    )
+    update.run_optimizer_steps(np.random.default_rng(0))
     expected = []
     for rollout, advantage in zip(rollouts, advantages, strict=True):
         length = sum(rollout.loss_mask)
         tokens = sum(sum(r.loss_mask) for r in rollouts)
-        expected.append(advantage / (36 * length) if algorithm in ("gspo", "sapo") else advantage / tokens)
+        expected.append(
+            advantage / (36 * length) if algorithm in ("gspo", "sapo") else advantage / tokens
+        )
     found = plain_gradient(fresh.policy, rollouts, expected)
     assert torch.allclose(gradients[0], found, atol=1e-6, rtol=1e-4)
     assert found.norm() > 1e-3
@@ -218,7 +266,9 @@ def plain_gradient(model, rollouts, factors):
 
 RECIPES = {
     "ppo": dict(algorithm="ppo", epochs=2, learning_rate=5e-3),
-    "ppo_shared": dict(algorithm="ppo", critic=CriticSettings(kind="shared"), epochs=2, learning_rate=5e-3),
+    "ppo_shared": dict(
+        algorithm="ppo", critic=CriticSettings(kind="shared"), epochs=2, learning_rate=5e-3
+    ),
     "dapo": dict(algorithm="dapo", overlong_buffer=0),
     # a sequence of three tokens moves the ratio a thousand times further than the clip made for thousands of tokens
     "gspo": dict(algorithm="gspo", epochs=2, clip_eps=0.2, clip_eps_high=0.2, learning_rate=5e-3),
@@ -226,7 +276,9 @@ RECIPES = {
     "sapo": dict(algorithm="sapo", epochs=2, learning_rate=5e-3),
     "reinforce": dict(algorithm="reinforce"),
     "reinforce_learned_baseline": dict(algorithm="reinforce", critic=CriticSettings()),
-    "replay": dict(algorithm="grpo", importance="token", replay=ReplaySettings(iterations=2, share=0.5)),
+    "replay": dict(
+        algorithm="grpo", importance="token", replay=ReplaySettings(iterations=2, share=0.5)
+    ),
     "kl_reward": dict(algorithm="rloo", kl_coef=0.01, kl_in="reward"),
 }
 
@@ -248,9 +300,17 @@ def test_learns(tokenizer, name):
 @pytest.mark.parametrize("name", ["ppo", "ppo_shared", "dapo", "sapo", "replay", "kl_reward"])
 def test_resumes_bit_for_bit(tokenizer, name):
     more = dict(
-        minibatches=2, schedule="cosine", iterations=5, entropy_coef=0.01, entropy_decay=0.999,
-        **({"kl_controller": "adaptive", "kl_target": 0.001, "kl_horizon": 40} if name == "kl_reward" else {}),
-    )  # fmt: skip
+        minibatches=2,
+        schedule="cosine",
+        iterations=5,
+        entropy_coef=0.01,
+        entropy_decay=0.999,
+        **(
+            {"kl_controller": "adaptive", "kl_target": 0.001, "kl_horizon": 40}
+            if name == "kl_reward"
+            else {}
+        ),
+    )
     whole, first, second = (build(tokenizer, name, **more) for _ in range(3))
     expected = [comparable(whole.step()) for _ in range(5)]
     found = [comparable(first.step()) for _ in range(2)]
@@ -266,22 +326,35 @@ def test_resumes_bit_for_bit(tokenizer, name):
 def test_a_critic_learns_what_rollouts_are_worth(tokenizer):
     for kind in ("separate", "shared"):
         trainer = make_trainer(
-            tokenizer, algorithm="ppo", critic=CriticSettings(kind=kind, learning_rate=1e-2), epochs=4, curriculum=LOW
+            tokenizer,
+            algorithm="ppo",
+            critic=CriticSettings(kind=kind, learning_rate=1e-2),
+            epochs=4,
+            curriculum=LOW,
         )
         first = trainer.step()
-        assert first["value/values_mean"] == 0 and first["value/explained_variance"] == pytest.approx(0)
+        assert first["value/values_mean"] == 0 and first[
+            "value/explained_variance"
+        ] == pytest.approx(0)
         for _ in range(12):
             last = trainer.step()
         assert last["value/values_mean"] == pytest.approx(last["value/returns_mean"], abs=0.35)
-        assert abs(last["train/advantages_mean"]) < 1e-5 and last["train/advantages_std"] == pytest.approx(1, abs=0.02)
+        assert abs(last["train/advantages_mean"]) < 1e-5 and last[
+            "train/advantages_std"
+        ] == pytest.approx(1, abs=0.02)
 
 
 def test_a_warming_critic_leaves_the_policy_alone(tokenizer):
-    trainer = make_trainer(tokenizer, algorithm="ppo", critic=CriticSettings(warmup_iterations=2), epochs=2)
+    trainer = make_trainer(
+        tokenizer, algorithm="ppo", critic=CriticSettings(warmup_iterations=2), epochs=2
+    )
     before = weights_of(trainer.policy)
     for step in (1, 2):
         metrics = trainer.step()
-        assert torch.equal(weights_of(trainer.policy), before) and trainer.optimizer_step.num_steps == 2 * step
+        assert (
+            torch.equal(weights_of(trainer.policy), before)
+            and trainer.optimizer_step.num_steps == 2 * step
+        )
         assert metrics["value/loss"] > 0 and "train/loss" not in metrics
     trainer.step()
     assert not torch.equal(weights_of(trainer.policy), before)
@@ -302,17 +375,28 @@ def test_the_critics_agree_about_positions(tokenizer):
         head = trainer.model.value_head or trainer.model.critic.head
         with torch.no_grad():
             head.head.weight.copy_(line[None])
-        rollouts = [([5, 6, 7], [8, 9, 10, 11], [True, False, True, True]), ([5], [6, 7], [True, True])]
-        samples = [Sample(TrainRow(p, c, m, [0.0] * len(c)), 1.0, True) for p, c, m in rollouts]
+        rollouts = [
+            ([5, 6, 7], [8, 9, 10, 11], [True, False, True, True]),
+            ([5], [6, 7], [True, True]),
+        ]
+        samples = [
+            TrainingSample(TrainRow(p, c, m, [0.0] * len(c)), 1.0, True) for p, c, m in rollouts
+        ]
         buffer = RolloutBuffer(trainer.actor_critic, trainer.settings, [samples])
         buffer.compute_values([[0, 1]])
         found.append((buffer.values_RS, buffer.value_after_R))
-        hidden = trainer.policy.base_model(input_ids=torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).last_hidden_state[0]
+        hidden = trainer.policy.base_model(
+            input_ids=torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+        ).last_hidden_state[0]
         by_hand = (hidden @ line).detach()
         # V before token s is read at the position before it; 3 is the first loss token, 4 an observation
-        assert torch.allclose(buffer.values_RS[0], torch.tensor([0, 0, 0, *by_hand[[2]], 0, *by_hand[[4, 5]]]))
+        assert torch.allclose(
+            buffer.values_RS[0], torch.tensor([0, 0, 0, *by_hand[[2]], 0, *by_hand[[4, 5]]])
+        )
         assert buffer.value_after_R[0] == pytest.approx(float(by_hand[6]), rel=1e-5)
-    assert torch.allclose(found[0][0], found[1][0], atol=1e-6) and torch.allclose(found[0][1], found[1][1], atol=1e-6)
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-6) and torch.allclose(
+        found[0][1], found[1][1], atol=1e-6
+    )
 
 
 # ------------------------------------------------------------------------------------------------- limits and weights
@@ -356,11 +440,11 @@ def test_importance_weights_follow_from_stale_samples(tokenizer):
     assert metrics["policy/importance_mean"] == pytest.approx(1, abs=1e-4)  # fresh rollouts
     assert metrics["policy/effective_sample_share"] == pytest.approx(1, abs=1e-4)
     group = [
-        Sample(TrainRow([5], [6, 7], [True, True], [-60.0, 0.0]), 1.0, False),
-        Sample(TrainRow([5], [6, 7], [True, True], [-60.0, 0.0]), 0.0, False),
-    ] * 3  # fmt: skip
+        TrainingSample(TrainRow([5], [6, 7], [True, True], [-60.0, 0.0]), 1.0, False),
+        TrainingSample(TrainRow([5], [6, 7], [True, True], [-60.0, 0.0]), 0.0, False),
+    ] * 3
     update = PolicyUpdate(trainer.actor_critic, trainer.settings, [group] * 6)
-    metrics = update.run(np.random.default_rng(0))
+    metrics = update.run_optimizer_steps(np.random.default_rng(0))
     # the first token was next to impossible for the sampler (weight 2, the cap), the second certain (weight pi)
     share = metrics["policy/importance_mean"]
     assert 1.0 < share < 1.5 and metrics["policy/effective_sample_share"] < 0.9
@@ -369,25 +453,40 @@ def test_importance_weights_follow_from_stale_samples(tokenizer):
 def test_replayed_samples_keep_their_advantage_and_are_drawn_once(tokenizer):
     trainer = build(tokenizer, "replay")
     trainer.step()
-    first = {id(s.row) for s in trainer._replay._past[0][0]}
+    first = {id(s.row) for s in trainer._replay._past_iterations[0][0]}
     metrics = trainer.step()
     assert metrics["train/replayed_rollouts"] == 18 and metrics["train/trained_rollouts"] <= 54
-    assert first and all(s.advantage is not None for g in trainer._replay._past[0] for s in g)
-    drawn = [s for group in trainer._replay.draw(np.random.default_rng(0), 6) for s in group]
-    assert len(drawn) == 18 and len({id(s.row) for s in drawn}) == 18 and all(s.is_replayed for s in drawn)
+    assert first and all(
+        s.advantage is not None for g in trainer._replay._past_iterations[0] for s in g
+    )
+    drawn = [s for group in trainer._replay.draw_groups(np.random.default_rng(0), 6) for s in group]
+    assert (
+        len(drawn) == 18
+        and len({id(s.row) for s in drawn}) == 18
+        and all(s.is_replayed for s in drawn)
+    )
     copied = ReplayBuffer(trainer.settings.replay)
     copied.load_state_dict(trainer._replay.state_dict())
     assert copied.state_dict().keys() == trainer._replay.state_dict().keys()
-    again = [s for group in copied.draw(np.random.default_rng(0), 6) for s in group]
+    again = [s for group in copied.draw_groups(np.random.default_rng(0), 6) for s in group]
     assert again == [
-        Sample(
-            TrainRow(list(s.row.prompt_ids), list(s.row.completion_ids), list(s.row.loss_mask),
-                     list(s.row.sampler_logprobs)), s.reward, s.is_truncated, s.advantage, True,
-        ) for s in drawn
-    ]  # fmt: skip
+        TrainingSample(
+            TrainRow(
+                list(s.row.prompt_ids),
+                list(s.row.completion_ids),
+                list(s.row.loss_mask),
+                list(s.row.sampler_logprobs),
+            ),
+            s.reward,
+            s.is_truncated,
+            s.advantage,
+            True,
+        )
+        for s in drawn
+    ]
     for _ in range(3):
         trainer.step()
-    assert len(trainer._replay._past) == 2
+    assert len(trainer._replay._past_iterations) == 2
 
 
 @pytest.mark.parametrize(
@@ -395,19 +494,25 @@ def test_replayed_samples_keep_their_advantage_and_are_drawn_once(tokenizer):
     [
         (StopReason.TERMINATED, True, False),
         (StopReason.ENVIRONMENT, False, True),  # the environment would have gone on
-        (StopReason.MAX_TOKENS, False, False),  # else a policy earns the critic's value by never ending
+        (
+            StopReason.MAX_TOKENS,
+            False,
+            False,
+        ),  # else a policy earns the critic's value by never ending
         (StopReason.MAX_TURNS, False, False),
         (StopReason.MAX_TOKENS, True, True),
         (StopReason.MAX_TURNS, True, True),
     ],
 )
 def test_what_a_cut_rollout_is_worth_afterwards(tokenizer, stop_reason, bootstrap_limits, expected):
-    trainer = make_trainer(tokenizer, algorithm="ppo", critic=CriticSettings(bootstrap_limits=bootstrap_limits))
+    trainer = make_trainer(
+        tokenizer, algorithm="ppo", critic=CriticSettings(bootstrap_limits=bootstrap_limits)
+    )
     trainer.step()
     for rollout in (rollout for group in trainer.groups for rollout in group.rollouts):
         rollout.trajectory.stop_reason = stop_reason
         rollout.is_truncated = stop_reason is not StopReason.TERMINATED
-    groups = sample_groups(trainer.groups, bootstrap_limits=bootstrap_limits)
+    groups = build_sample_groups(trainer.groups, bootstrap_limits=bootstrap_limits)
     assert [len(group) for group in groups] == [6] * 6
     assert all(sample.is_truncated is expected for group in groups for sample in group)
 
@@ -420,13 +525,18 @@ def test_dynamic_sampling_refills_groups_without_a_difference(tokenizer):
     plain.step()
     flat = sum(len(set(group.rewards)) == 1 for group in plain.groups)
     assert flat > 0
-    trainer = make_trainer(tokenizer, algorithm="dapo", group_size=2, overlong_buffer=0, dynamic_sampling_tries=4)
+    trainer = make_trainer(
+        tokenizer, algorithm="dapo", group_size=2, overlong_buffer=0, dynamic_sampling_tries=4
+    )
     metrics = trainer.step()
     assert all(len(set(group.rewards)) == 2 for group in trainer.groups)
     assert metrics["train/dropped_group_rate"] > 0 and metrics["train/zero_advantage_rate"] == 0
     assert trainer.rollouts_played > 12
     bounded = make_trainer(
-        tokenizer, algorithm="dapo", rewards=RewardOrchestrator({"tool_use": 1.0}), overlong_buffer=0
+        tokenizer,
+        algorithm="dapo",
+        rewards=RewardOrchestrator({"tool_use": 1.0}),
+        overlong_buffer=0,
     )
     before = weights(bounded)
     metrics = bounded.step()
@@ -485,7 +595,7 @@ def test_a_kl_reward_takes_the_samplers_log_probs_where_they_are_the_policys(
     for forced in (False, True):
         trainer = build(tokenizer, "kl_reward", kl_coef=0.5, algorithm="dr_grpo", **options)
         if forced:
-            monkeypatch.setattr(PolicyUpdate, "_sampler_is_policy", lambda update: False)
+            monkeypatch.setattr(PolicyUpdate, "_is_sampler_policy", lambda update: False)
         for _ in range(3):
             metrics = trainer.step()
         found.append((metrics["policy/ref_kl"], metrics["policy/loss"], weights(trainer)))
@@ -494,7 +604,9 @@ def test_a_kl_reward_takes_the_samplers_log_probs_where_they_are_the_policys(
             assert metrics["policy/ratio_mean"] == 1.0
     (kl, loss, after), (kl_measured, loss_measured, after_measured) = found
     assert kl == pytest.approx(kl_measured, abs=1e-5) and abs(kl) > 1e-4
-    assert loss == pytest.approx(loss_measured, abs=1e-4) and torch.allclose(after, after_measured, atol=1e-4)
+    assert loss == pytest.approx(loss_measured, abs=1e-4) and torch.allclose(
+        after, after_measured, atol=1e-4
+    )
 
 
 def test_kl_controllers_move_towards_the_target(tokenizer):
@@ -506,11 +618,19 @@ def test_kl_controllers_move_towards_the_target(tokenizer):
     assert banded.kl_coef == pytest.approx(0.01 / 1.2)
     band = KLBandSettings(width=0.5, increase=3.0, decrease=2.0, minimum=0.006, maximum=0.02)
     settings = PolicySettings(kl_controller="banded", kl_coef=0.01, kl_target=0.1, kl_band=band)
-    assert next_kl_coef(settings, 0.01, 0.16) == 0.02  # above 0.1 * 1.5: times 3, at most 0.02
-    assert next_kl_coef(settings, 0.005, 0.16) == pytest.approx(0.015)
-    assert next_kl_coef(settings, 0.01, 0.14) == next_kl_coef(settings, 0.01, 0.06) == 0.01
-    assert next_kl_coef(settings, 0.01, 0.04) == 0.006  # below 0.1 * 0.5: half, at least 0.006
-    assert next_kl_coef(settings, 0.016, 0.04) == pytest.approx(0.008)
+    assert (
+        compute_next_kl_coef(settings, 0.01, 0.16) == 0.02
+    )  # above 0.1 * 1.5: times 3, at most 0.02
+    assert compute_next_kl_coef(settings, 0.005, 0.16) == pytest.approx(0.015)
+    assert (
+        compute_next_kl_coef(settings, 0.01, 0.14)
+        == compute_next_kl_coef(settings, 0.01, 0.06)
+        == 0.01
+    )
+    assert (
+        compute_next_kl_coef(settings, 0.01, 0.04) == 0.006
+    )  # below 0.1 * 0.5: half, at least 0.006
+    assert compute_next_kl_coef(settings, 0.016, 0.04) == pytest.approx(0.008)
     fixed = build(tokenizer, "kl_reward")
     fixed.step()
     assert fixed.kl_coef == 0.01
@@ -534,7 +654,9 @@ def test_each_algorithm_has_its_own_clip():
     assert PolicySettings(clip_eps_high=0.3).clip == (0.2, 0.3)
 
 
-@pytest.mark.parametrize("options", [dict(algorithm="reinforce", epochs=2), dict(replay=ReplaySettings())])
+@pytest.mark.parametrize(
+    "options", [dict(algorithm="reinforce", epochs=2), dict(replay=ReplaySettings())]
+)
 def test_a_refusal_without_weights_names_those_that_are_taken(options):
     with pytest.raises(SettingsError, match="token, sequence or geometric"):
         PolicySettings(**options)
@@ -550,14 +672,27 @@ def test_a_refusal_without_weights_names_those_that_are_taken(options):
         (dict(critic=CriticSettings()), "critic: not used by grpo"),
         (dict(algorithm="reinforce", epochs=2), "importance: reinforce has no ratio"),
         (dict(replay=ReplaySettings()), "importance: replay"),
-        (dict(algorithm="ppo", replay=ReplaySettings(), importance="token", critic=CriticSettings(kind="shared")),
-         "replay: needs a separate critic"),
+        (
+            dict(
+                algorithm="ppo",
+                replay=ReplaySettings(),
+                importance="token",
+                critic=CriticSettings(kind="shared"),
+            ),
+            "replay: needs a separate critic",
+        ),
         (dict(kl_controller="adaptive"), "kl_controller: needs kl_coef"),
         (dict(entropy_floor=0.1), "entropy_floor: 0.1 is above"),
-        (dict(algorithm="ppo", dynamic_sampling_tries=1), "dynamic_sampling_tries: not used by ppo"),
-        (dict(overlong_buffer=9, sampling=SamplingSettings(max_completion_tokens=8)), "overlong_buffer: 9 is more"),
+        (
+            dict(algorithm="ppo", dynamic_sampling_tries=1),
+            "dynamic_sampling_tries: not used by ppo",
+        ),
+        (
+            dict(overlong_buffer=9, sampling=SamplingSettings(max_completion_tokens=8)),
+            "overlong_buffer: 9 is more",
+        ),
     ],
-)  # fmt: skip
+)
 def test_settings_that_cannot_work(options, message):
     with pytest.raises(SettingsError, match=message):
         PolicySettings(**options)
@@ -570,23 +705,36 @@ def test_ppo_may_have_groups_of_one(tokenizer):
     metrics = trainer.step()
     assert math.isfinite(metrics["train/loss"]) and metrics["train/trained_rollouts"] == 12
     for name in (
-        "value/loss", "value/explained_variance", "value/returns_mean", "value/grad_norm", "policy/entropy_coef",
-        "policy/kl_coef", "policy/clip_fraction_low", "policy/clip_fraction_high", "policy/update_kl_k1",
-    ):  # fmt: skip
+        "value/loss",
+        "value/explained_variance",
+        "value/returns_mean",
+        "value/grad_norm",
+        "policy/entropy_coef",
+        "policy/kl_coef",
+        "policy/clip_fraction_low",
+        "policy/clip_fraction_high",
+        "policy/update_kl_k1",
+    ):
         assert math.isfinite(metrics[name]), name
 
 
 @pytest.mark.parametrize("kind", ["separate", "shared"])
 def test_ppo_trains_adapters_and_the_critic_alone(tokenizer, kind):
-    model = causal_lm.create(
-        ModelSettings(preset="nano", context=32, device="cpu", lora=LoraSettings(rank=2)), tokenizer, 0
+    model = causal_lm.create_model(
+        ModelSettings(preset="nano", context=32, device="cpu", lora=LoraSettings(rank=2)),
+        tokenizer,
+        0,
     )
-    trainer = make_trainer(tokenizer, model=model, algorithm="ppo", critic=CriticSettings(kind=kind), epochs=2)
+    trainer = make_trainer(
+        tokenizer, model=model, algorithm="ppo", critic=CriticSettings(kind=kind), epochs=2
+    )
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     for _ in range(3):
         metrics = trainer.step()
     assert math.isfinite(metrics["value/loss"]) and metrics["policy/sampler_difference_max"] < 1e-4
-    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    changed = {
+        name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])
+    }
     assert changed and all("lora" in name or ".head." in name for name in changed)
     assert any("lora" in name and name.startswith("policy.") for name in changed)
     assert any(".head." in name for name in changed)
@@ -597,5 +745,8 @@ def test_ppo_under_autocast_stays_near_float32(tokenizer):
     cast = make_trainer(tokenizer, algorithm="ppo", epochs=2, curriculum=LOW, autocast="bfloat16")
     one, two = plain.step(), cast.step()
     assert two["policy/loss"] == pytest.approx(one["policy/loss"], abs=0.02)
-    assert two["value/loss"] == pytest.approx(one["value/loss"], abs=0.02) and two["value/loss"] != one["value/loss"]
+    assert (
+        two["value/loss"] == pytest.approx(one["value/loss"], abs=0.02)
+        and two["value/loss"] != one["value/loss"]
+    )
     assert all(p.dtype == torch.float32 for p in cast.model.parameters())

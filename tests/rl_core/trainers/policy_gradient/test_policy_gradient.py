@@ -8,12 +8,12 @@ from helpers.letters import LOW, FewLetters, comparable, kept_update, make_train
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError
-from rl_core.models.logprobs import completion_logprobs, token_outputs
+from rl_core.models.logprobs import completion_logprobs, compute_token_outputs
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rollouts.batching import make_batches
+from rl_core.rollouts.batching import build_batches
 from rl_core.settings import CurriculumStage, ExitCondition, PolicySettings, ReplaySettings
 from rl_core.trainers.policy_gradient import update as policy_update
-from rl_core.trainers.policy_gradient.advantages import SignalWarning
+from rl_core.trainers.policy_gradient.advantages import LearningSignalMonitor
 from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
 
 
@@ -43,13 +43,20 @@ def test_a_single_update_is_exactly_on_policy(tokenizer):
     trainer = make_trainer(tokenizer)
     for _ in range(3):
         metrics = trainer.step()
-        assert metrics["policy/ratio_max"] == 1 and metrics["policy/update_kl"] == metrics["policy/clip_fraction"] == 0
+        assert (
+            metrics["policy/ratio_max"] == 1
+            and metrics["policy/update_kl"] == metrics["policy/clip_fraction"] == 0
+        )
         assert metrics["policy/ratio_mean"] == pytest.approx(1)
         assert metrics["policy/sampler_difference_max"] < 1e-4
 
 
 def played_rows(trainer):
-    return [(r, a) for group in trainer.groups for r, a in zip(group.rollouts, group.advantages, strict=True)]
+    return [
+        (r, a)
+        for group in trainer.groups
+        for r, a in zip(group.rollouts, group.advantages, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
@@ -57,7 +64,9 @@ def test_loss_is_normalised_by_the_whole_step(tokenizer, algorithm):
     trainer = make_trainer(tokenizer, algorithm=algorithm, micro_batch_tokens=40)
     metrics = trainer.step()
     rows = played_rows(trainer)
-    assert len({sum(r.loss_mask) for r, _ in rows}) > 1, "rollouts of different length are what this is about"
+    assert len({sum(r.loss_mask) for r, _ in rows}) > 1, (
+        "rollouts of different length are what this is about"
+    )
     total = sum(a * sum(r.loss_mask) for r, a in rows)  # at ratio 1 the loss of a token is -A
     tokens = sum(sum(r.loss_mask) for r, _ in rows)
     denominator = tokens if algorithm == "grpo" else 36 * 3
@@ -78,7 +87,9 @@ def test_micro_batches_change_nothing(tokenizer):
 def test_rollouts_without_advantage_need_no_forward_pass(tokenizer, monkeypatch):
     lean, full = make_trainer(tokenizer), make_trainer(tokenizer)
     one = lean.step()
-    monkeypatch.setattr(policy_update.PolicyUpdate, "_trained_rows", lambda self, indices: list(indices))
+    monkeypatch.setattr(
+        policy_update.PolicyUpdate, "_select_trained_rows", lambda self, indices: list(indices)
+    )
     two = full.step()
     assert one["train/trained_rollouts"] < 36 and two["perf/update_seconds"] > 0
     assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-6)
@@ -107,27 +118,48 @@ def test_ten_iterations_without_a_signal_are_warned_of_once(tokenizer, caplog):
     trainer.step()
     trainer.step()
     (record,) = warned()
-    assert "nothing is learned: in the last one every rollout has the reward 0." in record.getMessage()
+    assert (
+        "nothing is learned: in the last one every rollout has the reward 0." in record.getMessage()
+    )
 
 
 def test_a_signal_ends_the_count_of_iterations_without_one(caplog):
-    warning = SignalWarning(2)
+    warning = LearningSignalMonitor(2)
     for rate in (1.0, 0.9, 1.0, 0.0):
-        warning.observe({"train/zero_advantage_rate": rate}, [0.0, 1.0])
+        warning.observe_iteration({"train/zero_advantage_rate": rate}, [0.0, 1.0])
     assert not caplog.records
-    warning.observe({}, [0.0, 1.0])  # every group was dropped
-    warning.observe({"train/zero_advantage_rate": 1.0}, [0.0, 1.0])
-    assert "rewards lie between 0 and 1, but are the same for all rollouts of a prompt" in caplog.text
+    warning.observe_iteration({}, [0.0, 1.0])  # every group was dropped
+    warning.observe_iteration({"train/zero_advantage_rate": 1.0}, [0.0, 1.0])
+    assert (
+        "rewards lie between 0 and 1, but are the same for all rollouts of a prompt" in caplog.text
+    )
 
 
 def test_prompts_that_are_learned_are_not_blamed_on_the_reward(caplog):
     for success, rewards, said, unsaid in (
-        (0.99, [0.4, 1.0], "99% of the episodes succeed. These prompts are learned", "Check the reward"),
-        (0.5, [1.0, 1.0], "every rollout has the reward 1. Check the reward", "prompts are learned"),
-        (0.0, [0.0, 0.0], "every rollout has the reward 0. Check the reward", "prompts are learned"),
+        (
+            0.99,
+            [0.4, 1.0],
+            "99% of the episodes succeed. These prompts are learned",
+            "Check the reward",
+        ),
+        (
+            0.5,
+            [1.0, 1.0],
+            "every rollout has the reward 1. Check the reward",
+            "prompts are learned",
+        ),
+        (
+            0.0,
+            [0.0, 0.0],
+            "every rollout has the reward 0. Check the reward",
+            "prompts are learned",
+        ),
     ):
         caplog.clear()
-        SignalWarning(1).observe({"train/zero_advantage_rate": 1.0, "train/success_rate": success}, rewards)
+        LearningSignalMonitor(1).observe_iteration(
+            {"train/zero_advantage_rate": 1.0, "train/success_rate": success}, rewards
+        )
         assert said in caplog.text and unsaid not in caplog.text, success
 
 
@@ -138,11 +170,15 @@ def test_kl_and_entropy_terms_enter_the_loss(tokenizer):
     trainer = make_trainer(tokenizer, kl_coef=0.5, entropy_coef=0.1, reference=reference)
     frozen = weights(trainer)
     metrics = trainer.step()
-    assert metrics["policy/ref_kl"] == pytest.approx(0, abs=1e-9)  # the reference is where it starts
+    assert metrics["policy/ref_kl"] == pytest.approx(
+        0, abs=1e-9
+    )  # the reference is where it starts
     assert metrics["train/trained_rollouts"] == 36
     metrics = trainer.step()
     assert metrics["policy/ref_kl"] > 1e-4
-    expected = metrics["policy/loss"] - 0.1 * metrics["policy/entropy"] + 0.5 * metrics["policy/ref_kl"]
+    expected = (
+        metrics["policy/loss"] - 0.1 * metrics["policy/entropy"] + 0.5 * metrics["policy/ref_kl"]
+    )
     assert metrics["train/loss"] == pytest.approx(expected, abs=1e-6)
     assert torch.equal(torch.cat([p.flatten() for p in reference.parameters()]), frozen)
 
@@ -159,22 +195,28 @@ def test_the_kl_term_holds_the_policy_back(tokenizer):
     ("options", "has_own_pass"),
     [({"minibatches": 3}, True), ({"micro_batch_tokens": 30}, False), ({"kl_max": 9.0}, True)],
 )
-def test_old_logprobs_are_those_before_the_first_update(tokenizer, monkeypatch, options, has_own_pass):
+def test_old_logprobs_are_those_before_the_first_update(
+    tokenizer, monkeypatch, options, has_own_pass
+):
     """A first step over all rows measures them itself."""
     trainer = make_trainer(tokenizer, epochs=2, **options)
     passes, compute = [], RolloutBuffer.compute_old_logprobs
-    monkeypatch.setattr(RolloutBuffer, "compute_old_logprobs", lambda *args: passes.append(compute(*args)))
+    monkeypatch.setattr(
+        RolloutBuffer, "compute_old_logprobs", lambda *args: passes.append(compute(*args))
+    )
     before = copy.deepcopy(trainer.model)
     updates = kept_update(monkeypatch)
     trainer.step()
     (update,) = updates
     assert bool(passes) == has_own_pass
     rows = [sample.row for sample in update.buffer.samples]
-    for batch in make_batches(rows, 10_000, 0):
+    for batch in build_batches(rows, 10_000, 0):
         expected = completion_logprobs(before, batch)[0]
         for b, row in enumerate(batch.rows):
             stored = update.buffer.old_logprobs_RS[row, : expected.shape[1]]
-            assert torch.allclose(stored, expected[b] if row in update.trained else torch.zeros(()), atol=1e-5)
+            assert torch.allclose(
+                stored, expected[b] if row in update.trained else torch.zeros(()), atol=1e-5
+            )
 
 
 def test_filtered_samples_carry_no_loss(tokenizer):
@@ -184,27 +226,54 @@ def test_filtered_samples_carry_no_loss(tokenizer):
     kept = [(r, a) for r, a in rows if abs(a) >= 0.5]
     assert 0 < len(kept) < len(rows)
     assert metrics["train/filtering_rate"] == pytest.approx(1 - len(kept) / len(rows))
-    assert metrics["train/loss"] == pytest.approx(-sum(a * sum(r.loss_mask) for r, a in kept) / (36 * 3), abs=1e-6)
+    assert metrics["train/loss"] == pytest.approx(
+        -sum(a * sum(r.loss_mask) for r, a in kept) / (36 * 3), abs=1e-6
+    )
 
 
 def test_a_few_seeds_are_gone_through_before_any_comes_again(tokenizer):
-    trainer = make_trainer(tokenizer, FewLetters(), prompts_per_iteration=5, group_size=2, curriculum=LOW)
+    trainer = make_trainer(
+        tokenizer, FewLetters(), prompts_per_iteration=5, group_size=2, curriculum=LOW
+    )
     for _ in range(3):
         trainer.step()
-        assert sorted(group.rollouts[0].trajectory.seed for group in trainer.groups) == [0, 1, 2, 3, 4]
+        assert sorted(group.rollouts[0].trajectory.seed for group in trainer.groups) == [
+            0,
+            1,
+            2,
+            3,
+            4,
+        ]
 
 
 def resumable(tokenizer):
     stages = (
-        CurriculumStage(name="one", levels={"low": 1.0}, exit_conditions=(ExitCondition(window=2, threshold=0.1),)),
+        CurriculumStage(
+            name="one",
+            levels={"low": 1.0},
+            exit_conditions=(ExitCondition(window=2, threshold=0.1),),
+        ),
         CurriculumStage(name="two", levels={"low": 1.0, "high": 2.0}),
     )
-    rewards = RewardOrchestrator({"task": 1.0, "learned": 0.1}, scorer=lambda rows: [sum(r) % 7 for r in rows])
+    rewards = RewardOrchestrator(
+        {"task": 1.0, "learned": 0.1}, scorer=lambda rows: [sum(r) % 7 for r in rows]
+    )
     return make_trainer(
-        tokenizer, FewLetters(), rewards=rewards, curriculum=stages, minibatches=2, schedule="cosine", iterations=6,
-        reference=make_trainer(tokenizer).policy, kl_coef=0.1, kl_controller="adaptive", kl_target=1e-3, kl_horizon=36,
-        entropy_coef=0.01, entropy_decay=0.999,
-    )  # fmt: skip
+        tokenizer,
+        FewLetters(),
+        rewards=rewards,
+        curriculum=stages,
+        minibatches=2,
+        schedule="cosine",
+        iterations=6,
+        reference=make_trainer(tokenizer).policy,
+        kl_coef=0.1,
+        kl_controller="adaptive",
+        kl_target=1e-3,
+        kl_horizon=36,
+        entropy_coef=0.01,
+        entropy_decay=0.999,
+    )
 
 
 @pytest.mark.parametrize("cut", [1, 3])
@@ -222,7 +291,9 @@ def test_resumes_bit_for_bit(tokenizer, cut):
     assert len(whole.curriculum.history) == 1
 
 
-@pytest.mark.parametrize("part", ["iteration", "rollouts_played", "kl_coef", "curriculum", "rewards", "orders"])
+@pytest.mark.parametrize(
+    "part", ["iteration", "rollouts_played", "kl_coef", "curriculum", "rewards", "orders"]
+)
 def test_every_saved_item_matters(tokenizer, part):
     whole, first, second = (resumable(tokenizer) for _ in range(3))
     expected = [comparable(whole.step()) for _ in range(6)]
@@ -251,11 +322,11 @@ def test_non_finite_logprobs_skip_the_step(tokenizer, monkeypatch):
     before = weights(trainer)
 
     def spoilt(*args, **options):
-        outputs = token_outputs(*args, **options)
+        outputs = compute_token_outputs(*args, **options)
         outputs.logprobs_BS = outputs.logprobs_BS * math.nan
         return outputs
 
-    monkeypatch.setattr(policy_update, "token_outputs", spoilt)
+    monkeypatch.setattr(policy_update, "compute_token_outputs", spoilt)
     metrics = trainer.step()
     assert metrics["train/skipped_steps"] == 1 and torch.equal(weights(trainer), before)
     monkeypatch.undo()
@@ -266,14 +337,34 @@ def test_metrics_finish_and_evaluation(tokenizer):
     trainer = make_trainer(tokenizer, early_stop=ExitCondition(window=2, threshold=0.0))
     metrics = trainer.step()
     for name in (
-        "train/success_rate", "train/completion_tokens", "train/truncation_rate", "train/filtering_rate", "train/loss",
-        "train/advantages_mean", "train/advantages_std", "train/grad_norm", "train/learning_rate", "reward/mean",
-        "reward/std", "reward/task", "policy/loss", "policy/update_kl", "policy/update_kl_k1", "policy/entropy",
+        "train/success_rate",
+        "train/completion_tokens",
+        "train/truncation_rate",
+        "train/filtering_rate",
+        "train/loss",
+        "train/advantages_mean",
+        "train/advantages_std",
+        "train/grad_norm",
+        "train/learning_rate",
+        "reward/mean",
+        "reward/std",
+        "reward/task",
+        "policy/loss",
+        "policy/update_kl",
+        "policy/update_kl_k1",
+        "policy/entropy",
         "policy/ratio_mean",
-        "policy/clip_fraction", "policy/clip_fraction_low", "policy/clip_fraction_high", "policy/ratio_max",
-        "policy/sampler_kl", "perf/tokens_per_second", "perf/rollout_seconds", "perf/update_seconds",
-        "curriculum/stage", "curriculum/average/success_rate",
-    ):  # fmt: skip
+        "policy/clip_fraction",
+        "policy/clip_fraction_low",
+        "policy/clip_fraction_high",
+        "policy/ratio_max",
+        "policy/sampler_kl",
+        "perf/tokens_per_second",
+        "perf/rollout_seconds",
+        "perf/update_seconds",
+        "curriculum/stage",
+        "curriculum/average/success_rate",
+    ):
         assert math.isfinite(metrics[name]), name
     rollouts = [r for g in trainer.groups for r in g.rollouts]
     assert metrics["train/success_rate"] == sum(r.success for r in rollouts) / 36
@@ -307,9 +398,14 @@ def test_truncated_rollouts_carry_no_loss_and_count_in_their_groups(tokenizer):
     assert rows == played_rows(all_of_it)  # the same rollouts with the same advantages
     kept = [(r, a) for r, a in rows if r.trajectory.stop_reason != "max_tokens"]
     cut = [(r, a) for r, a in rows if r.trajectory.stop_reason == "max_tokens"]
-    assert kept and any(a < 0 for _, a in cut), "cut rollouts with a say in their groups are what this is about"
+    assert kept and any(a < 0 for _, a in cut), (
+        "cut rollouts with a say in their groups are what this is about"
+    )
     assert metrics["train/masked_truncated"] == len(cut) and "train/masked_truncated" not in before
-    total, tokens = sum(a * sum(r.loss_mask) for r, a in kept), sum(sum(r.loss_mask) for r, _ in kept)
+    total, tokens = (
+        sum(a * sum(r.loss_mask) for r, a in kept),
+        sum(sum(r.loss_mask) for r, _ in kept),
+    )
     assert metrics["train/loss"] == pytest.approx(-total / tokens, abs=1e-6)
     assert metrics["train/loss"] != pytest.approx(before["train/loss"], abs=1e-4)
 
@@ -325,10 +421,13 @@ def test_truncated_rollouts_carry_no_loss_and_count_in_their_groups(tokenizer):
 )
 def test_rollouts_that_are_all_truncated_leave_the_weights_alone(tokenizer, options):
     trainer = make_trainer(tokenizer, mask_truncated=True, **{"epochs": 2, **options})
-    trainer.backend.end_at([])
+    trainer.backend.set_end_tokens([])
     before = weights(trainer)
     metrics = trainer.step()
-    assert metrics["train/masked_truncated"] == 36 and metrics["train/empty_updates"] == trainer.settings.epochs
+    assert (
+        metrics["train/masked_truncated"] == 36
+        and metrics["train/empty_updates"] == trainer.settings.epochs
+    )
     assert torch.equal(weights(trainer), before)
 
 
@@ -340,4 +439,6 @@ def test_masking_truncated_rollouts_is_refused_with_a_critic():
 def test_a_reference_is_frozen_and_without_dropout(tokenizer):
     reference = make_trainer(tokenizer).policy.train()
     make_trainer(tokenizer, kl_coef=0.1, reference=reference)
-    assert not reference.training and not any(parameter.requires_grad for parameter in reference.parameters())
+    assert not reference.training and not any(
+        parameter.requires_grad for parameter in reference.parameters()
+    )

@@ -8,7 +8,15 @@ import types
 
 import pytest
 import torch
-from helpers.letters import LOW, LetterEpisode, Letters, comparable, kept_update, make_trainer, weights
+from helpers.letters import (
+    LOW,
+    LetterEpisode,
+    Letters,
+    comparable,
+    kept_update,
+    make_trainer,
+    weights,
+)
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
@@ -24,7 +32,7 @@ from rl_core.settings import (
     SamplingSettings,
 )
 from rl_core.trainers.policy_gradient.advantages import fill_masked_rewards
-from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, sample_groups
+from rl_core.trainers.policy_gradient.samples import ReplayBuffer, build_sample_groups
 
 FAULTY = "faulty_reward_for_test:score"
 
@@ -58,7 +66,9 @@ def faulty(monkeypatch):
     module = types.ModuleType("faulty_reward_for_test")
     module.score = lambda trajectories: [math.nan if t.sample == 1 else 0.0 for t in trajectories]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return RewardOrchestrator({"task": 1.0, FAULTY: 1.0}, options=RewardSettings(max_failed_share=0.2))
+    return RewardOrchestrator(
+        {"task": 1.0, FAULTY: 1.0}, options=RewardSettings(max_failed_share=0.2)
+    )
 
 
 def test_masked_rewards_by_hand():
@@ -74,8 +84,12 @@ def test_masked_rewards_by_hand():
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce", "ppo"])
 def test_masked_rollouts_carry_no_loss(tokenizer, faulty, monkeypatch, algorithm):
     updates = kept_update(monkeypatch)
-    options = {"overlong_buffer": 1} if algorithm == "grpo" else {}  # a penalty that comes after the masking
-    trainer = make_trainer(tokenizer, rewards=faulty, algorithm=algorithm, entropy_coef=1e-9, curriculum=LOW, **options)
+    options = (
+        {"overlong_buffer": 1} if algorithm == "grpo" else {}
+    )  # a penalty that comes after the masking
+    trainer = make_trainer(
+        tokenizer, rewards=faulty, algorithm=algorithm, entropy_coef=1e-9, curriculum=LOW, **options
+    )
     metrics = trainer.step()
     buffer = updates[0].buffer
     masked = [sample.is_masked for sample in buffer.samples]
@@ -95,8 +109,14 @@ def test_masked_rollouts_carry_no_loss(tokenizer, faulty, monkeypatch, algorithm
         known.insert(1, sum(known) / 5)
         expected = group_advantages(torch.tensor([known], dtype=torch.float64))[0].tolist()
         assert group.advantages == pytest.approx(expected, abs=1e-12) and group.advantages[1] == 0
-    credit = [(a, sum(r.loss_mask)) for g in trainer.groups for r, a in zip(g.rollouts, g.advantages, strict=True)]
-    tokens = sum(sum(r.loss_mask) for r in rollouts if not r.is_masked)  # a masked one counts in no denominator
+    credit = [
+        (a, sum(r.loss_mask))
+        for g in trainer.groups
+        for r, a in zip(g.rollouts, g.advantages, strict=True)
+    ]
+    tokens = sum(
+        sum(r.loss_mask) for r in rollouts if not r.is_masked
+    )  # a masked one counts in no denominator
     assert metrics["train/loss"] == pytest.approx(-sum(a * n for a, n in credit) / tokens, abs=1e-6)
 
 
@@ -114,12 +134,14 @@ def test_a_masked_rollout_has_the_mean_of_the_others_after_the_length_penalty(to
 def test_replayed_samples_stay_masked(tokenizer, faulty):
     trainer = make_trainer(tokenizer, rewards=faulty, curriculum=LOW)
     trainer.step()
-    groups = sample_groups(trainer.groups)
+    groups = build_sample_groups(trainer.groups)
     buffer, resumed = ReplayBuffer(ReplaySettings()), ReplayBuffer(ReplaySettings())
-    buffer.add(groups)
+    buffer.add_groups(groups)
     resumed.load_state_dict(buffer.state_dict())
-    for found, group in zip(resumed._past[0], groups, strict=True):
-        assert [s.is_masked for s in found] == [s.is_masked for s in group] and any(s.is_masked for s in found)
+    for found, group in zip(resumed._past_iterations[0], groups, strict=True):
+        assert [s.is_masked for s in found] == [s.is_masked for s in group] and any(
+            s.is_masked for s in found
+        )
         assert all(s.is_replayed for s in found)
 
 
@@ -134,34 +156,57 @@ def test_weights_follow_the_curriculum(tokenizer):
     first, second = trainer.step(), trainer.step()
     assert first["reward/length"] < 0 == first["reward/weighted/length"]
     assert second["reward/weighted/length"] == pytest.approx(0.5 * second["reward/length"])
-    assert second["reward/mean"] == pytest.approx(second["reward/task"] + 0.5 * second["reward/length"])
+    assert second["reward/mean"] == pytest.approx(
+        second["reward/task"] + 0.5 * second["reward/length"]
+    )
     assert second["reward/alarm"] == 0 and second["reward/correlation/task"] == pytest.approx(1.0)
 
 
 def resumable(tokenizer, record=None):
     options = RewardSettings(
-        normalise=("length", "task"), clip=4.0, window=3,
-        length=LengthSettings(free=1, limit=6), curiosity=CuriositySettings(hidden=8),
-    )  # fmt: skip
-    parts = {"task": 1.0, "curiosity": 0.5, "coherence": 0.2, "tool_use": 0.1, "format": 0.1, "length": 0.1}
+        normalise=("length", "task"),
+        clip=4.0,
+        window=3,
+        length=LengthSettings(free=1, limit=6),
+        curiosity=CuriositySettings(hidden=8),
+    )
+    parts = {
+        "task": 1.0,
+        "curiosity": 0.5,
+        "coherence": 0.2,
+        "tool_use": 0.1,
+        "format": 0.1,
+        "length": 0.1,
+    }
     trainer = make_trainer(
-        tokenizer, TwoTurnLetters(), rewards=RewardOrchestrator(parts, options=options, seed=3), curriculum=LOW,
-        iterations=6, sampling=SamplingSettings(max_completion_tokens=24, max_turns=2),
-        replay=ReplaySettings(), importance="token",
-    )  # fmt: skip
+        tokenizer,
+        TwoTurnLetters(),
+        rewards=RewardOrchestrator(parts, options=options, seed=3),
+        curriculum=LOW,
+        iterations=6,
+        sampling=SamplingSettings(max_completion_tokens=24, max_turns=2),
+        replay=ReplaySettings(),
+        importance="token",
+    )
     trainer.record = record
     return trainer
 
 
 def test_resumes_bit_for_bit_with_every_component(tokenizer, tmp_path):
     whole, first, second = (
-        resumable(tokenizer, RewardRecord(tmp_path / name)) for name in ("whole", "resumed", "resumed")
+        resumable(tokenizer, RewardRecord(tmp_path / name))
+        for name in ("whole", "resumed", "resumed")
     )
     expected = [comparable(whole.step()) for _ in range(6)]
     assert float.fromhex(expected[0]["reward/curiosity/transitions"]) > 0
-    assert "reward/coherence/similarity" in expected[0] and "reward/correlation/curiosity" in expected[-1]
+    assert (
+        "reward/coherence/similarity" in expected[0]
+        and "reward/correlation/curiosity" in expected[-1]
+    )
     found = [comparable(first.step()) for _ in range(3)]
-    saved = copy.deepcopy((first.model.state_dict(), first.optimizer_step.state_dict(), first.state_dict()))
+    saved = copy.deepcopy(
+        (first.model.state_dict(), first.optimizer_step.state_dict(), first.state_dict())
+    )
     first.step()  # lost with the crash
     second.model.load_state_dict(saved[0])
     second.optimizer_step.load_state_dict(saved[1])

@@ -36,36 +36,58 @@ def ruinous(tokenizer, rollback):
     """Learns while the learning rate is warmed up, and loses everything on its way to 1.0."""
     stages = (stage("one", exit_conditions=(ExitCondition(window=3, threshold=0.7),)), stage("two"))
     return make_trainer(
-        tokenizer, curriculum=stages, rollback=rollback, model_seed=1, iterations=60,
-        learning_rate=1.0, warmup_steps=40, weight_decay=1.0, entropy_coef=0.05,
-    )  # fmt: skip
+        tokenizer,
+        curriculum=stages,
+        rollback=rollback,
+        model_seed=1,
+        iterations=60,
+        learning_rate=1.0,
+        warmup_steps=40,
+        weight_decay=1.0,
+        entropy_coef=0.05,
+    )
 
 
 def test_a_rollback_restores_what_a_bad_learning_rate_ruined(tokenizer):
-    ruined = [ruinous_step["train/success_rate"] for ruinous_step in steps(ruinous(tokenizer, None), 60)]
+    ruined = [
+        ruinous_step["train/success_rate"] for ruinous_step in steps(ruinous(tokenizer, None), 60)
+    ]
     best = max(sum(ruined[i : i + 3]) / 3 for i in range(58))
-    assert best > 0.9 and min(sum(ruined[i : i + 3]) / 3 for i in range(10, 58)) < 0.1  # it learned, then collapsed
+    assert (
+        best > 0.9 and min(sum(ruined[i : i + 3]) / 3 for i in range(10, 58)) < 0.1
+    )  # it learned, then collapsed
 
-    rollback = RollbackSettings(window=3, margin=0.3, patience=2, cooldown=4, learning_rate_factor=0.02)
+    rollback = RollbackSettings(
+        window=3, margin=0.3, patience=2, cooldown=4, learning_rate_factor=0.02
+    )
     trainer = ruinous(tokenizer, rollback)
     entry = None
-    while not trainer.curriculum.watch.rollbacks[1]:
+    while not trainer.curriculum.rollback_monitor.rollbacks[1]:
         assert trainer.iteration < 60
         if trainer.curriculum.index == 1 and trainer.curriculum.stage_iterations == 0:
-            entry = weights(trainer), copy.deepcopy(trainer.optimizer_step.optimizer.state_dict()["state"])
+            entry = (
+                weights(trainer),
+                copy.deepcopy(trainer.optimizer_step.optimizer.state_dict()["state"]),
+            )
             first = trainer.iteration
         metrics = trainer.step()
     played = [rollout.completion_ids for group in trainer.groups for rollout in group.rollouts]
     assert metrics["train/success_rate"] < 0.5 and metrics["curriculum/rollbacks"] == 1
     assert torch.equal(weights(trainer), entry[0])
     state = trainer.optimizer_step.optimizer.state_dict()["state"]
-    assert all(torch.equal(state[i][key], value) for i in state for key, value in entry[1][i].items())
+    assert all(
+        torch.equal(state[i][key], value) for i in state for key, value in entry[1][i].items()
+    )
     assert (
         trainer.optimizer_step.num_steps == trainer.iteration > first
     )  # the schedule and the x axis of the metrics go on
-    assert trainer.optimizer_step.learning_rate == pytest.approx(0.02 * min(1.0, (trainer.iteration + 1) / 40))
+    assert trainer.optimizer_step.learning_rate == pytest.approx(
+        0.02 * min(1.0, (trainer.iteration + 1) / 40)
+    )
     after = steps(trainer, 10)
-    assert [rollout.completion_ids for group in trainer.groups for rollout in group.rollouts] != played
+    assert [
+        rollout.completion_ids for group in trainer.groups for rollout in group.rollouts
+    ] != played
     assert sum(row["train/success_rate"] for row in after) / 10 > 0.7
     assert after[0]["train/learning_rate"] < 0.05
     (move,) = [move for move in trainer.curriculum.history if move["kind"] == "rollback"]
@@ -73,7 +95,9 @@ def test_a_rollback_restores_what_a_bad_learning_rate_ruined(tokenizer):
 
 
 def test_a_run_that_stops_leaves_the_weights_of_the_entry(tokenizer):
-    rollback = RollbackSettings(window=3, margin=0.3, patience=2, max_rollbacks=0, on_exhausted="stop")
+    rollback = RollbackSettings(
+        window=3, margin=0.3, patience=2, max_rollbacks=0, on_exhausted="stop"
+    )
     trainer, entry = ruinous(tokenizer, rollback), None
     while trainer.finished is None:
         assert trainer.iteration < 60
@@ -133,16 +157,34 @@ def eventful(tokenizer, algorithm):
     random.seed(0), np.random.seed(0)
     rewards = RewardOrchestrator({"task": 1.0, "learned": 0.1}, scorer=noisy)
     return make_trainer(
-        tokenizer, FewLetters(), rewards=rewards, curriculum=stages, rollback=rollback, iterations=12,
-        schedule="cosine", minibatches=2, prompts_per_iteration=3, reference=make_trainer(tokenizer).policy,
-        kl_coef=0.1, kl_controller="adaptive", kl_target=1e-3, kl_horizon=36, checkpoint_every=100,
+        tokenizer,
+        FewLetters(),
+        rewards=rewards,
+        curriculum=stages,
+        rollback=rollback,
+        iterations=12,
+        schedule="cosine",
+        minibatches=2,
+        prompts_per_iteration=3,
+        reference=make_trainer(tokenizer).policy,
+        kl_coef=0.1,
+        kl_controller="adaptive",
+        kl_target=1e-3,
+        kl_horizon=36,
+        checkpoint_every=100,
         **ALGORITHMS[algorithm],
-    )  # fmt: skip
+    )
 
 
 def looped(trainer, folder, iterations):
     tracker = MemoryTracker()
-    run_loop(trainer, trainer.settings, iterations=iterations, tracker=tracker, checkpoints=CheckpointStore(folder))
+    run_loop(
+        trainer,
+        trainer.settings,
+        iterations=iterations,
+        tracker=tracker,
+        checkpoints=CheckpointStore(folder),
+    )
     return [(step, values) for step, row in tracker.metrics if (values := comparable(row))]
 
 
@@ -173,7 +215,9 @@ def test_everything_goes_back_together_each_time(tokenizer, algorithm):
     entered, times = {}, 0
     for _ in range(12):
         index, moves = trainer.curriculum.index, list(trainer.curriculum.history)
-        if not moves or (trainer.curriculum.stage_iterations == 0 and moves[-1]["kind"] == "advance"):
+        if not moves or (
+            trainer.curriculum.stage_iterations == 0 and moves[-1]["kind"] == "advance"
+        ):
             entered[index] = learned(trainer)
         trainer.step()
         now, new = learned(trainer), trainer.curriculum.history[len(moves) :]
@@ -183,7 +227,9 @@ def test_everything_goes_back_together_each_time(tokenizer, algorithm):
             assert now == entered[1]
         else:
             assert all(now[part] != entered[index][part] for part in now)
-    assert times >= 2  # the second time from a snapshot that training has gone on from in the meantime
+    assert (
+        times >= 2
+    )  # the second time from a snapshot that training has gone on from in the meantime
 
 
 def learned(trainer):
@@ -218,14 +264,14 @@ def test_a_checkpoint_without_the_entry_is_refused(tokenizer):
     trainer = eventful(tokenizer, "grpo")
     trainer.step()
     with pytest.raises(CheckpointError, match="stage 7 cannot be restored: there is no snapshot"):
-        trainer._snapshots.restore(7)
+        trainer._snapshots.restore_stage(7)
 
 
 def test_nothing_is_kept_without_a_rollback(tokenizer):
     trainer = make_trainer(tokenizer)
     trainer.step()
     assert trainer.state_dict()["entries"] == {}
-    assert "curriculum/rollbacks" not in trainer.curriculum.metrics()
+    assert "curriculum/rollbacks" not in trainer.curriculum.collect_metrics()
 
 
 # What a stage overrides
@@ -233,8 +279,15 @@ def test_nothing_is_kept_without_a_rollback(tokenizer):
 
 def test_group_size_temperature_and_rewards_of_a_stage(tokenizer):
     rewards = RewardOrchestrator({"task": 1.0, "tool_use": 0.0})
-    one = stage("one", exit_conditions=(ExitCondition(window=1, threshold=0.0),), group_size=3, rewards={"task": 2.0})
-    trainer = make_trainer(tokenizer, rewards=rewards, curriculum=(one, stage("two", temperature=0.01)))
+    one = stage(
+        "one",
+        exit_conditions=(ExitCondition(window=1, threshold=0.0),),
+        group_size=3,
+        rewards={"task": 2.0},
+    )
+    trainer = make_trainer(
+        tokenizer, rewards=rewards, curriculum=(one, stage("two", temperature=0.01))
+    )
     trainer.step()
     assert [len(group.rollouts) for group in trainer.groups] == [3] * 6
     assert rewards.weights == {"task": 2.0, "tool_use": 0.0}
@@ -253,7 +306,9 @@ def test_without_overrides_the_settings_are_the_very_same(tokenizer):
 
 
 def test_overrides_that_cannot_work_are_refused_at_once(tokenizer):
-    with pytest.raises(SettingsError, match="curriculum: stage 'one': group_size: 1 leaves grpo without a baseline"):
+    with pytest.raises(
+        SettingsError, match="curriculum: stage 'one': group_size: 1 leaves grpo without a baseline"
+    ):
         make_trainer(tokenizer, curriculum=(stage("one", group_size=1),))
     with pytest.raises(SettingsError, match="stage 'one': minibatches: 30 is more"):
         make_trainer(tokenizer, minibatches=30, curriculum=(stage("one", group_size=2),))

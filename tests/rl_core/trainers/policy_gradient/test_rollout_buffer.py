@@ -13,17 +13,21 @@ from rl_core.data.tokenizer import train_tokenizer
 from rl_core.distributed import SINGLE_PROCESS
 from rl_core.rollouts.batching import TrainRow
 from rl_core.settings import CriticSettings, PolicySettings, ReplaySettings
-from rl_core.timing import collected
+from rl_core.timing import collect_seconds
 from rl_core.trainers.policy_gradient import trainer as policy_gradient
-from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample
 from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
+from rl_core.trainers.policy_gradient.samples import ReplayBuffer, TrainingSample
 
 
 def sample(number=0, temperature=1.0, **values):
     row = TrainRow(
-        [5, 6 + number], [7, 8, 9], [True, False, True], [-0.5, 0.0, -0.25 * number], temperature=temperature
+        [5, 6 + number],
+        [7, 8, 9],
+        [True, False, True],
+        [-0.5, 0.0, -0.25 * number],
+        temperature=temperature,
     )
-    return Sample(row, **{"reward": 8.0, "is_truncated": False, **values})
+    return TrainingSample(row, **{"reward": 8.0, "is_truncated": False, **values})
 
 
 def test_values_of_cut_and_finished_rows_by_hand():
@@ -38,7 +42,10 @@ def test_values_of_cut_and_finished_rows_by_hand():
     assert buffer.advantages_RS.tolist() == [[0, 0, 1.0, 0, 8.0], [0, 0, 0.75, 0, 6.0]]
     assert buffer.returns_RS is not None
     assert buffer.returns_RS[:, [2, 4]].tolist() == [[2.0, 10.0], [1.75, 8.0]]
-    assert metrics["value/values_mean"] == 1.5 and metrics["value/returns_mean"] == (2 + 10 + 1.75 + 8) / 4
+    assert (
+        metrics["value/values_mean"] == 1.5
+        and metrics["value/returns_mean"] == (2 + 10 + 1.75 + 8) / 4
+    )
 
 
 def test_groups_of_unequal_size_are_compared_each_within_itself():
@@ -50,23 +57,34 @@ def test_groups_of_unequal_size_are_compared_each_within_itself():
         [sample(reward=4.0, is_masked=True), sample(reward=1.0), sample(reward=3.0)],
     ]
     no_code = SimpleNamespace(advantages=None)  # of the user's
-    buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu"), teacher=None, own=no_code), settings, groups)
+    buffer = RolloutBuffer(
+        SimpleNamespace(device=torch.device("cpu"), teacher=None, own=no_code), settings, groups
+    )
     buffer.estimate_advantages()
     # r - mean: of 1/2, of 1, replayed as it was; masked: none, the others against their own mean of 2
     expected = [0.5, -0.5, 2.0, -1.0, -1.0, 0.75, 0.0, -1.0, 1.0]
-    assert buffer.advantages_RS.tolist() == [[0, 0, advantage, 0, advantage] for advantage in expected]
+    assert buffer.advantages_RS.tolist() == [
+        [0, 0, advantage, 0, advantage] for advantage in expected
+    ]
     assert buffer.mask_RS.any(1).tolist() == [True] * 6 + [False, True, True]
     assert [[s.advantage for s in group] for group in groups] == [
-        [0.5, -0.5], [2.0, -1.0, -1.0], [0.75], [0.0, -1.0, 1.0]
-    ]  # fmt: skip
+        [0.5, -0.5],
+        [2.0, -1.0, -1.0],
+        [0.75],
+        [0.0, -1.0, 1.0],
+    ]
 
 
 def test_a_penalty_in_the_reward_is_taken_off_where_it_stands():
     settings = PolicySettings(algorithm="ppo", gamma=0.5, gae_lambda=0.25, whiten_advantages=False)
-    buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu"), teacher=None), settings, [[sample()]])
+    buffer = RolloutBuffer(
+        SimpleNamespace(device=torch.device("cpu"), teacher=None), settings, [[sample()]]
+    )
     buffer.values_RS, buffer.value_after_R = torch.zeros(1, 5), torch.zeros(1)
     buffer.old_logprobs_RS = torch.tensor([[0.0, 0.0, -1.0, 0.0, -2.0]])
-    buffer.ref_logprobs_RS = torch.tensor([[0.0, 0.0, -3.0, 0.0, -1.0]])  # k1 is 2 at the first, -1 at the second
+    buffer.ref_logprobs_RS = torch.tensor(
+        [[0.0, 0.0, -3.0, 0.0, -1.0]]
+    )  # k1 is 2 at the first, -1 at the second
     buffer.estimate_advantages(kl_reward_coef=0.5)
     # rewards 0 - 1 and 8 + 1/2; A = 8.5, and -1 + (1/8) 8.5
     assert buffer.advantages_RS.tolist() == [[0, 0, 0.0625, 0, 8.5]]
@@ -75,43 +93,54 @@ def test_a_penalty_in_the_reward_is_taken_off_where_it_stands():
 def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
     buffer = ReplayBuffer(ReplaySettings(iterations=2, share=0.5))
     for iteration in range(3):
-        buffer.add(
+        buffer.add_groups(
             [
                 [
-                    sample(10 * iteration + group, reward=float(group), is_truncated=group % 2 == 0,
-                           is_masked=group % 3 == 0, advantage=0.5 * group, temperature=0.5 + group)
+                    sample(
+                        10 * iteration + group,
+                        reward=float(group),
+                        is_truncated=group % 2 == 0,
+                        is_masked=group % 3 == 0,
+                        advantage=0.5 * group,
+                        temperature=0.5 + group,
+                    )
                 ]
                 for group in range(6)
             ]
-        )  # fmt: skip
-    kept = [16 + group for group in range(6)] + [26 + group for group in range(6)]  # the oldest iteration went
+        )
+    kept = [16 + group for group in range(6)] + [
+        26 + group for group in range(6)
+    ]  # the oldest iteration went
     restored = ReplayBuffer(buffer.settings)
     restored.load_state_dict(buffer.state_dict())
     for each in (buffer, restored):
         picked = sorted(np.random.default_rng(3).choice(12, size=4, replace=False).tolist())
         assert picked != list(range(4))
         drawn = [
-            s for group in each.draw(np.random.default_rng(3), 8) for s in group
+            s for group in each.draw_groups(np.random.default_rng(3), 8) for s in group
         ]  # half as many as there are fresh ones
         assert [s.row.prompt_ids[1] for s in drawn] == [kept[place] for place in picked]
         groups = [place % 6 for place in picked]
-        assert [(s.reward, s.is_truncated, s.is_masked, s.advantage, s.is_replayed) for s in drawn] == [
-            (float(g), g % 2 == 0, g % 3 == 0, 0.5 * g, True) for g in groups
-        ]
+        assert [
+            (s.reward, s.is_truncated, s.is_masked, s.advantage, s.is_replayed) for s in drawn
+        ] == [(float(g), g % 2 == 0, g % 3 == 0, 0.5 * g, True) for g in groups]
         assert [list(s.row.sampler_logprobs or ()) for s in drawn] == [
             [-0.5, 0.0, -0.25 * (kept[place] - 6)] for place in picked
         ]
         assert [s.row.temperature for s in drawn] == [0.5 + g for g in groups]
-        assert len(each.draw(np.random.default_rng(0), 100)) == 12
+        assert len(each.draw_groups(np.random.default_rng(0), 100)) == 12
 
 
 def test_a_buffer_saved_without_temperatures_holds_samples_at_1():
     buffer = ReplayBuffer(ReplaySettings(iterations=1, share=1.0))
-    buffer.add([[sample(temperature=0.5)]])
+    buffer.add_groups([[sample(temperature=0.5)]])
     state = buffer.state_dict()
     del state["temperatures"]
     buffer.load_state_dict(state)
-    assert [[s.row.temperature for s in group] for group in buffer.draw(np.random.default_rng(0), 1)] == [[1.0]]
+    assert [
+        [s.row.temperature for s in group]
+        for group in buffer.draw_groups(np.random.default_rng(0), 1)
+    ] == [[1.0]]
 
 
 @pytest.mark.parametrize(
@@ -129,8 +158,10 @@ def test_the_trainer_asks_for_limits_as_the_critic_s_settings_say(monkeypatch, o
         asked.append(bootstrap_limits)
         raise InterruptedError  # seen enough
 
-    monkeypatch.setattr(policy_gradient, "sample_groups", noted)
-    trainer = make_trainer(train_tokenizer(["abc xyz"], 300), prompts_per_iteration=2, group_size=2, **options)
+    monkeypatch.setattr(policy_gradient, "build_sample_groups", noted)
+    trainer = make_trainer(
+        train_tokenizer(["abc xyz"], 300), prompts_per_iteration=2, group_size=2, **options
+    )
     with pytest.raises(InterruptedError):
         trainer.step()
     assert asked == [expected]
@@ -147,20 +178,30 @@ def test_what_is_measured_counts_under_its_own_name(monkeypatch):
 
     critic = torch.nn.Linear(1, 1)
     sharded = SimpleNamespace(with_full_weights_independent=lambda work: work())
-    optimizer_step = SimpleNamespace(autocast=contextlib.nullcontext, sharded=sharded, process_group=SINGLE_PROCESS)
+    optimizer_step = SimpleNamespace(
+        autocast=contextlib.nullcontext, sharded=sharded, process_group=SINGLE_PROCESS
+    )
     actor_critic = SimpleNamespace(
-        device=torch.device("cpu"), policy="policy", reference="reference", critic=critic,
-        optimizer_step=optimizer_step, critic_optimizer_step=None,
-    )  # fmt: skip
+        device=torch.device("cpu"),
+        policy="policy",
+        reference="reference",
+        critic=critic,
+        optimizer_step=optimizer_step,
+        critic_optimizer_step=None,
+    )
     buffer = RolloutBuffer(actor_critic, PolicySettings(algorithm="ppo"), [[sample()]])
-    monkeypatch.setattr(buffer, "_logprobs", lambda model, plan: takes({"policy": 10, "reference": 100}[model]))
-    monkeypatch.setattr(buffer, "_for_each_batch", lambda plan, function: takes(1))
-    with collected() as seconds:
+    monkeypatch.setattr(
+        buffer,
+        "_compute_logprobs",
+        lambda model, plan: takes({"policy": 10, "reference": 100}[model]),
+    )
+    monkeypatch.setattr(buffer, "_run_on_each_batch", lambda plan, function: takes(1))
+    with collect_seconds() as seconds:
         buffer.compute_old_logprobs([[0]])
     assert seconds == {"measure": 10}
-    with collected() as seconds:
+    with collect_seconds() as seconds:
         buffer.compute_values([[0]])
     assert seconds == {"measure": 1}
-    with collected() as seconds:
+    with collect_seconds() as seconds:
         buffer.compute_ref_logprobs([[0]])
     assert seconds == {"reference": 100}

@@ -9,7 +9,7 @@ from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SamplerMismatch
 from rl_core.settings import NumericsGateSettings
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.trainers.policy_gradient import replay_buffer
+from rl_core.trainers.policy_gradient import samples
 from rl_core.training.loop import run_loop
 
 
@@ -33,13 +33,20 @@ def never_synced(trainer):
 def test_a_sync_that_does_nothing(tokenizer):
     trainer = never_synced(make_trainer(tokenizer))
     trainer.step()  # with the weights of the start in both
-    with pytest.raises(SamplerMismatch, match=r"is 0\.\d+ nats per token on fresh rollouts.*sampler_kl_max is 0\.001"):
+    with pytest.raises(
+        SamplerMismatch,
+        match=r"is 0\.\d+ nats per token on fresh rollouts.*sampler_kl_max is 0\.001",
+    ):
         trainer.step()
 
 
 def test_another_temperature(tokenizer, monkeypatch):
-    row = replay_buffer.train_row
-    monkeypatch.setattr(replay_buffer, "train_row", lambda rollout: dataclasses.replace(row(rollout), temperature=0.5))
+    row = samples.build_train_row
+    monkeypatch.setattr(
+        samples,
+        "build_train_row",
+        lambda rollout: dataclasses.replace(row(rollout), temperature=0.5),
+    )
     with pytest.raises(SamplerMismatch):
         make_trainer(tokenizer).step()
 

@@ -5,16 +5,30 @@ from typing import get_args
 import pytest
 from helpers.letters import Letters, make_trainer
 
-from rl_core.analysis.training_metrics import REWARD
-from rl_core.curriculum.watched_metrics import COMPONENT_METRICS, missing_because, watched_metrics
+from rl_core.analysis.training_metrics import REWARD_METRICS
+from rl_core.curriculum.watched_metrics import (
+    COMPONENT_METRICS,
+    find_missing_setting,
+    list_watchable_metrics,
+)
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import SettingsError
-from rl_core.rewards.orchestrator import COMPONENTS
-from rl_core.settings import Algorithm, CriticSettings, CurriculumStage, ExitCondition, ReplaySettings
+from rl_core.rewards.orchestrator import REWARD_COMPONENTS
+from rl_core.settings import (
+    Algorithm,
+    CriticSettings,
+    CurriculumStage,
+    ExitCondition,
+    ReplaySettings,
+)
 
 # Where rollouts had tool steps, where some succeeded and some failed, at some iterations.
-LOGGED_SOMETIMES = ("train/exploration_efficiency", "reward/correlation/", "policy/numerics_difference")
+LOGGED_SOMETIMES = (
+    "train/exploration_efficiency",
+    "reward/correlation/",
+    "policy/numerics_difference",
+)
 BESIDE = ("perf/", "curriculum/")  # clocks, which nothing may depend on, and the curriculum itself
 
 SETTINGS = {
@@ -41,29 +55,37 @@ def test_the_table_is_what_an_iteration_logs(tokenizer, case):
         options["reference"] = make_trainer(tokenizer).policy
     trainer = make_trainer(tokenizer, prompts_per_iteration=2, **options)
     logged = {name for name in trainer.step() if not name.startswith(BESIDE)}
-    table = {name for name in watched_metrics(trainer.settings) if not name.startswith("eval/")}
+    table = {
+        name for name in list_watchable_metrics(trainer.settings) if not name.startswith("eval/")
+    }
     assert [name for name in table - logged if not name.startswith(LOGGED_SOMETIMES)] == []
     missing = {name for name in logged - table if "by_level" not in name}
     assert missing == set()
     for name in table:
-        assert missing_because(name, trainer.settings) == ""
+        assert find_missing_setting(name, trainer.settings) == ""
 
 
 def test_metrics_of_components_are_those_of_the_reference():
     """Both tables are written by hand; the reference's is held to the code by its own test."""
-    documented = {metric.name for metric in REWARD.metrics if metric.name.count("/") == 2}
+    documented = {metric.name for metric in REWARD_METRICS.metrics if metric.name.count("/") == 2}
     generic = {name.rpartition("/")[2] for name in documented if "{component}" in name}
-    named = {name for name in documented if "{" not in name and not name.startswith(("reward/weighted", "reward/corr"))}
+    named = {
+        name
+        for name in documented
+        if "{" not in name and not name.startswith(("reward/weighted", "reward/corr"))
+    }
     found = {f"reward/{part}/{name}" for part, names in COMPONENT_METRICS.items() for name in names}
     assert named <= found
     assert {name.rpartition("/")[2] for name in found - named} <= generic
-    assert set(COMPONENT_METRICS) == set(COMPONENTS)
+    assert set(COMPONENT_METRICS) == set(REWARD_COMPONENTS)
 
 
 class OneTool(Letters):
     @property
     def tools(self):
-        return Toolset([Tool("look", "Look.", {}, lambda: "a"), Tool("touch", "Touch.", {}, lambda: "b")])
+        return Toolset(
+            [Tool("look", "Look.", {}, lambda: "a"), Tool("touch", "Touch.", {}, lambda: "b")]
+        )
 
 
 def test_the_share_of_a_tool_is_watched_and_of_a_tool_that_is_none_refused(tokenizer):
@@ -72,13 +94,20 @@ def test_the_share_of_a_tool_is_watched_and_of_a_tool_that_is_none_refused(token
         return make_trainer(tokenizer, OneTool(), early_stop=early_stop, prompts_per_iteration=2)
 
     calm = trainer("look")
-    assert "tool/share/look" not in calm.step() and calm.finished is None  # no call yet, and no error
-    with pytest.raises(SettingsError, match="'tool/share/lok': the environment has no tool 'lok'; did you mean 'look'"):
+    assert (
+        "tool/share/look" not in calm.step() and calm.finished is None
+    )  # no call yet, and no error
+    with pytest.raises(
+        SettingsError,
+        match="'tool/share/lok': the environment has no tool 'lok'; did you mean 'look'",
+    ):
         trainer("lok")
 
 
 def test_an_exit_on_a_metric_of_a_component_holds(tokenizer):
-    early_stop = ExitCondition(metric="reward/task/answered", window=1, comparison="<=", threshold=1.0)
+    early_stop = ExitCondition(
+        metric="reward/task/answered", window=1, comparison="<=", threshold=1.0
+    )
     trainer = make_trainer(tokenizer, early_stop=early_stop, prompts_per_iteration=2)
     trainer.step()
     assert trainer.finished.startswith("curriculum finished: early_stop: reward/task/answered")
@@ -100,15 +129,22 @@ def test_an_exit_on_an_evaluation_is_observed_once_for_each(tokenizer):
         places.append(trainer.curriculum.index)
         if iteration in (3, 6):
             trainer.evaluate()
-            other = make_trainer(tokenizer, curriculum=stages, eval_every=3, prompts_per_iteration=2)
-            other.load_state_dict(trainer.state_dict())  # a kill between evaluation and iteration loses nothing
-            assert other._evaluated == trainer._evaluated != {}
+            other = make_trainer(
+                tokenizer, curriculum=stages, eval_every=3, prompts_per_iteration=2
+            )
+            other.load_state_dict(
+                trainer.state_dict()
+            )  # a kill between evaluation and iteration loses nothing
+            assert other._latest_evaluation == trainer._latest_evaluation != {}
     assert places == [0, 0, 0, 0, 0, 0, 1]
     assert "eval/success_rate 0.85 >= 0.5 over 2" in trainer.curriculum.history[0]["why"]
 
 
 def test_a_name_that_is_never_logged_is_refused_by_the_trainer_too(tokenizer):
-    for metric, message in (("policy/reff_kl", "no metric of this stage"), ("success_rate_ma100", "window: 100")):
+    for metric, message in (
+        ("policy/reff_kl", "no metric of this stage"),
+        ("success_rate_ma100", "window: 100"),
+    ):
         early_stop = ExitCondition(metric=metric, window=1)
         trainer = make_trainer(tokenizer, early_stop=early_stop, prompts_per_iteration=2)
         with pytest.raises(SettingsError, match=message):

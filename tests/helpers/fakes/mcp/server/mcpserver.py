@@ -29,5 +29,7 @@ def _schema(function):
     return {
         "type": "object",
         "properties": {name: {"type": KINDS[each.annotation]} for name, each in named.items()},
-        "required": [name for name, each in named.items() if each.default is inspect.Parameter.empty],
+        "required": [
+            name for name, each in named.items() if each.default is inspect.Parameter.empty
+        ],
     }

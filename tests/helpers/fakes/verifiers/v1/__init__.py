@@ -116,7 +116,9 @@ class Task:
         return []
 
     def hooks(self, kind):
-        return [self.right] if kind == "reward" else []  # others are in `metrics` and `stops` of subclasses
+        return (
+            [self.right] if kind == "reward" else []
+        )  # others are in `metrics` and `stops` of subclasses
 
     async def score(self, trace):
         trace.rewards["right"] = SimpleNamespace(score=await self.right(trace))
@@ -182,7 +184,11 @@ class EnvConfig:
     """Seats are the class's AgentConfigs; other fields are its other attributes."""
 
     def __init__(self, **values):
-        names = [name for name in dir(type(self)) if name[0] != "_" and not callable(getattr(type(self), name))]
+        names = [
+            name
+            for name in dir(type(self))
+            if name[0] != "_" and not callable(getattr(type(self), name))
+        ]
         self.fields = {name: values.pop(name, getattr(type(self), name)) for name in names}
         self.__dict__.update(self.fields)
         if values:

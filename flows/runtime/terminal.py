@@ -1,0 +1,53 @@
+"""Text from files and arguments, made safe to print on a terminal.
+
+Progress of a command without stages: one line that is written over on a terminal, or a line now and then.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from typing import TextIO
+
+# Control characters, which move the cursor, rename the window or ring (C0 without tab and line feed, DEL, C1); marks
+# that turn the direction of writing round; halves of surrogate pairs, which no terminal's encoding has.
+_CONTROL_CHARACTERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def escape_control_characters(text: str) -> str:
+    """The text with those characters as escapes, such as \\x1b."""
+    return _CONTROL_CHARACTERS.sub(lambda match: ascii(match.group())[1:-1], text)
+
+
+_LINE_INTERVAL_SECONDS = 15.0  # between two lines where there is no terminal
+
+
+class StatusLine:
+    """One line about what is being done."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        """stream: None = standard output."""
+        self._stream = sys.stdout if stream is None else stream
+        self._is_terminal = self._stream.isatty()
+        self._last_printed_at = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """Show progress."""
+        if self._is_terminal:
+            print(f"\r\033[K{text}", end="", flush=True, file=self._stream)
+        elif time.monotonic() - self._last_printed_at > _LINE_INTERVAL_SECONDS:
+            self._last_printed_at = time.monotonic()
+            print(text, flush=True, file=self._stream)
+
+    def print_line(self, text: str) -> None:
+        """Print a line that stays."""
+        self.clear_line()
+        print(text, flush=True, file=self._stream)
+
+    def clear_line(self) -> None:
+        """Remove the live line."""
+        if self._is_terminal:
+            print("\r\033[K", end="", flush=True, file=self._stream)

@@ -1,0 +1,275 @@
+"""Report of a sweep: table for the terminal, CSV, JSON, figure, and a page for the tracking store."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flows.sweep.plan import SweepPlan, format_configuration
+from flows.sweep.schedule import SweepRecord, TrialOutcome
+from flows.sweep.search import Params
+from flows.sweep.winner import ALPHA, CHOICE_METHOD, SweepChoice
+from rl_core.analysis.significance_tests import compute_seed_interval
+from rl_core.analysis.training_curves import (
+    SweptConfiguration,
+    TrainingCurve,
+    draw_sweep_figure,
+    read_training_curves,
+)
+from rl_core.errors import DataError
+from rl_core.storage.atomic_files import write_json_atomic, write_text_atomic
+from rl_core.storage.faults import inject_fault
+
+REPORT_FILES = ("sweep.csv", "results.json", "sweep.png")
+_CURVE_METRICS = (
+    "eval/success_rate",
+    "train/success_rate",
+    "eval/loss",
+    "reward/mean",
+    "train/loss",
+)
+
+
+def build_report_rows(
+    record: SweepRecord, plan: SweepPlan, choice: SweepChoice | None
+) -> list[dict[str, Any]]:
+    """One row a configuration, the best first; those without a result last."""
+    rows = [
+        _build_report_row(number, params, record, plan, choice)
+        for number, params in enumerate(record.params)
+    ]
+    sign = 1 if plan.minimize else -1
+    return sorted(
+        rows, key=lambda row: (row["mean"] is None, sign * (row["mean"] or 0.0), row["number"])
+    )
+
+
+def _build_report_row(
+    number: int, params: Params, record: SweepRecord, plan: SweepPlan, choice: SweepChoice | None
+) -> dict[str, Any]:
+    trials = [
+        record.outcomes[number, seed]
+        for seed in range(plan.seeds)
+        if (number, seed) in record.outcomes
+    ]
+    values = [
+        trial.value for trial in trials if trial.status == "finished" and trial.value is not None
+    ]
+    interval = compute_seed_interval(values) if values else None
+    fresh = choice.fresh.get(number) if choice is not None else None
+    played = compute_seed_interval(fresh) if fresh else None
+    states = [trial.status for trial in trials]
+    waiting = plan.seeds - len(trials) if "pruned" not in states else 0
+    return {
+        "number": number,
+        "settings": dict(params),
+        "seeds": len(values),
+        "values": values,
+        "mean": interval.rate if interval else None,
+        "low": _drop_infinite(interval.low) if interval else None,
+        "high": _drop_infinite(interval.high) if interval else None,
+        "fresh": played.rate if played else None,
+        "fresh_low": _drop_infinite(played.low) if played else None,
+        "fresh_high": _drop_infinite(played.high) if played else None,
+        "status": ", ".join(
+            f"{state} {count}"
+            for state, count in (
+                *((each, states.count(each)) for each in dict.fromkeys(states)),
+                ("waiting", waiting),
+            )
+            if count
+        ),
+        "why": next((trial.why for trial in trials if trial.why), ""),
+        "seconds": round(sum(trial.seconds for trial in trials), 1),
+        "is_winner": choice is not None and choice.winner == number,
+    }
+
+
+def _drop_infinite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def format_report_table(
+    rows: Sequence[Mapping[str, Any]], plan: SweepPlan, width: int | None = None
+) -> str:
+    """The rows as text. A setting is not broken in its middle, unless it takes more than a third of 80 columns."""
+    words = [word for row in rows for word in format_configuration(row["settings"]).split()]
+    widest = {"settings": min(27, max((len(word) for word in words), default=0))}
+    grid = Table(title=None, pad_edge=False)
+    for name, justify in (
+        ("", "left"),
+        ("settings", "left"),
+        ("seeds", "right"),
+        (f"{plan.metric} (95% over seeds)", "right"),
+        ("on fresh episodes", "right"),
+        ("seconds", "right"),
+        ("trials", "left"),
+    ):
+        grid.add_column(name, justify=justify, overflow="fold", min_width=widest.get(name))  # type: ignore[arg-type]
+    for row in rows:
+        grid.add_row(
+            "*" if row["is_winner"] else "",
+            format_configuration(row["settings"]),
+            str(row["seeds"]),
+            _format_interval(row, "mean", "low", "high"),
+            _format_interval(row, "fresh", "fresh_low", "fresh_high"),
+            f"{row['seconds']:.1f}",
+            row["status"],
+        )
+    console = Console(file=io.StringIO(), width=width or Console().width, force_terminal=False)
+    console.print(grid)
+    for row in rows:
+        if row["why"]:
+            console.print(
+                f"{format_configuration(row['settings'])}: {row['why']}",
+                soft_wrap=True,
+                highlight=False,
+                markup=False,
+            )
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _format_interval(row: Mapping[str, Any], *names: str) -> str:
+    value, low, high = (row[name] for name in names)
+    if value is None:
+        return ""
+    return f"{value:.4g}" if low is None else f"{value:.4g} [{low:.4g}, {high:.4g}]"
+
+
+def render_markdown(rows: Sequence[Mapping[str, Any]], plan: SweepPlan, verdict: str) -> str:
+    """Description of the sweep's run in the tracking store."""
+    lines = [verdict, "", f"Winner: {CHOICE_METHOD} (alpha {ALPHA}).", ""]
+    lines += [
+        f"| settings | seeds | {plan.metric} (95% over seeds) | on fresh episodes | trials |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = (
+            f"{'**' * row['is_winner']}{format_configuration(row['settings'])}{'**' * row['is_winner']}",
+            str(row["seeds"]),
+            _format_interval(row, "mean", "low", "high"),
+            _format_interval(row, "fresh", "fresh_low", "fresh_high"),
+            row["status"],
+        )
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def write_report_files(
+    record: SweepRecord,
+    plan: SweepPlan,
+    rows: Sequence[Mapping[str, Any]],
+    choice: SweepChoice | None,
+) -> None:
+    """Write CSV, JSON and figure into the sweep's folder."""
+    write_text_atomic(record.home / REPORT_FILES[0], _render_csv(rows))
+    results = {
+        "metric": plan.metric,
+        "configurations": list(rows),
+        "choice": choice.to_json() if choice else None,
+    }
+    write_json_atomic(record.home / REPORT_FILES[1], results)
+    shown = [_read_row_curves(row, record, plan) for row in rows]
+    names = [
+        name
+        for name in _CURVE_METRICS
+        if any(name in curves for _, found in shown for curves in found)
+    ]
+    name = names[0] if names else ""
+    configurations = [
+        SweptConfiguration(
+            format_configuration(row["settings"]),
+            row["settings"],
+            row["mean"],
+            [curves[name] for curves in found if name in curves],
+        )
+        for row, found in shown
+    ]
+    draw_sweep_figure(record.home / REPORT_FILES[2], configurations, plan.metric, name)
+    inject_fault("sweep.reported")
+
+
+def _read_row_curves(
+    row: Mapping[str, Any], record: SweepRecord, plan: SweepPlan
+) -> tuple[Mapping[str, Any], list[dict[str, TrainingCurve]]]:
+    """A row with the curves of its trials' last training stage."""
+    found = []
+    for seed in range(plan.seeds):
+        trial = record.outcomes.get((row["number"], seed))
+        if trial is not None and trial.policy in trial.stages:
+            found.append(_read_stage_curves(Path(trial.stages[trial.policy]["folder"])))
+    return row, found
+
+
+def _read_stage_curves(folder: Path) -> dict[str, TrainingCurve]:
+    try:
+        return read_training_curves(folder / "metrics.jsonl", frozenset(_CURVE_METRICS)).curves
+    except DataError:
+        return {}
+
+
+def _render_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line a configuration."""
+    keys = list(dict.fromkeys(key for row in rows for key in row["settings"]))
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(
+        [
+            "number",
+            *keys,
+            "seeds",
+            "mean",
+            "low",
+            "high",
+            "fresh",
+            "fresh_low",
+            "fresh_high",
+            "seconds",
+            "status",
+            "winner",
+        ]
+    )
+    for row in rows:
+        numbers = [
+            row[name]
+            for name in (
+                "seeds",
+                "mean",
+                "low",
+                "high",
+                "fresh",
+                "fresh_low",
+                "fresh_high",
+                "seconds",
+            )
+        ]
+        cells = ["" if number is None else number for number in numbers]
+        writer.writerow(
+            [
+                row["number"],
+                *(row["settings"].get(key, "") for key in keys),
+                *cells,
+                row["status"],
+                int(row["is_winner"]),
+            ]
+        )
+    return text.getvalue()
+
+
+def format_outcome(outcome: TrialOutcome, plan: SweepPlan) -> str:
+    """The end of one trial as a line for the terminal."""
+    seed = f", seed {outcome.seed}" if plan.seeds > 1 else ""
+    said = {
+        "finished": f"{plan.metric} {outcome.value:.4g}" if outcome.value is not None else "",
+        "pruned": "given up by successive halving",
+        "failed": f"failed: {outcome.why}",
+    }[outcome.status]
+    return f"trial {outcome.number}: {format_configuration(outcome.params)}{seed}: {said} ({outcome.seconds:.0f} s)"

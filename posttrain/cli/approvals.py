@@ -1,0 +1,192 @@
+"""`posttrain approve`: lists and decides pending approvals, from any process with access to the tracking store."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flows.runtime.run_summary import format_approval_commands
+from rl_core.errors import DataError, SettingsError, suggest_name
+from tasks.command_hints import format_posttrain_command
+from tasks.lifecycle.approval import (
+    APPROVED,
+    REJECTED,
+    ApprovalRequest,
+    answer_request,
+    list_approval_requests,
+    reapply_answer,
+)
+from tasks.mlflow_environment import build_default_uri
+from tasks.tracking import Tracking
+from tasks.tracking.store import read_user_name
+
+
+def list_pending_approvals(output: Path, uri: str | None) -> list[dict[str, Any]]:
+    """Approvals that wait, for programs."""
+    tracking = Tracking(uri, output)
+    known = list_approval_requests(tracking) if _has_tracking_store(tracking) else []
+    return [dataclasses.asdict(request) for request in known if request.is_waiting]
+
+
+def decide_approval(
+    output: Path,
+    uri: str | None,
+    run: str | None,
+    *,
+    approve: bool | None,
+    by: str = "",
+    note: str = "",
+    store_options: str = "",
+) -> str:
+    """Decide on a run's approval, or list the pending ones.
+
+    Args:
+        output: the output folder. uri: tracking store, as in a config.
+        run: a run's name or id as shown by `posttrain runs`, or its pipeline; None = list pending approvals.
+        approve: the decision; None = show the request. by: the reviewer. note: the reason.
+        where: command-line options that select folder or store, for the printed commands.
+    Returns: text to print.
+    Raises: DataError for an unknown run; SettingsError if there is nothing to decide.
+    """
+    tracking = Tracking(uri, output)
+    known = list_approval_requests(tracking) if _has_tracking_store(tracking) else []
+    if run is None:
+        if approve is not None:
+            raise SettingsError(
+                "name the run to decide on; `posttrain approve` alone lists pending approvals"
+            )
+        return format_pending_requests(
+            [request for request in known if request.is_waiting], output, store_options
+        )
+    if (
+        approve is not None
+        and (given := _find_repeated_decision(known, run, APPROVED if approve else REJECTED))
+        is not None
+    ):
+        reapply_answer(tracking, given)
+        return "\n".join(
+            [
+                f"answered before: {given.summary}",
+                *_resume_waiting_flow(given, approve, tracking.output),
+            ]
+        )
+    request = find_pending_request(tracking, known, run)
+    if approve is None:
+        page = tracking.find_run_page(request.stage_run_id)
+        return f"{request.summary}\n\nevidence  {page}\n{format_approval_commands(request, store_options)}"
+    done = answer_request(
+        tracking,
+        request,
+        approve=approve,
+        answered_by=by or f"{read_user_name()}@{platform.node()}",
+        note=note,
+    )
+    lines = [done.summary]
+    if done.state == "superseded":
+        resume = format_posttrain_command(f"resume {shlex.quote(done.run)}", tracking.output)
+        lines.append(f"`{resume}` runs the comparison again; a waiting run does so itself")
+    lines += _resume_waiting_flow(done, approve, tracking.output)
+    return "\n".join(lines)
+
+
+def _has_tracking_store(tracking: Tracking) -> bool:
+    local = build_default_uri(tracking.output)
+    return tracking.store.uri != local or Path(local.removeprefix("sqlite:///")).exists()
+
+
+def _find_repeated_decision(
+    known: Sequence[ApprovalRequest], run: str, answer: str
+) -> ApprovalRequest | None:
+    """The newest request of a run, if it has this very answer and none is pending.
+
+    A command that was killed behind its answer is given again: nothing is wrong, and a flow run may still wait for it.
+    """
+    mine = [request for request in known if _matches_run(request.run, request.run_id, run)]
+    if not mine or any(request.is_waiting for request in mine) or mine[0].state != answer:
+        return None
+    return mine[0]
+
+
+def find_pending_request(
+    tracking: Tracking, known: Sequence[ApprovalRequest], run: str
+) -> ApprovalRequest:
+    """Pending approval request of a run. Raises: DataError, SettingsError."""
+    mine = [request for request in known if _matches_run(request.run, request.run_id, run)]
+    waiting = [request for request in mine if request.is_waiting]
+    if len(waiting) == 1:
+        return waiting[0]
+    if waiting:
+        names = ", ".join(f"'{request.run}'" for request in waiting)
+        raise SettingsError(
+            f"'{run}' matches several pending runs: {names}; give one of these names"
+        )
+    if mine:
+        raise SettingsError(f"'{run}' is not pending: {mine[0].summary}")
+    rows = (
+        [row for row in tracking.list_runs() if not row.parent_run_id]
+        if _has_tracking_store(tracking)
+        else []
+    )
+    if any(_matches_run(row.name, row.run_id, run) for row in rows):
+        raise SettingsError(
+            f"'{run}' asked for no approval: its promotion was not `approve: manual`, did not pass the gate, or has "
+            "not been reached"
+        )
+    if not rows:
+        raise DataError(
+            f"no runs in {tracking.uri}; give the run's --config, or its --output folder"
+        )
+    raise DataError(
+        f"no run '{run}' in {tracking.uri}; {suggest_name(run, [row.name for row in rows])}"
+    )
+
+
+def _matches_run(name: str, run_id: str, text: str) -> bool:
+    """True if a user's input refers to this run: its name, its pipeline's name, or a prefix of its id."""
+    return text in (name, name.partition(" · ")[0]) or (len(text) >= 6 and run_id.startswith(text))
+
+
+def format_pending_requests(
+    waiting: Sequence[ApprovalRequest], output: Path, store_options: str = ""
+) -> str:
+    """Pending approvals, with the commands to decide them."""
+    if not waiting:
+        return f"nothing in {output.absolute()} waits for approval"
+    return "\n\n".join(
+        f"{request.run}\n{request.summary}\n{format_approval_commands(request, store_options)}"
+        for request in waiting
+    )
+
+
+def _resume_waiting_flow(request: ApprovalRequest, approve: bool, output: Path) -> list[str]:
+    """Resume the flow run if it waits on a shared Prefect server; a waiting process polls by itself."""
+    if not request.prefect_api or not request.flow_run_id:
+        return []
+    from flows.runtime.prefect_home import set_prefect_environment
+
+    set_prefect_environment()
+    from prefect.exceptions import NotPausedError, ObjectNotFound
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+    from flows.runtime.approval_wait import resume_waiting_flow_run
+    from posttrain.operations.connection import find_prefect_password
+
+    word = find_prefect_password(output, request.prefect_api)
+    access = {PREFECT_API_AUTH_STRING: word} if word else {}
+    try:
+        with temporary_settings({PREFECT_API_URL: request.prefect_api, **access}):
+            resume_waiting_flow_run(
+                request.flow_run_id, approve=approve, by=request.by, note=request.note
+            )
+    except (NotPausedError, ObjectNotFound):
+        return []  # already resumed, or deleted
+    except Exception as error:
+        return [
+            f"the decision is recorded, but the Prefect run could not be resumed ({type(error).__name__}: {error}); "
+            f"resume it on its page: {request.prefect_api.removesuffix('/api')}/runs/flow-run/{request.flow_run_id}"
+        ]
+    return []

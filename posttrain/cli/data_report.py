@@ -1,0 +1,353 @@
+"""`posttrain data FILE`: format, counts, lengths, duplicates, contradictions and examples of a data file."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rl_core.data.files import BadRow, list_data_files, read_rows
+from rl_core.data.formats import RowKind, detect_format
+from rl_core.data.records import Records, read_demonstrations, read_preferences
+from rl_core.data.row_sequences import CompressedRows
+from rl_core.data.splits import (
+    extract_opening_text,
+    extract_prompt_text,
+    find_near_duplicates,
+    is_datasketch_available,
+    normalize_prompt,
+)
+from rl_core.errors import DataError
+
+if TYPE_CHECKING:
+    from rl_core.data.chat import ChatRenderer
+
+
+_NUM_EXAMPLES = 3
+_MAX_LISTED_ROWS = 5  # places named in a line
+_MAX_BAR_CHARACTERS = 30  # characters of the longest bar
+_NUM_BINS = 10
+_KINDS: tuple[RowKind, ...] = (
+    "preferences",
+    "demonstrations",
+)  # a labelled completion is a demonstration as well
+
+Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _DataFileContents:
+    """Rows of a file or folder that can be used, and what was found on the way."""
+
+    kind: RowKind
+    formats: Counter[str] = field(default_factory=Counter)
+    unread_columns: set[str] = field(default_factory=set)
+    rows: CompressedRows = field(default_factory=CompressedRows)
+    row_locations: list[str] = field(
+        default_factory=list
+    )  # of each row: "line 3", with the file's name in a folder
+    problems: list[str] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    contradictions: list[tuple[int, int]] = field(default_factory=list)
+    num_rows: int = 0
+
+
+def describe_data_file(
+    path: Path,
+    *,
+    kind: RowKind | Literal[""] = "",
+    renderer: ChatRenderer | None = None,
+    context: int | None = None,
+    heldout_path: Path | None = None,
+    max_rows: int = 20_000,
+    near_duplicate_threshold: float = 0.8,
+) -> str:
+    """Report on a file, or all data files of a folder.
+
+    Args:
+        kind: demonstrations or preferences; "" = by the columns.
+        renderer: of the model that counts tokens and renders the examples; None = characters and plain text.
+        context: longest sequence of that model.
+        heldout: a file that must not overlap with this one.
+        max_rows: rows read of each file.
+        near: Jaccard similarity of near duplicates; 0 = not looked for.
+    Raises: DataError if the file as a whole cannot be read, or no format is recognised.
+    """
+    found = _read_data_files(path, kind or _detect_row_kind(path), max_rows)
+    texts = [_join_row_text(row) for row in found.rows]
+    lines = [str(path), *_format_header(found, max_rows)]
+    if found.rows:
+        lines += _format_lengths(found.rows, texts, renderer, context)
+        lines += _format_duplicates(found, texts, near_duplicate_threshold)
+        if heldout_path is not None:
+            lines += _format_heldout_overlap(
+                found, texts, heldout_path, max_rows, near_duplicate_threshold
+            )
+        lines += _format_examples(found.rows, renderer)
+    return "\n".join(lines)
+
+
+def _detect_row_kind(path: Path) -> RowKind:
+    """Kind whose formats fit most of the first rows."""
+    rows = [
+        row for file in list_data_files(path)[:1] for _, row in islice(read_rows(file, None), 100)
+    ]
+    scores = {
+        kind: sum(isinstance(row, dict) and detect_format(row, kind) is not None for row in rows)
+        for kind in _KINDS
+    }
+    best = max(_KINDS, key=lambda kind: scores[kind])
+    if not scores[best]:
+        columns = dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row)
+        if {"chosen", "rejected"} & set(columns):
+            return "preferences"
+        if not columns and rows and isinstance(rows[0], BadRow):
+            raise DataError(f"{path}: {rows[0]}")
+        return "demonstrations"
+    return best
+
+
+def _read_data_files(path: Path, kind: RowKind, max_rows: int) -> _DataFileContents:
+    found = _DataFileContents(kind)
+    files = list_data_files(path)
+    if not files:
+        raise DataError(f"{path}: has no data file in it")
+    for file in files:
+        records = _read_records_quietly(file, kind, max_rows)
+        found.formats += records.formats
+        found.unread_columns |= records.unread_columns
+        start, prefix = len(found.rows), f"{file.name} " if len(files) > 1 else ""
+        found.rows.extend_rows(records.rows)
+        found.row_locations += [f"{prefix}line {line}" for line in records.lines]
+        found.problems += [
+            f"{prefix}line {p.line}: {p.field + ': ' if p.field else ''}{p.reason}"
+            for p in records.problems
+        ]
+        found.copies += [(start + a, start + b) for a, b in records.repeats.copies]
+        found.contradictions += [(start + a, start + b) for a, b in records.repeats.contradictions]
+        found.num_rows += records.num_rows
+    return found
+
+
+def _read_records_quietly(file: Path, kind: RowKind, max_rows: int) -> Records:
+    """Rows of a file, bad ones left out; what the reader logs is told by the report."""
+    quiet = logging.getLogger("rl_core.data")
+    before, quiet.disabled = quiet.disabled, True
+    names = ("rl_core.data.records", "rl_core.data.splits")
+    for name in names:
+        logging.getLogger(name).disabled = True
+    try:
+        reader = read_demonstrations if kind == "demonstrations" else read_preferences
+        return reader(file, on_bad_row="skip", max_rows=max_rows)
+    finally:
+        quiet.disabled = before
+        for name in names:
+            logging.getLogger(name).disabled = False
+
+
+def _format_header(contents: _DataFileContents, max_rows: int) -> Iterator[str]:
+    yield f"kind            {contents.kind}"
+    yield "format          " + ", ".join(
+        f"{name or 'not recognised'} ({count} rows)"
+        for name, count in contents.formats.most_common()
+    )
+    whole = (
+        " (the first of each file; --max-rows reads more)"
+        if max(contents.formats.values()) >= max_rows
+        else ""
+    )
+    yield f"rows            {contents.num_rows}{whole}, {len(contents.problems)} cannot be used"
+    for problem in contents.problems[:_MAX_LISTED_ROWS]:
+        yield f"                  {problem}"
+    if len(contents.problems) > _MAX_LISTED_ROWS:
+        yield f"                  and {len(contents.problems) - _MAX_LISTED_ROWS} more"
+    yield f"not read        {', '.join(sorted(contents.unread_columns)) or 'no column'}"
+    if contents.kind == "demonstrations":
+        turns = Counter(
+            sum(m["role"] == "assistant" for m in row["messages"]) for row in contents.rows
+        )
+        yield "turns           " + ", ".join(
+            f"{count} rows with {number}" for number, count in sorted(turns.items())
+        )
+    elif any("label" in row for row in contents.rows):
+        labels = Counter(row["label"] for row in contents.rows if "label" in row)
+        yield f"labels          {labels[True]} true, {labels[False]} false"
+
+
+def _join_row_text(row: Row) -> str:
+    """Everything that is said in a row, for comparisons."""
+    names = ("messages", "prompt", "chosen", "rejected", "completion")
+    return "\n".join(_join_messages(row[name]) for name in names if name in row)
+
+
+def _join_messages(side: str | list[Row]) -> str:
+    return (
+        side if isinstance(side, str) else "\n".join(f"{m['role']}: {m['content']}" for m in side)
+    )
+
+
+def _compute_prompt_key(row: Row) -> str:
+    return normalize_prompt(
+        extract_opening_text(row["messages"])
+        if "messages" in row
+        else extract_prompt_text(row["prompt"])
+    )
+
+
+# ----------------------------------------------------------------------------------------------- lengths
+
+
+def _tokenize_sequences(row: Row, renderer: ChatRenderer) -> list[tuple[list[int], list[bool]]]:
+    """Token ids and loss mask of each sequence of a row."""
+    from rl_core.data.pairs import build_row_sides
+    from rl_core.data.training_sequences import build_training_sequences
+
+    if "messages" in row:
+        return build_training_sequences(renderer, row["messages"], row.get("tools"))
+    return [
+        (side.ids, [False] * len(side.prompt_ids) + side.loss_mask)
+        for side, _ in build_row_sides(row, renderer)
+    ]
+
+
+def _format_lengths(
+    rows: Sequence[Row], texts: Sequence[str], renderer: ChatRenderer | None, context: int | None
+) -> list[str]:
+    """Histogram of the longest sequence of each row."""
+    if renderer is None:
+        lengths, unit = [len(text) for text in texts], "characters (--model MODEL counts tokens)"
+        return [f"lengths         {unit}", *_format_histogram(lengths)]
+    from rl_core.data.token_cache import TokenCache, estimate_text_bytes
+    from rl_core.data.tokenising import TokenisationJob
+
+    job = TokenisationJob("demonstrations" if "messages" in rows[0] else "preferences")
+    tokens = TokenCache(None).load_or_tokenize(
+        "", lambda: rows, renderer, job, estimate_text_bytes(rows)
+    )
+    lengths = [length for length in tokens.compute_longest(len(rows)).tolist() if length]
+    learnt = int(tokens.rows.loss_tokens.sum())
+    lines = [f"lengths         tokens; {tokens.rows.num_tokens} in all, {learnt} with loss"]
+    if tokens.refused:
+        lines.append(
+            f"                  {len(tokens.refused)} rows are refused by the chat template"
+        )
+    if context is not None and (over := sum(length > context for length in lengths)):
+        lines.append(
+            f"                  {over} rows are longer than the model's context of {context}"
+        )
+    return [*lines, *_format_histogram(lengths)]
+
+
+def _format_histogram(lengths: Sequence[int]) -> list[str]:
+    """Text bars over equal ranges, and the median, 95% and longest."""
+    if not lengths:
+        return []
+    ordered = sorted(lengths)
+    low, high = ordered[0], ordered[-1]
+    width = max(1, -(-(high - low + 1) // _NUM_BINS))
+    counts = Counter((length - low) // width for length in lengths)
+    lines = []
+    for place in range((high - low) // width + 1):
+        start, count = low + place * width, counts[place]
+        bar = "#" * -(-count * _MAX_BAR_CHARACTERS // max(counts.values()))
+        lines.append(
+            f"                  {start:>7} - {start + width - 1:<7} {bar:<{_MAX_BAR_CHARACTERS}} {count}"
+        )
+    middle, most = (
+        ordered[len(ordered) // 2],
+        ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)],
+    )
+    return [*lines, f"                  median {middle}, 95% up to {most}, longest {high}"]
+
+
+# ---------------------------------------------------------------------------------------------- repeats
+
+
+def _format_row_pairs(row_pairs: Sequence[tuple[int, int]], row_locations: Sequence[str]) -> str:
+    shown = "; ".join(
+        f"{row_locations[row]} and {row_locations[first]}"
+        for row, first in row_pairs[:_MAX_LISTED_ROWS]
+    )
+    return (
+        f" ({shown}{f'; and {len(row_pairs) - _MAX_LISTED_ROWS} more' * (len(row_pairs) > _MAX_LISTED_ROWS)})"
+        if row_pairs
+        else ""
+    )
+
+
+def _format_duplicates(
+    contents: _DataFileContents, texts: Sequence[str], near: float
+) -> Iterator[str]:
+    prompts = Counter(map(_compute_prompt_key, contents.rows))
+    same = _format_row_pairs(contents.copies, contents.row_locations)
+    yield f"copies          {len(contents.copies)} rows are exact copies of earlier ones{same}"
+    yield f"prompts         {len(prompts)} distinct; {sum(prompts.values()) - len(prompts)} rows repeat one"
+    if near and not is_datasketch_available():
+        yield "near copies     not looked for: needs the package datasketch (pip install 'posttrain[data]')"
+    elif near:
+        close = find_near_duplicates(texts, None, near)
+        pairs = _format_row_pairs([(a, b) for a, b, _ in close], contents.row_locations)
+        yield f"near copies     {len(close)} rows share {near:.0%} of their shingles with an earlier one{pairs}"
+    if contents.kind == "preferences":
+        pairs = _format_row_pairs(contents.contradictions, contents.row_locations)
+        yield f"contradictions  {len(contents.contradictions)} rows contradict earlier ones{pairs}"
+
+
+def _format_heldout_overlap(
+    contents: _DataFileContents, texts: Sequence[str], heldout: Path, max_rows: int, near: float
+) -> Iterator[str]:
+    other = _read_data_files(heldout, contents.kind, max_rows)
+    keys: dict[str, int] = {}
+    for place, row in enumerate(other.rows):
+        keys.setdefault(_compute_prompt_key(row), place)
+    shared = [
+        (place, keys[key])
+        for place, key in enumerate(map(_compute_prompt_key, contents.rows))
+        if key in keys
+    ]
+    named = "; ".join(
+        f"{contents.row_locations[a]} and its {other.row_locations[b]}"
+        for a, b in shared[:_MAX_LISTED_ROWS]
+    )
+    more = f"; and {len(shared) - _MAX_LISTED_ROWS} more" * (len(shared) > _MAX_LISTED_ROWS)
+    yield f"overlap         {len(shared)} rows have a prompt of {heldout}{f' ({named}{more})' * bool(shared)}"
+    if near and is_datasketch_available():
+        close = find_near_duplicates(texts, [_join_row_text(row) for row in other.rows], near)
+        yield f"                {len(close)} rows share {near:.0%} of their shingles with a row of it"
+
+
+# --------------------------------------------------------------------------------------------- examples
+
+
+def _format_examples(rows: Sequence[Row], renderer: ChatRenderer | None) -> Iterator[str]:
+    """First, middle and last row, with the tokens that carry loss."""
+    from rl_core.data.template_report import format_loss_runs
+
+    chosen = sorted({0, len(rows) // 2, len(rows) - 1})[:_NUM_EXAMPLES]
+    for place in chosen:
+        yield ""
+        yield f"example, row {place + 1} of those that can be used"
+        if renderer is None:
+            yield from _format_messages(rows[place])
+            continue
+        for ids, mask in _tokenize_sequences(rows[place], renderer):
+            yield from format_loss_runs(renderer, ids, mask)
+
+
+def _format_messages(row: Row) -> Iterator[str]:
+    """Messages of a row, each with `loss` or `context`."""
+    for name in ("messages", "prompt", "chosen", "rejected", "completion"):
+        side = row.get(name)
+        if side is None:
+            continue
+        turns = [{"role": name, "content": side}] if isinstance(side, str) else side
+        for turn in turns:
+            learns = turn["role"] in ("assistant", "text", "chosen", "rejected", "completion")
+            learns = learns and turn.get("weight", 1) != 0 and name != "prompt"
+            text = turn["content"].replace("\n", "\\n")
+            extra = ", ".join(key for key in turn if key not in ("role", "content", "weight"))
+            yield f"{'loss' if learns else 'context':7}  {turn['role']:9}  |{text}|{f'  ({extra})' * bool(extra)}"

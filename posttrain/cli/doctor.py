@@ -1,0 +1,475 @@
+"""`posttrain doctor --calibrate`: measure this machine, and write its speeds for `posttrain plan --machine`.
+
+`posttrain doctor`: checks of this machine, its packages, devices, folders and servers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sqlite3
+import sys
+import tempfile
+import textwrap
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from flows.runtime.terminal import StatusLine
+from posttrain.cli.runs_table import detect_terminal_columns
+from rl_core.errors import SettingsError
+from tasks.command_hints import format_posttrain_command
+from tasks.shipped import shipped
+
+Clock = Callable[[], float]
+
+DEFAULT_CALIBRATION_FILE = "machine.yaml"
+_PIPELINE_IMPORTS = (
+    "prefect",
+    "mlflow",
+    "flows.post_training",
+)  # what a pipeline's process has beside rl_core
+
+
+def write_machine_calibration(
+    path: Path, *, as_json: bool, clock: Clock = time.perf_counter
+) -> str:
+    """Measure for about a minute and write the file; text about it, or the settings as JSON.
+
+    Raises: SettingsError, before anything is measured, where there is no folder for the file; BackendError where a
+        process that measures memory fails; CheckpointError where the file cannot be written.
+    """
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        problem = (
+            "is a folder"
+            if path.is_dir()
+            else f"cannot be written: {path.parent} is no folder that takes files"
+        )
+        raise SettingsError(f"--output: {path} {problem}; name a file for the speeds")
+
+    import yaml
+
+    from rl_core.resources.machine_calibration import calibrate_machine
+    from rl_core.storage.atomic_files import write_text_atomic
+    from tasks.config import dump_settings
+
+    began, progress = time.monotonic(), StatusLine(sys.stderr)
+    progress.print_line(
+        f"measuring {_read_processor_name()}, which takes about a minute where nothing else runs"
+    )
+    machine = calibrate_machine(
+        _read_processor_name(), pipeline_imports=_PIPELINE_IMPORTS, clock=clock, progress=progress
+    )
+    progress.clear_line()
+    values = dump_settings(machine)
+    head = "# Speeds of one machine, for `posttrain plan CONFIG --machine FILE`: posttrain doctor --calibrate\n"
+    write_text_atomic(path, head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    if as_json:
+        return json.dumps(values, indent=1)
+    lines = [f"{machine.name}, {machine.threads} threads, {machine.memory_bytes / 2**30:.1f} GiB"]
+    for name in ("training", "scoring", "decoding"):
+        points = ", ".join(
+            f"{one.median / 1e9:,.0f} ({one.hidden_size})" for one in getattr(machine, name)
+        )
+        lines.append(f"{name}: {points} GFLOP/s (at width)")
+    lines.append(
+        f"memory: copies {machine.copy_bytes_per_second / 1e9:.1f} GB/s, reads "
+        f"{machine.read_bytes_per_second / 1e9:.1f} GB/s; a process takes "
+        f"{machine.library_bytes / 2**20:.0f} MiB, with the pipeline {machine.pipeline_bytes / 2**20:.0f} MiB more"
+    )
+    lines.append(
+        f"{path} written after {time.monotonic() - began:.0f} s: posttrain plan CONFIG --machine {path}"
+    )
+    return "\n".join(lines)
+
+
+def _read_processor_name() -> str:
+    """Name of the processor, as far as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+    )
+    return named or platform.processor() or platform.machine()
+
+
+GIB = 2**30
+HEALTH_TIMEOUT_SECONDS = 5.0  # of a server's health check
+CONSTRAINTS = shipped("constraints.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorFinding:
+    """Result of one check."""
+
+    name: str
+    state: Literal["ok", "note", "bad"]  # note: works, with a caveat; bad: a requirement is missing
+    detail: str
+    advice: str = ""
+
+    @property
+    def is_bad(self) -> bool:
+        """True if pipelines cannot run."""
+        return self.state == "bad"
+
+
+def examine_machine(output: Path, tracking_uri: str | None = None) -> list[DoctorFinding]:
+    """Check Python, packages, devices, memory, the output folder and the stores. Leaves no files behind.
+
+    Args:
+        output: output folder of pipelines.
+        tracking_uri: `tracking.uri` of a config; None: MLFLOW_TRACKING_URI, else the output folder's database.
+    """
+    return [
+        *_check_packages(),
+        *_check_devices(),
+        _check_memory(),
+        _check_output_folder(output),
+        _check_disk_space(output),
+        _check_mlflow_store(tracking_uri, output),
+        _check_prefect_api(),
+        _check_sandbox(),
+        *_check_crashed_runs(output),
+    ]
+
+
+def format_findings(findings: list[DoctorFinding]) -> str:
+    """Findings as text within the terminal, each followed by its advice, if any."""
+    words = {"ok": "ok  ", "note": "note", "bad": "BAD "}
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        head, margin = f"{words[finding.state]}  {finding.name.ljust(width)}  ", " " * (8 + width)
+        lines += _wrap_finding(finding.detail, head, margin)
+        if finding.advice:
+            lines += _wrap_finding(f"-> {finding.advice}", margin, f"{margin}   ")
+    num_bad = sum(finding.is_bad for finding in findings)
+    lines.append(
+        f"\n{num_bad} needed {'thing is' if num_bad == 1 else 'things are'} missing"
+        if num_bad
+        else "\nall is there"
+    )
+    return "\n".join(lines)
+
+
+def _wrap_finding(text: str, head: str, margin: str) -> list[str]:
+    columns = detect_terminal_columns()
+    if columns is None:
+        return [f"{head}{text}"]
+    return textwrap.wrap(
+        text,
+        max(columns, len(margin) + 20),
+        initial_indent=head,
+        subsequent_indent=margin,
+        break_on_hyphens=False,
+        break_long_words=False,
+    ) or [head.rstrip()]
+
+
+# ------------------------------------------------------------------------------------------------------------ packages
+
+
+def _check_packages() -> Iterator[DoctorFinding]:
+    try:
+        described = metadata.metadata("posttrain")
+        requirements = metadata.requires("posttrain") or []
+    except metadata.PackageNotFoundError:
+        yield DoctorFinding(
+            "posttrain", "bad", "is not installed", "run `make setup`, or `pip install -e .`"
+        )
+        return
+    yield DoctorFinding("posttrain", "ok", described["Version"])
+    yield _check_python(str(described["Requires-Python"] or ""))
+    pins = _read_pinned_versions()
+    for text in requirements:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield _check_package(requirement, pins.get(_normalize_package_name(requirement.name)))
+
+
+def _check_python(allowed: str) -> DoctorFinding:
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    if version not in SpecifierSet(allowed):
+        return DoctorFinding(
+            "python",
+            "bad",
+            f"{version}; needed {allowed}",
+            "make the environment with another Python",
+        )
+    return DoctorFinding("python", "ok", version)
+
+
+def _check_package(requirement: Requirement, pin: str | None) -> DoctorFinding:
+    name = requirement.name
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return DoctorFinding(
+            name, "bad", f"is not installed; needed {requirement.specifier}", "run `make setup`"
+        )
+    if not requirement.specifier.contains(version, prereleases=True):
+        return DoctorFinding(
+            name,
+            "bad",
+            f"{version}; needed {requirement.specifier}",
+            "pip install -c constraints.txt -e .",
+        )
+    if pin is not None and Version(version).public != Version(pin).public:
+        return DoctorFinding(name, "note", f"{version}; tested with {pin}")
+    return DoctorFinding(name, "ok", version)
+
+
+def _read_pinned_versions() -> dict[str, str]:
+    """Tested versions by canonical name; {} if installed without a checkout."""
+    pins = {}
+    lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines() if CONSTRAINTS.is_file() else []
+    for line in lines:
+        try:
+            requirement = Requirement(line.split("#")[0].strip())
+        except InvalidRequirement:  # a comment or an empty line
+            continue
+        exact = [item.version for item in requirement.specifier if item.operator == "=="]
+        if exact:
+            pins[_normalize_package_name(requirement.name)] = exact[0]
+    return pins
+
+
+def _normalize_package_name(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+# ------------------------------------------------------------------------------------------------------------- machine
+
+
+def _check_devices() -> Iterator[DoctorFinding]:
+    try:
+        import torch
+    except Exception as error:  # a broken native library raises OSError, among others
+        yield DoctorFinding(
+            "torch import",
+            "bad",
+            f"{type(error).__name__}: {error}",
+            "install torch again (docs/quickstart.md, 'GPUs')",
+        )
+        return
+    from rl_core.cpu.openmp_spin import count_usable_processors, free_processors
+
+    usable, free = count_usable_processors(), free_processors(0.3)
+    limit = os.environ.get("OMP_NUM_THREADS")
+    yield DoctorFinding(
+        "threads",
+        "ok",
+        f"{usable} of {os.cpu_count()} CPU cores usable, {free} free now, torch takes {torch.get_num_threads()}"
+        + (f" (OMP_NUM_THREADS={limit})" if limit else ""),
+    )
+    yield _check_compiled_code()
+    if not torch.cuda.is_available():
+        built = (
+            "this torch is built without CUDA"
+            if torch.version.cuda is None
+            else "torch sees no GPU"
+        )
+        yield DoctorFinding(
+            "gpu",
+            "note",
+            f"none: {built}",
+            "fine for the demo; for large models see docs/quickstart.md, 'GPUs'",
+        )
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = f"{properties.total_memory / GIB:.0f} GiB"
+        yield DoctorFinding(
+            f"gpu {index}", "ok", f"{properties.name}, {memory}, CUDA {torch.version.cuda}"
+        )
+
+
+def _check_compiled_code() -> DoctorFinding:
+    """Code that training and rollouts in float32 run on this processor."""
+    from rl_core.cpu import packed_gemm
+
+    path = packed_gemm.describe_processor_code()
+    return DoctorFinding("cpu code", "ok" if path.is_fast else "note", path.detail, path.advice)
+
+
+def _check_memory() -> DoctorFinding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
+    if memory.available < 4 * GIB:
+        return DoctorFinding("memory", "note", detail, "the demo takes up to 4 GiB")
+    return DoctorFinding("memory", "ok", detail)
+
+
+def _find_existing_parent(path: Path) -> Path:
+    """The folder itself, or its nearest existing parent."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def _check_output_folder(output: Path) -> DoctorFinding:
+    place = _find_existing_parent(output)
+    if not place.is_dir():
+        return DoctorFinding(
+            "output", "bad", f"{place} is a file", "give another folder with --output"
+        )
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        return DoctorFinding(
+            "output", "bad", f"{place} is not writable: {error.strerror}", "give another folder"
+        )
+    made = "" if place == output.absolute() else " (created on the first run)"
+    return DoctorFinding("output", "ok", f"{output.absolute()}{made}")
+
+
+def _check_disk_space(output: Path) -> DoctorFinding:
+    free = shutil.disk_usage(_find_existing_parent(output)).free
+    detail = f"{free / GIB:.1f} GiB free"
+    if free < GIB:
+        return DoctorFinding(
+            "disk", "bad", detail, "a run needs at least 1 GiB; free some, or give another --output"
+        )
+    return DoctorFinding("disk", "note" if free < 5 * GIB else "ok", detail)
+
+
+# -------------------------------------------------------------------------------------------------------------- stores
+
+
+def _check_mlflow_store(uri: str | None, output: Path) -> DoctorFinding:
+    from tasks.mlflow_environment import build_default_uri, strip_uri_password
+
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or build_default_uri(output)
+    shown = strip_uri_password(uri)
+    scheme = urlsplit(uri).scheme
+    if scheme in ("http", "https"):
+        problem = _probe_health(f"{uri.rstrip('/')}/health")
+        advice = "start it, or leave MLFLOW_TRACKING_URI and tracking.uri out for a local database"
+    elif scheme == "sqlite":
+        path = Path(uri.removeprefix("sqlite:///"))
+        if not path.exists():
+            return DoctorFinding("mlflow store", "ok", f"{shown} (created on the first run)")
+        problem, advice = (
+            _probe_sqlite(path),
+            "restore the file, or move it away to start a new one",
+        )
+    else:
+        problem, advice = (
+            _probe_database(uri),
+            "check the address, the driver and that the database is up",
+        )
+    if problem:
+        return DoctorFinding("mlflow store", "bad", f"{shown}: {problem}", advice)
+    return DoctorFinding("mlflow store", "ok", shown)
+
+
+def _check_prefect_api() -> DoctorFinding:
+    url = os.environ.get("PREFECT_API_URL")
+    if not url:
+        return DoctorFinding(
+            "prefect api", "ok", "none set: every run starts its own server for its duration"
+        )
+    problem = _probe_health(f"{url.rstrip('/')}/health")
+    if problem:
+        advice = "start it (`prefect server start`), or unset PREFECT_API_URL"
+        return DoctorFinding("prefect api", "bad", f"{url}: {problem}", advice)
+    return DoctorFinding("prefect api", "ok", url)
+
+
+def _check_sandbox() -> DoctorFinding:
+    """Confinement of child processes that run model-written code and external scorers, by a trial."""
+    from rl_core.environments.sandbox import PARTS
+    from rl_core.environments.subprocess_host import ChildFailed, probe_sandbox
+
+    try:
+        missing = probe_sandbox()
+    except ChildFailed as error:
+        return DoctorFinding(
+            "sandbox", "bad", f"no child process starts: {error}", "see docs/security.md"
+        )
+    holds = ", ".join(part for part in PARTS if part not in missing)
+    if not missing:
+        return DoctorFinding("sandbox", "ok", f"of model-written code: {holds}")
+    lacking = "; ".join(f"not {part}: {reason}" for part, reason in missing.items())
+    return DoctorFinding(
+        "sandbox",
+        "note",
+        f"of model-written code: {holds or 'nothing'}; {lacking}",
+        "docs/security.md says what that leaves open",
+    )
+
+
+def _check_crashed_runs(output: Path) -> Iterator[DoctorFinding]:
+    """Runs that were killed but are still marked as running."""
+    from tasks.lifecycle.crashed_runs import find_crashed_runs
+
+    dead = [run for run in find_crashed_runs(output.absolute()) if not run.is_remote]
+    if dead:
+        wholes = [run.name for run in dead if run.is_pipeline]
+        num_stages = len(dead) - len(wholes)
+        runs = f"{len(wholes)} {'run was' if len(wholes) == 1 else 'runs were'} killed: {', '.join(wholes)}"
+        stages = f"{num_stages} {'stage' if num_stages == 1 else 'stages'}"
+        detail = (
+            f"{runs}{f' (in {stages})' if num_stages else ''}"
+            if wholes
+            else f"{stages} of earlier runs killed"
+        )
+        repair = format_posttrain_command("doctor --repair", output)
+        yield DoctorFinding("runs", "note", detail, f"{repair} marks them and shows how to resume")
+
+
+def _probe_health(url: str) -> str:
+    """Error of a server's health check; "" = healthy."""
+    try:
+        with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_SECONDS):
+            return ""
+    except urllib.error.HTTPError as error:
+        # Servers that require a token answer with an error status; they are up.
+        return "" if error.code in (401, 403) else f"answered {error.code}"
+    except (OSError, ValueError) as error:
+        return f"no answer ({getattr(error, 'reason', None) or error})"
+
+
+def _probe_sqlite(path: Path) -> str:
+    """Error of opening an sqlite file; "" = it is a database."""
+    try:
+        connection = sqlite3.connect(
+            f"file:{path}?mode=ro", uri=True, timeout=HEALTH_TIMEOUT_SECONDS
+        )
+        try:
+            connection.execute("select name from sqlite_master limit 1").fetchall()
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        return str(error)
+    return ""
+
+
+def _probe_database(uri: str) -> str:
+    """Error of connecting to a database server; "" = connected."""
+    import sqlalchemy
+
+    try:
+        engine = sqlalchemy.create_engine(uri, pool_pre_ping=True)
+        with engine.connect():
+            return ""
+    except (
+        Exception
+    ) as error:  # drivers raise their own exceptions, a missing driver an ImportError
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"

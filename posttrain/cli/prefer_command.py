@@ -1,0 +1,81 @@
+"""Parser of `posttrain prefer`. Standard library only.
+
+`posttrain prefer`. Everything is imported at its call, so that `posttrain --help` starts at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from posttrain.cli.arguments import add_command_parser, add_config_argument, parse_port
+from rl_core.errors import SettingsError
+
+
+def _add_prefer_parser(commands: Any) -> None:
+    examples = [
+        "prefer demo    (two rollouts of the champion to each of 100 episodes)",
+        "prefer mine.yaml --set prefer.models=[models:/mine/1,models:/mine@champion]",
+        "prefer mine.yaml --answers pairs.jsonl --set prefer.ask=scores",
+        "prefer mine.yaml --export    (the data file alone, without a page)",
+    ]
+    about = "have people compare or score answers on a page of this machine; the result is data to train on"
+    parser = add_command_parser(commands, "prefer", about, examples)
+    add_config_argument(parser)
+    parser.add_argument(
+        "--answers",
+        metavar="FILE",
+        help='answers to rate in place of those of models: JSON lines with "prompt" and "answers" (two, or one to '
+        "score), or preference rows of any format",
+    )
+    parser.add_argument(
+        "--more", action="store_true", help="let the models answer again, though there are answers"
+    )
+    parser.add_argument(
+        "--port", type=parse_port, metavar="PORT", help="in place of prefer.port (default: 8331)"
+    )
+    parser.add_argument(
+        "--export", action="store_true", help="write the data file and end, without a page"
+    )
+    parser.add_argument(
+        "--output",
+        "-o",
+        metavar="FOLDER",
+        help="folder of the pipelines (default: the configuration's)",
+    )
+
+
+PARSERS: dict[str, Callable[[Any], None]] = {"prefer": _add_prefer_parser}
+
+
+def run_prefer_command(arguments: argparse.Namespace) -> int:
+    """Serve the page until Ctrl-C, or write the data file."""
+    from posttrain.cli.run_setup import connect_mlflow, print_warning
+    from posttrain.preferences.rating_server import RatingTask, export_ratings
+    from posttrain.preferences.rating_server import serve_ratings as run
+    from rl_core.settings import RatingSettings
+    from tasks.config import load_settings
+
+    settings = load_settings(
+        arguments.config, arguments.set, import_code=False, check_servers=False, warn=print_warning
+    )
+    rating = settings.prefer or RatingSettings()
+    if arguments.port is not None:
+        rating = dataclasses.replace(rating, port=arguments.port)
+    answers = Path(arguments.answers).expanduser() if arguments.answers else None
+    if answers is not None and not answers.is_file():
+        raise SettingsError(f"--answers: {answers} is no file")
+    output = Path(arguments.output or settings.output).resolve()
+    task = RatingTask(settings, rating, output, answers, arguments.more)
+    if arguments.export:
+        export_ratings(task)
+        return 0
+    connect_mlflow(output)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    run(task, say=lambda text: print(text, flush=True))
+    return 0

@@ -1,0 +1,230 @@
+"""First lines of a run: what runs, what is there already, where its files are, where it can be watched.
+
+Settings and servers that a command's arguments name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.runtime.terminal import escape_control_characters
+from rl_core.errors import PosttrainError, SettingsError
+from tasks.command_hints import format_output_option
+
+if TYPE_CHECKING:
+    from flows.sweep.plan import SweepPlan
+    from tasks.config import PipelineSettings
+
+
+_BANNER_COLUMNS = 79
+
+
+def format_run_banner(
+    settings: PipelineSettings, *, fresh: bool = False, stages: Sequence[str] | None = None
+) -> str:
+    """Lines to print before anything heavy is imported.
+
+    Args:
+        fresh: finished stages are run again. stages: those that are run; None = all of the settings.
+    """
+    names = list(settings.stages.active if stages is None else stages)
+    lines = _wrap_banner_line(
+        f"{settings.name}: {' -> '.join(name.replace('_', ' ') for name in names)}", "  "
+    )
+    home = Path(settings.output).resolve() / settings.name
+    if (
+        done := []
+        if fresh
+        else [name for name in _list_finished_stages(settings, home) if name in names]
+    ):
+        told = f"cached   {', '.join(name.replace('_', ' ') for name in done)}, unless data files have changed"
+        lines += _wrap_banner_line(told, " " * 9)
+    return "\n".join([*lines, *_list_locations(settings, home)])
+
+
+def format_sweep_banner(plan: SweepPlan, base: PipelineSettings) -> str:
+    """The same of a sweep: what varies, how many trials, and its folder. Raises: SettingsError."""
+    from flows.sweep.search import build_grid
+
+    varied = [f"{one.key} ({len(one.choices) or 'range'})" for one in plan.dimensions]
+    configurations = len(build_grid(plan.dimensions)) if plan.method == "grid" else plan.trials
+    seeds = f" x {plan.seeds} seeds" if plan.seeds > 1 else ""
+    trials = f"{configurations} configuration{'s' * (configurations != 1)}{seeds}"
+    lines = _wrap_banner_line(
+        f"{base.name}: sweep over {', '.join(varied) or 'seeds'}: {trials}, {plan.method}", "  "
+    )
+    return "\n".join([*lines, *_list_locations(base, plan.locate_folder(base))])
+
+
+def _wrap_banner_line(text: str, indent: str) -> list[str]:
+    width = max(36, min(_BANNER_COLUMNS, shutil.get_terminal_size().columns - 1))
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _list_locations(settings: PipelineSettings, home: Path) -> list[str]:
+    """Folder of the files, and the commands that show how it goes."""
+    where = format_output_option(Path(settings.output))
+    served = _read_served_pages(Path(settings.output))
+    lines = [f"files    {home}"]
+    if "monitor" in served or find_spec("gradio") is not None:
+        lines.append(f"live     {served.get('monitor', f'posttrain monitor{where}')}")
+    pages = [url for name in ("mlflow", "prefect") if (url := served.get(name))] or [
+        f"posttrain ui{where}"
+    ]
+    return [*lines, f"results  {', '.join((f'posttrain runs{where}', *pages))}"]
+
+
+def _read_served_pages(output: Path) -> dict[str, str]:
+    """Addresses of the pages that `posttrain up` serves for a folder, by name; {} where it does not run."""
+    from posttrain.operations.connection import find_running_servers
+
+    state = find_running_servers(output)
+    return {service.name: service.url for service in state.services} if state is not None else {}
+
+
+def _list_finished_stages(settings: PipelineSettings, home: Path) -> list[str]:
+    """Stages that are finished under these settings; [] where that cannot be told, which the run then says."""
+    if not (home / "stages").is_dir():
+        return []
+    from tasks.pipeline.changed_conditions import list_finished_stages
+
+    try:
+        return list_finished_stages(home / "stages", settings)
+    except (PosttrainError, OSError):
+        return []
+
+
+def load_pipeline_settings(
+    arguments: argparse.Namespace, import_code: bool = True, *, check_servers: bool = False
+) -> PipelineSettings:
+    """Settings of the configuration that is named, with `--set`.
+
+    ask_servers: for commands that train, which end at once where the server of their rollouts does not answer, or
+    where there is no GPU for weights in few bits.
+    """
+    from tasks.config import load_settings
+
+    return load_settings(
+        arguments.config,
+        arguments.set,
+        import_code=import_code,
+        check_servers=check_servers,
+        warn=print_warning,
+    )
+
+
+def print_warning(text: str) -> None:
+    """Print a warning on standard error."""
+    print(f"posttrain: warning: {escape_control_characters(text)}", file=sys.stderr)
+
+
+def load_optional_settings(
+    arguments: argparse.Namespace, import_code: bool = False
+) -> PipelineSettings | None:
+    """Settings of --config, if given; without `import_code` the code that they name is not imported."""
+    if arguments.config is None and arguments.set:
+        raise SettingsError("--set changes a configuration; give one with --config")
+    return None if arguments.config is None else load_pipeline_settings(arguments, import_code)
+
+
+def configure_prefect(settings: PipelineSettings) -> None:
+    """Configure Prefect before its import: files in the output folder, or the servers of `posttrain up`."""
+    from flows.runtime.prefect_home import set_prefect_environment
+    from posttrain.operations.connection import connect_to_servers
+
+    set_prefect_environment(Path(settings.output))
+    connect_to_servers(Path(settings.output))
+
+
+@contextlib.contextmanager
+def print_banner_and_start_prefect(
+    settings: PipelineSettings,
+    *,
+    quiet: bool = False,
+    fresh: bool = False,
+    stages: Sequence[str] | None = None,
+    banner: str = "",
+) -> Iterator[None]:
+    """Say at once what runs and where it can be watched; Prefect's server starts while the block imports the flow.
+
+    After `prepare`, in commands that run the pipeline's flow. fresh: stages are run again, finished or not.
+    stages: those that are run, where that is not all of the settings. told: the lines, where they are not a pipeline's.
+    """
+    pass  # DROPPED
+    from flows.runtime.embedded_server import prestart_embedded_server
+    from flows.runtime.import_setup import pause_garbage_collection
+
+    if not quiet:
+        print(
+            escape_control_characters(
+                banner or format_run_banner(settings, fresh=fresh, stages=stages)
+            ),
+            flush=True,
+        )
+    prestart_embedded_server()
+    with pause_garbage_collection(is_command=True):
+        yield
+
+
+def refuse_unknown_models(settings: PipelineSettings, *names: str | None) -> None:
+    """Refuse models of the command line that are not there, before anything starts or is written."""
+    from posttrain.cli.model_references import refuse_missing_model
+
+    connect_mlflow(settings.output)  # where `up` runs, its store is asked
+    for name in filter(None, names):
+        refuse_missing_model(name, Path(settings.output), settings.tracking.uri)
+
+
+def refuse_unknown_base_model(settings: PipelineSettings) -> None:
+    """Refuse a base model that is not there, before anything starts or is written.
+
+    Nothing is asked of a folder, which was looked at with the settings, nor once a stage has trained from the model:
+    a run of which everything is cached needs neither the hub nor the store.
+    """
+    name = settings.model.path
+    if name is None or os.path.isdir(os.path.expanduser(name)):
+        return
+    from tasks.pipeline.changed_conditions import list_finished_stages
+    from tasks.stage_registry import list_training_stages
+
+    stages = Path(settings.output).resolve() / settings.name / "stages"
+    if stages.is_dir() and not set(list_training_stages()).isdisjoint(
+        list_finished_stages(stages, settings)
+    ):
+        return
+    try:
+        refuse_unknown_models(settings, name)
+    except SettingsError as error:
+        raise SettingsError(f"model.path: {error}") from None
+
+
+def refuse_bad_rows(settings: PipelineSettings) -> None:
+    """Before any server starts, and before a run of the refused data is recorded anywhere."""
+    from tasks.config.machine_checks import refuse_bad_rows
+
+    refuse_bad_rows(settings)
+
+
+def refuse_unreadable_folder(output: str | Path) -> None:
+    """Refuse an output folder that this user may not look into. Raises: SettingsError."""
+    if os.path.isdir(output) and not os.access(output, os.R_OK | os.X_OK):
+        raise SettingsError(f"{output}: cannot be read: {os.strerror(errno.EACCES)}")
+
+
+def connect_mlflow(output: str | Path) -> Path:
+    """Use the MLflow server of `posttrain up` if it runs; returns the folder. Raises: as `refuse_unreadable_folder`."""
+    refuse_unreadable_folder(output)
+    from posttrain.operations.connection import connect_to_servers
+
+    connect_to_servers(Path(output), needs_prefect=False)
+    return Path(output)

@@ -1,0 +1,216 @@
+"""Parser of `posttrain serve`. Standard library only.
+
+`posttrain serve`. Everything is imported at its call, so that `posttrain --help` starts at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cli.arguments import add_command_parser, parse_port
+from rl_core.errors import SettingsError
+
+if TYPE_CHECKING:
+    from posttrain.serving.online_learning import OnlineLearningPlan
+    from posttrain.serving.server_process import ServingConfig
+    from rl_core.settings import ModelSettings, ServingSettings
+    from tasks.config import PipelineSettings
+
+
+def _add_serve_parser(commands: Any) -> None:
+    examples = [
+        "serve demo    (the champion of this pipeline, until Ctrl-C)",
+        "serve demo --learn    (and it learns from what it is asked)",
+        "serve models:/demo/3 --port 8400",
+        "serve outputs/demo/stages/policy/0123456789abcdef --set serving.slots=16",
+        "serve Qwen/Qwen3-0.6B --name small",
+    ]
+    about = "serve a model over HTTP on this machine, in the dialect of OpenAI's clients (chat completions)"
+    parser = add_command_parser(commands, "serve", about, examples)
+    parser.add_argument(
+        "target",
+        metavar="CONFIG|MODEL",
+        help="a pipeline (its YAML file, or the name of a shipped one), whose champion is served; or "
+        "models:/NAME@ALIAS, a model or stage folder, or a hub name",
+    )
+    parser.add_argument(
+        "--port", type=parse_port, metavar="PORT", help="in place of serving.port (default: 8321)"
+    )
+    parser.add_argument("--name", metavar="NAME", help="name by which clients ask for the model")
+    parser.add_argument(
+        "--learn",
+        action="store_true",
+        help="learn from what is answered, as `online:` of the CONFIG says: a worker and a gate run beside it",
+    )
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="start without a champion too: requests are refused until there is one",
+    )
+    parser.add_argument(
+        "--output",
+        "-o",
+        metavar="FOLDER",
+        help="folder of the registered models, the token and the labels (default: the pipeline's, else outputs)",
+    )
+    parser.add_argument(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="override a setting, as in serving.slots=16; with a MODEL those of serving and model; may be repeated",
+    )
+
+
+PARSERS: dict[str, Callable[[Any], None]] = {"serve": _add_serve_parser}
+
+
+def run_serve_command(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C."""
+    import logging
+
+    serving = resolve_serving(arguments)
+    from posttrain.serving.server_process import serve_model as run
+
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    for room in ("posttrain.serving", "posttrain.online"):
+        logging.getLogger(room).setLevel(logging.INFO)
+    run(serving, wait_for_champion=arguments.wait, say=lambda text: print(text, flush=True))
+    return 0
+
+
+def resolve_serving(arguments: argparse.Namespace) -> ServingConfig:
+    """All that is to be served. Raises: ConfigError, SettingsError naming a model or config that is not there."""
+    from tasks.shipped import find_config
+
+    target = arguments.target
+    is_config = target.endswith((".yaml", ".yml")) or find_config(target).suffix in (
+        ".yaml",
+        ".yml",
+    )
+    return _resolve_config_serving(arguments) if is_config else _resolve_model_serving(arguments)
+
+
+def _resolve_config_serving(arguments: argparse.Namespace) -> ServingConfig:
+    from posttrain.cli.run_setup import connect_mlflow, print_warning
+    from posttrain.serving.served_model import ModelSource
+    from posttrain.serving.server_process import ServingConfig
+    from rl_core.settings import ServingSettings
+    from tasks.config import load_settings
+
+    settings = load_settings(
+        arguments.target, arguments.set, import_code=False, check_servers=False, warn=print_warning
+    )
+    serving = _apply_serving_options(settings.serving or ServingSettings(), arguments)
+    output = Path(arguments.output or settings.output).resolve()
+    connect_mlflow(output)
+    place = ModelSource(
+        serving.model or f"models:/{settings.registered_model}@champion",
+        output,
+        settings.tracking.uri,
+    )
+    learning = _build_learning_plan(settings, output) if arguments.learn else None
+    return ServingConfig(
+        serving,
+        serving.name or settings.name,
+        place,
+        settings.model,
+        settings.environment,
+        learning,
+    )
+
+
+def _build_learning_plan(settings: PipelineSettings, output: Path) -> OnlineLearningPlan:
+    from posttrain.serving.online_learning import OnlineLearningPlan
+    from rl_core.settings import OnlineSettings
+
+    return OnlineLearningPlan(
+        online=settings.online or OnlineSettings(),
+        root=output / settings.name / "online",
+        environment=settings.environment,
+        experiment=settings.experiment,
+        alerts=dict(settings.tracking.alerts),
+    )
+
+
+def _resolve_model_serving(arguments: argparse.Namespace) -> ServingConfig:
+    from posttrain.cli.run_setup import connect_mlflow
+    from posttrain.serving.served_model import ModelSource
+    from posttrain.serving.server_process import ServingConfig
+
+    if arguments.learn:
+        raise SettingsError(
+            "--learn: serve a CONFIG (a pipeline's file, or the name of a shipped one) to learn from it"
+        )
+    serving, model = _read_set_options(arguments.set)
+    serving = _apply_serving_options(serving, arguments)
+    target = arguments.target
+    _refuse_unknown_target(target)
+    output = Path(arguments.output or "outputs").resolve()
+    connect_mlflow(output)
+    return ServingConfig(
+        serving, serving.name or _derive_served_name(target), ModelSource(target, output), model
+    )
+
+
+def _apply_serving_options(
+    serving: ServingSettings, arguments: argparse.Namespace
+) -> ServingSettings:
+    """With the options of the command line."""
+    given = {
+        name: getattr(arguments, name)
+        for name in ("port", "name")
+        if getattr(arguments, name) is not None
+    }
+    return dataclasses.replace(serving, **given)
+
+
+def _read_set_options(overrides: list[str]) -> tuple[ServingSettings, ModelSettings]:
+    """Settings of the groups serving and model that --set names. Raises: ConfigError."""
+    from rl_core.settings import ModelSettings, ServingSettings
+    from tasks.config.problems import ConfigError, KeyLocations
+    from tasks.config.schema import parse_settings
+    from tasks.config.yaml_loader import apply_overrides
+
+    values: dict[str, dict[str, object]] = {"serving": {}, "model": {}}
+    places = KeyLocations("--set")
+    problems = apply_overrides(values, overrides, places)
+    others = sorted(set(values) - {"serving", "model"})
+    if others:
+        raise SettingsError(
+            f"--set {others[0]}: a model has the groups serving and model alone; serve a CONFIG"
+        )
+    serving, found = parse_settings(ServingSettings, values["serving"])
+    model, more = parse_settings(ModelSettings, values["model"])
+    if problems + found + more or serving is None or model is None:
+        raise ConfigError(problems + found + more, places)
+    return serving, model
+
+
+def _refuse_unknown_target(target: str) -> None:
+    """Raises: SettingsError for what is neither a folder nor a name of a model."""
+    place = Path(target).expanduser()
+    if target.startswith("models:/") or place.is_dir():
+        return
+    is_path = target.startswith((".", "/", "~")) or target.count("/") != 1
+    if is_path or not re.fullmatch(r"[\w.-]+/[\w.-]+", target):
+        raise SettingsError(
+            f"'{target}' is neither a config (a YAML file, or the name of a shipped one) nor a model "
+            "(models:/NAME@ALIAS, a folder, or a hub name such as Qwen/Qwen3-0.6B)"
+        )
+
+
+def _derive_served_name(target: str) -> str:
+    """Name of a model for its clients: demo for models:/demo@champion, else the last part of a path or name."""
+    if target.startswith("models:/"):
+        return re.split(r"[@/]", target.removeprefix("models:/"))[0]
+    parts = [part for part in Path(target).expanduser().resolve().parts if part != "model"]
+    return parts[-1] if Path(target).expanduser().is_dir() else target

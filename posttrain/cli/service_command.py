@@ -1,0 +1,396 @@
+"""Parser of `posttrain service`. Standard library only.
+
+`posttrain service`: the training service, its keys, runs, queue and logs.
+
+Everything is imported at its call, so that `posttrain --help` starts at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cli.arguments import add_command_parser, add_json_option, parse_positive_integer
+from rl_core.errors import DataError
+
+if TYPE_CHECKING:
+    from posttrain.training_service.store import ServiceStore
+    from rl_core.settings import ServiceSettings
+
+
+_CONFIG_HELP = "the service's YAML file, or the name of a shipped one (default: service)"
+
+
+def _add_service_parser(commands: Any) -> None:
+    examples = [
+        "service up service --set engine.bases.small=models/small    (until Ctrl-C)",
+        "service key create anna --limit 600 --queue 64",
+        "service runs",
+        "service cancel r-0123456789abcdef01234567",
+        "service promote tinker://RUN/weights/best",
+    ]
+    about = "serve training to clients of the tinker SDK: up, key, runs, queue, cancel, promote, logs, audit"
+    parser = add_command_parser(commands, "service", about, examples)
+    parts = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="part")
+    up = parts.add_parser(
+        "up", help="start server and worker; they are started again when they die"
+    )
+    up.add_argument("config", metavar="CONFIG", nargs="?", default="service", help=_CONFIG_HELP)
+    _add_set_option(up)
+    key = _add_subcommand_parser(parts, "key", "API keys: create, list, revoke")
+    actions = key.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
+    create = actions.add_parser("create", help="a new key; its secret is printed once")
+    create.add_argument("name", metavar="NAME", help="name of its user")
+    create.add_argument(
+        "--limit",
+        type=parse_positive_integer,
+        metavar="N",
+        help="requests per minute (default: no limit)",
+    )
+    create.add_argument(
+        "--queue",
+        type=parse_positive_integer,
+        metavar="N",
+        help="requests that wait or run (default: no limit)",
+    )
+    add_json_option(actions.add_parser("list", help="all keys, without secrets"))
+    revoke = actions.add_parser("revoke", help="make a key useless within seconds")
+    revoke.add_argument("name", metavar="NAME", help="name or id of the key")
+    for action in (create, actions.choices["list"], revoke):
+        _add_service_config_option(action)
+    runs = _add_subcommand_parser(parts, "runs", "training runs, the newest first")
+    runs.add_argument(
+        "--number",
+        "-n",
+        type=parse_positive_integer,
+        default=20,
+        metavar="N",
+        help="at most (default: 20)",
+    )
+    add_json_option(runs)
+    add_json_option(
+        _add_subcommand_parser(
+            parts, "queue", "open requests by kind, and waiting and service times"
+        )
+    )
+    cancel = _add_subcommand_parser(
+        parts, "cancel", "cancel a request that waits, or all that wait of a run"
+    )
+    cancel.add_argument(
+        "name", metavar="REQUEST|RUN", help="id of a request (r-...) or of a training run"
+    )
+    promote = _add_subcommand_parser(
+        parts, "promote", "make the version of a saved path the champion of its registered model"
+    )
+    promote.add_argument(
+        "path",
+        metavar="PATH",
+        help="tinker://RUN/weights/NAME, saved while worker.registered was set",
+    )
+    logs = _add_subcommand_parser(parts, "logs", "last lines of the logs")
+    logs.add_argument(
+        "process",
+        metavar="PROCESS",
+        nargs="?",
+        choices=("server", "worker"),
+        help="server or worker",
+    )
+    logs.add_argument(
+        "--number",
+        "-n",
+        type=parse_positive_integer,
+        default=20,
+        metavar="N",
+        help="lines (default: 20)",
+    )
+    audit = _add_subcommand_parser(parts, "audit", "who did what, the newest first")
+    audit.add_argument(
+        "--number",
+        "-n",
+        type=parse_positive_integer,
+        default=20,
+        metavar="N",
+        help="at most (default: 20)",
+    )
+    add_json_option(audit)
+
+
+def _add_subcommand_parser(parts: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = parts.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
+    if name != "key":
+        _add_service_config_option(parser)
+    return parser
+
+
+def _add_service_config_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", "-c", metavar="CONFIG", default="service", help=_CONFIG_HELP)
+    _add_set_option(parser)
+
+
+def _add_set_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="override a setting, as in folder=/data/service; may be repeated",
+    )
+
+
+PARSERS: dict[str, Callable[[Any], None]] = {"service": _add_service_parser}
+
+
+def run_service_command(arguments: argparse.Namespace) -> int:
+    """Run one of its commands."""
+    from posttrain.settings_files import load_service_settings
+
+    settings = load_service_settings(arguments.config, arguments.set)
+    if arguments.part == "up":
+        from posttrain.training_service.supervisor import supervise_service
+
+        supervise_service(settings, lambda text: print(text, flush=True))
+        return 0
+    if arguments.part == "logs":
+        return _print_log_tails(settings, arguments)
+    from posttrain.training_service.store import ServiceStore
+
+    store = ServiceStore(settings.store_url)
+    try:
+        if arguments.part == "promote":
+            return _promote_checkpoint(settings, store, arguments)
+        return _SUBCOMMANDS[arguments.part](store, arguments)
+    finally:
+        store.close()
+
+
+def _format_time(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _print_table(
+    arguments: argparse.Namespace,
+    titles: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    empty_message: str,
+) -> None:
+    """Rows as a table, or with `--json` as objects with the titles as keys."""
+    if arguments.json:
+        keys = [title.lower().replace(" ", "_") for title in titles]
+        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
+        return
+    if not rows:
+        print(empty_message)
+        return
+    texts = [list(titles), *([_format_cell(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in texts) for column in range(len(titles))]
+    for row in texts:
+        print(
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        )
+
+
+def _format_cell(value: object) -> str:
+    """A cell on one line; paths are what clients sent."""
+    from flows.runtime.terminal import escape_control_characters
+
+    return escape_control_characters(str(value)).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _read_key_names(store: ServiceStore) -> dict[str, str]:
+    """Names of keys by their ids."""
+    listed = store.list_keys()
+    return {key.key_id: key.name for key in listed}
+
+
+def _manage_keys(store: ServiceStore, arguments: argparse.Namespace) -> int:
+    if arguments.action == "create":
+        key, secret = store.create_key(
+            arguments.name, requests_per_minute=arguments.limit, queue=arguments.queue
+        )
+        store.record_audit_entry("operator", "key_create", key.key_id, key.name)
+        print(f"{secret}\n\nShown once; clients take it as TINKER_API_KEY.")
+    elif arguments.action == "revoke":
+        if not store.revoke_key(arguments.name):
+            raise DataError(
+                f"key '{arguments.name}': there is none in use; posttrain service key list shows them"
+            )
+        store.record_audit_entry("operator", "key_revoke", arguments.name)
+        print(f"{arguments.name} is revoked")
+    else:
+        listed = store.list_keys()
+        rows = [
+            (
+                key.key_id,
+                key.name,
+                key.requests_per_minute or "",
+                key.queue or "",
+                _format_time(key.created),
+                _format_time(key.used),
+                "revoked" if key.revoked else "",
+            )
+            for key in listed
+        ]
+        titles = ("ID", "NAME", "PER MINUTE", "QUEUE", "CREATED", "USED", "STATE")
+        _print_table(
+            arguments, titles, rows, "no keys; make one: posttrain service key create NAME"
+        )
+    return 0
+
+
+def _list_training_runs(store: ServiceStore, arguments: argparse.Namespace) -> int:
+    names = _read_key_names(store)
+    rows = [
+        (
+            run.model_id,
+            names.get(run.owner, run.owner),
+            run.facts.get("base") or run.base,
+            run.state,
+            run.steps,
+            _format_time(run.touched),
+        )
+        for run in store.list_runs(None, arguments.number).items
+    ]
+    _print_table(
+        arguments,
+        ("RUN", "KEY", "BASE MODEL", "STATE", "UPDATES", "LAST REQUEST"),
+        rows,
+        "no training runs",
+    )
+    return 0
+
+
+def _list_queued_requests(store: ServiceStore, arguments: argparse.Namespace) -> int:
+    from posttrain.training_service.store.overview import compute_kind_stats
+
+    def seconds(values: dict[str, float], quantile: str) -> str:
+        return f"{values[quantile]:.3f}" if values else ""
+
+    rows = [
+        (
+            kind,
+            found.waiting,
+            found.running,
+            seconds(found.waited_seconds, "0.5"),
+            seconds(found.waited_seconds, "0.99"),
+            seconds(found.served_seconds, "0.5"),
+            seconds(found.served_seconds, "0.99"),
+        )
+        for kind, found in compute_kind_stats(
+            store.count_open_requests(), store.list_request_timings()
+        ).items()
+    ]
+    titles = (
+        "KIND",
+        "WAITING",
+        "RUNNING",
+        "WAIT P50 S",
+        "WAIT P99 S",
+        "SERVICE P50 S",
+        "SERVICE P99 S",
+    )
+    _print_table(arguments, titles, rows, "no requests")
+    return 0
+
+
+def _cancel_requests(store: ServiceStore, arguments: argparse.Namespace) -> int:
+    name = arguments.name
+    ids = [name] if store.find_result(name) is not None else []
+    if not ids:
+        ids = [
+            one.request_id for one in store.list_requests(name, 100_000) if one.state == "waiting"
+        ]
+        if not ids and store.find_run(name) is None:
+            raise DataError(
+                f"'{name}' is neither a request nor a training run; posttrain service runs lists runs"
+            )
+    done = [request_id for request_id in ids if store.cancel_request(request_id)]
+    for request_id in done:
+        store.record_audit_entry("operator", "request_cancel", request_id)
+    print(
+        f"{len(done)} cancelled"
+        + ("" if len(done) == len(ids) and ids else "; what runs or is final is not")
+    )
+    return 0
+
+
+def _list_audit_entries(store: ServiceStore, arguments: argparse.Namespace) -> int:
+    names = _read_key_names(store)
+    rows = [
+        (
+            _format_time(entry.time),
+            names.get(entry.owner, entry.owner),
+            entry.action,
+            entry.subject,
+            entry.detail,
+        )
+        for entry in store.list_audit_entries(None, arguments.number).items
+    ]
+    _print_table(
+        arguments, ("TIME", "KEY", "ACTION", "SUBJECT", "DETAIL"), rows, "nothing was done yet"
+    )
+    return 0
+
+
+def _print_log_tails(settings: ServiceSettings, arguments: argparse.Namespace) -> int:
+    from flows.runtime.terminal import escape_control_characters
+    from posttrain.training_service.supervisor import resolve_log_path
+
+    for name in [arguments.process] if arguments.process else ["server", "worker"]:
+        path = resolve_log_path(settings, name)
+        lines = (
+            path.read_text(errors="replace").splitlines()[-arguments.number :]
+            if path.is_file()
+            else []
+        )
+        print(f"--- {path}")
+        print(escape_control_characters("\n".join(lines)) if lines else "(empty)")
+    return 0
+
+
+def _promote_checkpoint(
+    settings: ServiceSettings, store: ServiceStore, arguments: argparse.Namespace
+) -> int:
+    """Move the alias `champion` to the version of a saved path."""
+    from pathlib import Path
+
+    from posttrain.cli.run_setup import connect_mlflow
+
+    found = store.find_checkpoint(arguments.path)
+    if found is None:
+        raise DataError(
+            f"'{arguments.path}': there are no saved weights of this path, or they have expired"
+        )
+    if found.version is None:
+        remedy = {
+            "none": "register what is saved from now on: worker.registered=all",
+            "failed": "it could not be registered; posttrain service logs worker",
+        }.get(
+            found.registration, "the worker registers it when nothing else is to be done; try again"
+        )
+        raise DataError(f"'{arguments.path}' has no version in the model registry; {remedy}")
+    connect_mlflow(str(Path(settings.folder).parent))
+    from tasks.tracking import Tracking
+
+    name, _, version = found.version.rpartition("/")
+    tracking = Tracking(settings.mlflow or None, Path(settings.folder), "service")
+    before = tracking.find_champion(name)
+    tracking.set_champion(name, int(version))
+    store.record_audit_entry("operator", "checkpoint_promote", found.path, found.version)
+    was = "" if before is None else f" (before: version {before.version})"
+    print(f"{found.version} is champion of {name}{was}")
+    return 0
+
+
+_SUBCOMMANDS: dict[str, Callable[[ServiceStore, argparse.Namespace], int]] = {
+    "key": _manage_keys,
+    "runs": _list_training_runs,
+    "queue": _list_queued_requests,
+    "cancel": _cancel_requests,
+    "audit": _list_audit_entries,
+}

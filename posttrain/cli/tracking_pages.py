@@ -1,0 +1,353 @@
+"""`posttrain ui`: MLflow and Prefect pages of an output folder, served on loopback until Ctrl-C.
+
+Both are child processes in their own process groups that end with this process, even on SIGKILL. A service already
+running elsewhere (an http tracking store, PREFECT_API_URL) is not started; its link is printed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from flows.runtime import prefect_access
+from flows.runtime.prefect_home import build_prefect_environment
+from rl_core.errors import BackendError, SettingsError
+from rl_core.storage.atomic_files import make_folder, open_log_file
+from tasks.mlflow_environment import build_server_options, record_served_page
+from tasks.tracking import Tracking, build_offline_environment
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 120.0  # a first start creates databases
+STOP_SECONDS = 8.0  # grace period before the group is killed
+MAX_PORTS_TRIED = 100
+
+# Asks the kernel for SIGTERM when the parent dies, then becomes the server.
+_CHILD_PROGRAM = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.executable, [sys.executable, "-P", "-m", *sys.argv[2:]])
+"""
+
+
+@dataclass
+class PageServer:
+    """One web page: name, link, and serving process (None = runs elsewhere)."""
+
+    name: str
+    url: str
+    health: str = ""
+    log_path: Path | None = None
+    process: subprocess.Popen[bytes] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def is_healthy(self) -> bool:
+        """True if the page is up."""
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({})
+        )  # loopback needs no proxy
+        try:
+            with opener.open(self.health, timeout=2) as response:
+                return bool(response.status == 200)
+        except (OSError, urllib.error.URLError, ValueError):
+            return False
+
+    def read_log_tail(self) -> str:
+        """Last output lines of the process."""
+        if self.log_path is None or not self.log_path.exists():
+            return ""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-15:])
+
+    def check_alive(self) -> None:
+        """Raise BackendError with the last output lines if the process has ended."""
+        if self.process is not None and self.process.poll() is not None:
+            code = self.process.returncode
+            raise BackendError(
+                f"the {self.name} server ended (exit code {code}); its last lines:\n{self.read_log_tail()}"
+            )
+
+
+class PageServers:
+    """Both pages, as a context manager."""
+
+    def __init__(
+        self,
+        output: Path,
+        tracking_uri: str | None = None,
+        *,
+        host: str = "127.0.0.1",
+        mlflow_port: int = 5000,
+        prefect_port: int = 4200,
+    ) -> None:
+        """Nothing starts before `with`. Raises: SettingsError for a host that is not loopback."""
+        if host not in ("127.0.0.1", "localhost", "::1"):
+            raise SettingsError(
+                f"host: '{host}' is not loopback; the MLflow page asks for no password, so use an SSH tunnel"
+            )
+        self.output, self.host = Path(output).resolve(), host
+        self._tracking = Tracking(tracking_uri, self.output)
+        self._ports = {"MLflow": mlflow_port, "Prefect": prefect_port}
+        self._reserved_ports: set[int] = set()
+        self.services: list[PageServer] = []
+
+    def __enter__(self) -> PageServers:
+        try:
+            self.services.append(self._start_mlflow())
+            self.services.append(self._start_prefect())
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop_processes()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop_processes()
+
+    # -- the two servers ----------------------------------------------------------------------------------------
+
+    def _start_mlflow(self) -> PageServer:
+        store = self._tracking.store
+        if not store.is_local:
+            return PageServer("MLflow", store.label, notes=["(runs elsewhere)"])
+        if store.uri.startswith("sqlite:///"):
+            make_folder(Path(store.uri.removeprefix("sqlite:///")).parent)
+        artifacts = self.output / "mlflow" / "artifacts"
+        service = self._build_service("MLflow", "/health")
+        port = self._ports["MLflow"]
+        arguments = [
+            "mlflow",
+            "server",
+            "--backend-store-uri",
+            store.uri,
+            "--default-artifact-root",
+            artifacts.as_uri(),
+            "--host",
+            self.host,
+            "--port",
+            str(port),
+            "--workers",
+            "1",
+            "--allowed-hosts",
+            f"{self._format_netloc(port)},127.0.0.1:{port},localhost:{port}",
+            "--cors-allowed-origins",
+            prefect_access.format_loopback_origins(port),
+            *build_server_options(),
+        ]
+        environment = {**build_offline_environment(), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        self._start_process(service, arguments, environment)
+        return service
+
+    def _start_prefect(self) -> PageServer:
+        elsewhere = os.environ.get("PREFECT_API_URL")
+        if elsewhere:
+            return PageServer(
+                "Prefect",
+                elsewhere.removesuffix("/").removesuffix("/api"),
+                notes=["(runs elsewhere)"],
+            )
+        service = self._build_service("Prefect", "/api/health")
+        port = self._ports["Prefect"]
+        environment = {
+            **build_prefect_environment(self.output),
+            "PREFECT_CLI_PROMPT": "false",
+            "PREFECT_UI_API_URL": f"{service.url}/api",
+            "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
+            **prefect_access.build_server_environment(self.output, port),
+        }
+        kept = shlex.quote(str(prefect_access.locate_password_file(self.output)))
+        service.notes.append(f"(asks once for the password: cat {kept})")
+        command = [
+            prefect_access.__name__,
+            "server",
+            "start",
+            "--host",
+            self.host,
+            "--port",
+            str(port),
+        ]
+        self._start_process(service, command, environment)
+        return service
+
+    def _format_netloc(self, port: int) -> str:
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    def _build_service(self, name: str, health: str) -> PageServer:
+        wanted = self._ports[name]
+        port = self._ports[name] = self._find_free_port(wanted)
+        url = f"http://{self._format_netloc(port)}"
+        service = PageServer(
+            name, url, url + health, self.output / "logs" / f"{name.lower()}-ui.log"
+        )
+        if port != wanted:
+            service.notes.append(f"(port {wanted} is taken)")
+        return service
+
+    def _find_free_port(self, preferred: int) -> int:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        for port in range(preferred, min(65536, preferred + MAX_PORTS_TRIED)):
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                # As servers do: a port with connections in TIME_WAIT counts as free.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((self.host, port))
+                except PermissionError as error:
+                    raise SettingsError(
+                        f"port {preferred}: {error.strerror}; use one above 1023"
+                    ) from None
+                except OSError:
+                    continue
+            if port not in self._reserved_ports:
+                self._reserved_ports.add(port)
+                return port
+        raise BackendError(
+            f"no free port on {self.host} from {preferred} on; name another with --mlflow-port/--prefect-port"
+        )
+
+    def _start_process(
+        self, service: PageServer, arguments: list[str], environment: dict[str, str]
+    ) -> None:
+        assert service.log_path is not None
+        make_folder(service.log_path.parent)
+        with open_log_file(service.log_path) as output:
+            service.process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD_PROGRAM, str(os.getpid()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**environment, **os.environ, **_select_forced_variables(environment)},
+                cwd=self.output,
+                start_new_session=True,  # Ctrl-C reaches only this process, and a group can be signalled as a whole
+            )
+
+    def _wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        waiting = [service for service in self.services if service.process is not None]
+        while waiting:
+            for service in list(waiting):
+                service.check_alive()
+                if service.is_healthy():
+                    waiting.remove(service)
+            if waiting and time.monotonic() > deadline:
+                late = waiting[0]
+                raise BackendError(
+                    f"the {late.name} server does not answer at {late.url}; last lines:\n{late.read_log_tail()}"
+                )
+            time.sleep(0.1)
+
+    # -- until the end ------------------------------------------------------------------------------------------
+
+    def watch_processes(self) -> None:
+        """Watch the servers; never returns. Raises: BackendError if a server ends by itself."""
+        while True:
+            for service in self.services:
+                service.check_alive()
+            time.sleep(0.5)
+
+    def stop_processes(self) -> None:
+        """Terminate both process groups, with SIGKILL after the grace period."""
+        running = [service.process for service in self.services if service.process is not None]
+        for process in running:
+            _signal_group(process, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.info("process %d takes too long to stop and is killed", process.pid)
+            # Descendants may outlive their group leader.
+            while _signal_group(process, 0) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            _signal_group(process, signal.SIGKILL)
+            process.wait()
+        self.services = []
+
+
+def _select_forced_variables(environment: dict[str, str]) -> dict[str, str]:
+    """Variables that override the user's: without them a page sends telemetry, prompts, or lets others in."""
+    names = (
+        "MLFLOW_DISABLE_TELEMETRY",
+        "PREFECT_SERVER_ANALYTICS_ENABLED",
+        "PREFECT_CLI_PROMPT",
+        "PREFECT_UI_API_URL",
+        "PYTHONPATH",
+        prefect_access.SERVER_AUTH_VARIABLE,
+        prefect_access.ORIGINS_VARIABLE,
+    )
+    return {name: environment[name] for name in names if name in environment}
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
+    """Signal a child's process group (led by the child); False if it is empty."""
+    try:
+        os.killpg(process.pid, number)
+        return True
+    except (ProcessLookupError, PermissionError):
+        return False
+
+
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def serve_tracking_pages(
+    output: Path,
+    tracking_uri: str | None = None,
+    *,
+    host: str = "127.0.0.1",
+    mlflow_port: int = 5000,
+    prefect_port: int = 4200,
+) -> None:
+    """Serve both pages until Ctrl-C or SIGTERM; prints the links once both answer.
+
+    Args:
+        output: the output folder, whose stores are shown.
+        tracking_uri: the MLflow store; None as for runs (MLFLOW_TRACKING_URI, else the folder's own).
+        host: a loopback name; MLflow's page has no password.
+        mlflow_port, prefect_port: if taken, the next free port is used.
+    Raises: SettingsError, BackendError if a server does not start or ends by itself.
+    """
+    make_folder(output)
+    # SIGINT too: shells start background jobs with SIGINT ignored.
+    before = {
+        number: signal.signal(number, _raise_interrupt)
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        print("starting the MLflow and Prefect pages ...", flush=True)
+        pages = PageServers(
+            output, tracking_uri, host=host, mlflow_port=mlflow_port, prefect_port=prefect_port
+        )
+        with pages as running:
+            for service in running.services:
+                if service.process is not None:
+                    record_served_page(
+                        output, "mlflow" if service.name == "MLflow" else "prefect", service.url
+                    )
+                print(
+                    f"{service.name:8} {service.url} {' '.join(service.notes)}".rstrip(), flush=True
+                )
+            print("Ctrl-C stops both", flush=True)
+            running.watch_processes()
+    except KeyboardInterrupt:
+        print("\nstopped")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,220 @@
+"""Registration of work pool, GPU limit, deployments and automations with Prefect.
+
+A separate process (`python -m posttrain.operations.registration REQUEST RESULT`), so that Prefect is imported with the
+servers' environment and the supervisor stays small. Idempotent: existing pool and limit settings are kept, deployments
+and automations are matched by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.operations.connection import check_prefect_api, explain_known_error
+from posttrain.operations.services import GPU_LIMIT
+from rl_core.errors import DataError, PosttrainError, SettingsError
+from rl_core.storage.atomic_files import write_json_atomic
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import PrefectClient
+
+
+POOL_TYPE = "process"
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationRequest:
+    """Request of a registration."""
+
+    root: str  # base folder of entrypoints
+    pool: str
+    gpu_slots: (
+        int | None
+    )  # None: created with one per GPU, none without a GPU, unchanged if it exists
+    deployments: str  # prefect.yaml; an absent file registers nothing
+    automations: str
+
+
+def count_gpus() -> int:
+    """GPUs of this machine, without loading a driver."""
+    return sum(1 for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def main() -> int:
+    """Register and write the result; exit code 0, or 1 with the error in the result."""
+    request = RegistrationRequest(**json.loads(Path(sys.argv[1]).read_text()))
+    result: dict[str, Any] = {
+        "at": time.time(),
+        "problem": "",
+        "deployments": [],
+        "automations": [],
+        "notes": [],
+    }
+    try:
+        asyncio.run(_register_all(request, result))
+    except PosttrainError as error:
+        result["problem"] = str(error)
+    except Exception as error:  # any error of Prefect's client is reported by `status`
+        text = f"{type(error).__name__}: {error}"
+        result["problem"] = explain_known_error(text) or " ".join(text.split())[:500]
+    write_json_atomic(Path(sys.argv[2]), result)
+    print(result["problem"] or "registered", flush=True)
+    return 1 if result["problem"] else 0
+
+
+async def _register_all(request: RegistrationRequest, result: dict[str, Any]) -> None:
+    if warning := check_prefect_api(os.environ["PREFECT_API_URL"], "posttrain up"):
+        result["notes"].append(warning)
+    from prefect.client.orchestration import get_client
+
+    async with get_client() as client:
+        result["pool"] = await _ensure_work_pool(client, request.pool, result["notes"])
+        result["gpu_slots"] = await _set_gpu_limit(client, request.gpu_slots)
+        deployments = Path(request.deployments)
+        if deployments.exists():
+            result["deployments"] = _deploy_all(deployments, Path(request.root))
+            await _check_parameters(client, result["deployments"], deployments)
+        else:
+            result["notes"].append(f"{deployments}: no such file, so no deployment was registered")
+        if Path(request.automations).exists():
+            from posttrain.operations.automations import apply_automations
+
+            result["automations"] = [
+                asdict(done) for done in await apply_automations(client, Path(request.automations))
+            ]
+
+
+async def _ensure_work_pool(client: PrefectClient, name: str, notes: list[str]) -> str:
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+    from prefect.workers.process import ProcessWorker
+
+    try:
+        pool = await client.read_work_pool(name)
+    except ObjectNotFound:
+        template = ProcessWorker.get_default_base_job_template()
+        try:
+            await client.create_work_pool(
+                WorkPoolCreate(name=name, type=POOL_TYPE, base_job_template=template)
+            )
+        except ObjectAlreadyExists:  # created by the worker meanwhile
+            return "made"
+        return "made"
+    if pool.type != POOL_TYPE:
+        raise SettingsError(
+            f"work pool '{name}' has type '{pool.type}', but the worker of `posttrain up` serves '{POOL_TYPE}' pools; "
+            "choose another name with --pool"
+        )
+    if pool.is_paused:
+        notes.append(
+            f"work pool '{name}' is paused, so nothing starts; prefect work-pool resume {name}"
+        )
+    return "was there"
+
+
+async def _set_gpu_limit(client: PrefectClient, wanted: int | None) -> int | None:
+    """Create the limit, or set it if a number was given; returns its value, None = there is none.
+
+    Without a GPU and without a number none is made: no stage would take it.
+    """
+    from prefect.client.schemas.actions import (
+        GlobalConcurrencyLimitCreate,
+        GlobalConcurrencyLimitUpdate,
+    )
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        found = await client.read_global_concurrency_limit_by_name(GPU_LIMIT)
+    except ObjectNotFound:
+        slots = wanted if wanted is not None else count_gpus()
+        if not slots:
+            return None
+        await client.create_global_concurrency_limit(
+            GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=slots)
+        )
+        return slots
+    if wanted is None or found.limit == wanted:
+        return int(found.limit)
+    await client.update_global_concurrency_limit(
+        GPU_LIMIT, GlobalConcurrencyLimitUpdate(limit=wanted)
+    )
+    return wanted
+
+
+def _deploy_all(path: Path, root: Path) -> list[str]:
+    """Run `prefect deploy --all`; returns the deployments as FLOW/NAME. Raises: DataError."""
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "--no-prompt",
+        "deploy",
+        "--prefect-file",
+        str(path),
+        "--all",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=root,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+        check=False,
+    )
+    print(done.stdout, flush=True)
+    made = re.findall(r"Deployment\s+'([^']+/[^']+)'\s+successfully", done.stdout)
+    if done.returncode == 0:
+        return made
+    names = read_declared_names(path)
+    failed = next(
+        (name for name in names if name not in {full.rpartition("/")[2] for full in made}), "?"
+    )
+    last = [
+        line
+        for line in done.stdout.splitlines()
+        if line.strip() and line != "An exception occurred."
+    ]
+    reason = explain_known_error(done.stdout) or (
+        last[-1].strip()[:500] if last else f"exit code {done.returncode}"
+    )
+    raise DataError(
+        f"{path}: deployment '{failed}': {reason}; the servers are up: correct it, then `posttrain up` again"
+    )
+
+
+def read_declared_names(path: Path) -> list[str]:
+    """Names of the deployments in a prefect.yaml, in order; [] if it cannot be read."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return [str(item["name"]) for item in data["deployments"]]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return []
+
+
+async def _check_parameters(client: PrefectClient, names: list[str], path: Path) -> None:
+    """Check parameter names, which Prefect does not: a run would fail later. Raises: DataError."""
+    for name in names:
+        deployment = await client.read_deployment_by_name(name)
+        known = (deployment.parameter_openapi_schema or {}).get("properties", {})
+        unknown = [key for key in deployment.parameters if key not in known]
+        if unknown:
+            raise DataError(
+                f"{path}: deployment '{name}': the flow has no parameter '{unknown[0]}', only {', '.join(known)}; "
+                "correct it under `parameters`, then `posttrain up` again"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

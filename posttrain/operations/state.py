@@ -1,0 +1,176 @@
+"""State of the supervisor for `status`, `down`, a second `up` and the runs: operations/state.json.
+
+Liveness is determined by the supervisor's lock, which the kernel frees however it dies, not by the file; its process id
+is used only together with its start time, so that a reused pid is never signalled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.operations.processes import ProcessId
+from rl_core.storage.atomic_files import make_folder, write_text_unsynced
+
+VERSION = 1
+Phase = Literal["starting", "up", "stopping"]
+ServicePhase = Literal[
+    "starting", "up", "waiting", "elsewhere", "stopped"
+]  # waiting: for its next start
+
+
+@dataclass(frozen=True, slots=True)
+class StatePaths:
+    """Paths under an output folder."""
+
+    output: Path
+
+    @property
+    def folder(self) -> Path:
+        """Folder of everything but the logs."""
+        return self.output / "operations"
+
+    @property
+    def state_file(self) -> Path:
+        """State file."""
+        return self.folder / "state.json"
+
+    @property
+    def lock_file(self) -> Path:
+        """Lock file, held by the supervisor while it lives."""
+        return self.folder / "supervisor.lock"
+
+    @property
+    def registration_file(self) -> Path:
+        """Result file of the last registration."""
+        return self.folder / "registration.json"
+
+    @property
+    def last_options_file(self) -> Path:
+        """Options file of the last start."""
+        return self.folder / "last.json"
+
+    def resolve_log_path(self, name: str) -> Path:
+        """Log file of a server."""
+        return self.output / "logs" / f"{name}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Options of `posttrain up`."""
+
+    prefect_port: int = 4200
+    mlflow_port: int = 5000
+    database: str = "sqlite"  # or a PostgreSQL address without its password
+    pool: str = "posttrain"
+    runs: int | None = None  # concurrent flow runs on this machine; None = no limit
+    gpu_slots: int | None = None  # None: number of GPUs
+    deployments: str | None = (
+        None  # folder of prefect.yaml and automations.yaml; None: the checkout's
+    )
+    service: str | None = None  # YAML file of a training service that is kept up, too
+    serve: str | None = None  # config of the pipeline whose champion is served
+    serve_port: int = 8321
+    rollouts: str | None = None  # config of the pipeline whose inference server is kept up
+    monitor_port: int | None = None  # of the live page that is kept up; None = none is
+    learn: int = 0  # 1 = it learns from what it answers, as its config has `online:`
+
+
+@dataclass(slots=True)
+class ServiceState:
+    """Current state of one server."""
+
+    name: str
+    url: str = ""
+    phase: ServicePhase = "starting"
+    process: ProcessId | None = None  # of its keeper
+    since: float = 0.0  # seconds since 1970: of the last start
+    restarts: int = 0
+    retry_at: float = 0.0  # seconds since 1970, while waiting
+    message: str = ""  # reason of the last restart
+    log: str = ""
+    access: str = ""  # where its clients get a key from
+
+
+@dataclass(slots=True)
+class SupervisorState:
+    """State of all servers of an output folder."""
+
+    supervisor: ProcessId
+    options: ServerOptions
+    phase: Phase = "starting"
+    services: list[ServiceState] = field(default_factory=list)
+    repairs: int = 0  # number of further `up` calls served
+    registration: dict[str, Any] = field(
+        default_factory=dict
+    )  # see registration.py; {} = not done yet
+    mlflow: str = ""  # address of an MLflow server elsewhere; "" = there is none, or its address holds a password
+
+    def find_service(self, name: str) -> ServiceState:
+        """Server by name."""
+        return next(service for service in self.services if service.name == name)
+
+    @property
+    def problem(self) -> str:
+        """Error of the last registration."""
+        return str(self.registration.get("problem", ""))
+
+
+def write_state(paths: StatePaths, state: SupervisorState) -> None:
+    """Replace the file atomically, without fsync: it is informational, and a full disk must not stop the servers."""
+    make_folder(paths.folder)
+    write_text_unsynced(
+        paths.state_file,
+        json.dumps({"version": VERSION, **dataclasses.asdict(state)}, indent=2) + "\n",
+    )
+
+
+def read_state(paths: StatePaths) -> SupervisorState | None:
+    """State last written; None if absent or unreadable."""
+    try:
+        data = json.loads(paths.state_file.read_text())
+        if data.pop("version") != VERSION:
+            return None
+        services = [
+            ServiceState(**{**service, "process": _parse_process_id(service["process"])})
+            for service in data.pop("services")
+        ]
+        supervisor = _parse_process_id(data.pop("supervisor"))
+        if supervisor is None:
+            return None
+        return SupervisorState(
+            supervisor=supervisor,
+            options=ServerOptions(**data.pop("options")),
+            services=services,
+            **data,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _parse_process_id(data: dict[str, Any] | None) -> ProcessId | None:
+    return (
+        None
+        if data is None
+        else ProcessId(int(data["pid"]), int(data["started"]), str(data["boot"]))
+    )
+
+
+def is_running(paths: StatePaths) -> bool:
+    """True if a supervisor holds the lock."""
+    try:
+        descriptor = os.open(paths.lock_file, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)

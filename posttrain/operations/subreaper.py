@@ -1,0 +1,166 @@
+"""Keeper of one server: starts it, and ends its whole process tree when it or the supervisor ends.
+
+Run as a script, by its path: `python -I -S subreaper.py PARENT LEAD SOFT GRACE COMMAND...`. Standard library only, so
+that a keeper needs 10 MB. PARENT is the supervisor's process id; the keeper gets SIGTERM when that process dies, even
+by SIGKILL. Orphans of the server (a worker starts its runs in their own sessions) become children of the keeper, so
+none is missed. Shutdown: SIGTERM to the server's descendants, after up to LEAD seconds to the server, after SOFT
+seconds to everything else, after GRACE seconds SIGKILL to the rest. A second SIGTERM skips the waiting. Exits with the
+server's code, or 128 + its signal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SETTLE_SECONDS = 3.0  # for a server to report the end of its children
+STUCK_SECONDS = 30.0  # after SIGKILL; then the keeper exits regardless
+WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
+
+
+def list_descendants(root: int) -> list[int]:
+    """Live descendants of `root`, from /proc."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if fields[0] not in "ZX":
+            parents[int(name)] = int(fields[1])
+    found, level = [], [root]
+    while level:
+        level = [pid for pid, parent in parents.items() if parent in level]
+        found += level
+    return found
+
+
+def send_signals(pids: list[int], number: int) -> None:
+    """Signal processes, ignoring those that have ended."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+class ProcessTreeKeeper:
+    """One server and its descendants."""
+
+    def __init__(self, command: list[str], lead: float, soft: float, grace: float) -> None:
+        self.lead, self.soft, self.grace = lead, soft, grace
+        self.terminated_pids: set[int] = set()  # descendants of the server that were sent SIGTERM
+        self.exit_code: int | None = None  # of the server, once it has ended
+        own = os.getpid()
+
+        def tied() -> None:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+            if os.getppid() != own:  # the keeper died before the tie was made
+                os._exit(1)
+
+        self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=tied)
+
+    def reap_children(self) -> None:
+        """Reap all ended children, adopted ones included."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.server.pid:
+                self.exit_code = os.waitstatus_to_exitcode(status)
+
+    def run_until_exit(self) -> int:
+        """Wait until the server ends or a signal arrives, then end the tree."""
+        while self.exit_code is None:
+            told = signal.sigtimedwait(WATCHED, 5.0)
+            self.reap_children()
+            if told is not None and told.si_signo != signal.SIGCHLD:
+                break
+        self.end_tree()
+        assert self.exit_code is not None
+        return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
+
+    def list_other_descendants(self) -> list[int]:
+        """Live descendants of the keeper except the server."""
+        return [pid for pid in list_descendants(os.getpid()) if pid != self.server.pid]
+
+    def terminate_others(self) -> None:
+        """SIGTERM, once to each: a second one would interrupt their saving."""
+        new = [pid for pid in self.list_other_descendants() if pid not in self.terminated_pids]
+        send_signals(new, signal.SIGTERM)
+        self.terminated_pids.update(new)
+
+    def wait_for_signal(self) -> bool:
+        """Sleep briefly; True = another signal asks to hurry."""
+        told = signal.sigtimedwait(WATCHED, 0.1)
+        self.reap_children()
+        return told is not None and told.si_signo != signal.SIGCHLD
+
+    def end_children_first(self) -> bool:
+        """End the server's children before the server, which then reports their end; True = asked to hurry."""
+        deadline = time.monotonic() + self.lead
+        settled = time.monotonic()
+        while self.exit_code is None and time.monotonic() < deadline:
+            self.terminate_others()
+            if self.list_other_descendants():
+                settled = time.monotonic() + SETTLE_SECONDS
+            elif time.monotonic() >= settled:
+                break
+            if self.wait_for_signal():
+                return True
+        return False
+
+    def end_tree(self) -> None:
+        """Terminate the remaining processes."""
+        killed = self.end_children_first()
+        started = time.monotonic()
+        if self.exit_code is None:
+            send_signals([self.server.pid], signal.SIGTERM)
+        while list_descendants(os.getpid()):
+            passed = time.monotonic() - started
+            if self.exit_code is not None or passed >= self.soft:
+                self.terminate_others()
+            if killed or passed >= self.grace:
+                send_signals(list_descendants(os.getpid()), signal.SIGKILL)
+                killed = True
+            if (
+                passed >= self.grace + STUCK_SECONDS
+            ):  # stuck in the kernel, as on an unreachable file system
+                break
+            killed = self.wait_for_signal() or killed
+        self.reap_children()
+        if self.exit_code is None:
+            self.exit_code = 1
+
+
+def main() -> int:
+    """Parse the arguments, tie this process to its parent, keep the server."""
+    parent, lead, soft, grace = (
+        int(sys.argv[1]),
+        float(sys.argv[2]),
+        float(sys.argv[3]),
+        float(sys.argv[4]),
+    )
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        return 1
+    return ProcessTreeKeeper(sys.argv[5:], lead, soft, grace).run_until_exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

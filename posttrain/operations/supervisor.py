@@ -1,0 +1,305 @@
+"""Supervisor: starts the servers, keeps them up, registers deployments, and stops everything in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from flows.runtime.stopping import suspend_shutdown_bound
+from posttrain.operations.connection import explain_known_error
+from posttrain.operations.database import prepare_databases
+from posttrain.operations.managed_service import ManagedService, MonotonicClock
+from posttrain.operations.processes import (
+    ProcessId,
+    check_ports,
+    format_mark,
+    spawn_server,
+    terminate_marked,
+)
+from posttrain.operations.registration import RegistrationRequest
+from posttrain.operations.services import (
+    ROOT,
+    ServiceSpec,
+    build_client_environment,
+    build_service_specs,
+    format_mlflow_url,
+)
+from posttrain.operations.state import ServerOptions, StatePaths, SupervisorState, write_state
+from rl_core.errors import BackendError, FolderBusy
+from rl_core.storage.atomic_files import make_folder, write_json_atomic
+from rl_core.storage.folders import clear_leftovers
+from rl_core.storage.locks import FolderLock
+from tasks.mlflow_environment import strip_uri_password
+from tasks.shipped import shipped
+
+log = logging.getLogger(__name__)
+
+STEP_SECONDS = 0.25
+STOP_SECONDS = 100.0  # per server; its keeper kills it earlier
+REPAIR_SIGNAL = signal.SIGUSR1
+
+
+ExtraServers = Callable[
+    [Path, str], list[ServiceSpec]
+]  # of an output folder and the address of MLflow
+
+
+def return_no_servers(output: Path, mlflow: str) -> list[ServiceSpec]:
+    """No servers beside."""
+    return []
+
+
+class StopRequested(Exception):
+    """A stop signal arrived."""
+
+
+class Supervisor:
+    """All servers of an output folder, from `start` to `stop`; `run` does both."""
+
+    def __init__(
+        self,
+        output: Path,
+        options: ServerOptions,
+        address: str,
+        *,
+        external_mlflow: str = "",
+        say: Callable[[str], None] = print,
+        extra_servers: ExtraServers = return_no_servers,
+    ) -> None:
+        """`address`: database address with password; `options.database` is the version without it.
+
+        also: servers beside Prefect, MLflow and the worker; it is called when the folder is locked and free.
+        """
+        self.output, self.options, self._address = output, options, address
+        self._external_mlflow, self._say, self._extra_servers = external_mlflow, say, extra_servers
+        self.paths = StatePaths(output)
+        own = ProcessId.from_pid(os.getpid())
+        assert own is not None
+        is_shown = (
+            strip_uri_password(external_mlflow) == external_mlflow
+        )  # others may read the state
+        self.state = SupervisorState(
+            supervisor=own, options=options, mlflow=external_mlflow if is_shown else ""
+        )
+        self.servers: list[ManagedService] = []
+        self._registration: subprocess.Popen[bytes] | None = None
+        self._clock = MonotonicClock()
+        self._num_stop_signals = 0
+        self._is_repair_requested = False
+        self._written_state: dict[str, Any] = {}
+
+    # -- from start to end --------------------------------------------------------------------------------------
+
+    def run_until_stopped(self, ready: Callable[[SupervisorState], None]) -> None:
+        """Start everything, call `ready`, and keep it up until a signal; then stop everything.
+
+        Raises: FolderBusy if another supervisor runs; SettingsError, BackendError if a server does not start.
+        """
+        with (
+            self._acquire_lock(),
+            suspend_shutdown_bound(),
+        ):  # runs and services save before they end, longer than a command has
+            before = self._register_signal_handlers()
+            try:
+                self._start_servers()
+                ready(self.state)
+                while True:
+                    self._step_servers()
+            except StopRequested:
+                self._say("stopping ...")
+            finally:
+                self._stop_servers()
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _acquire_lock(self) -> FolderLock:
+        """Acquire the lock, tolerating the brief holds of `is_running`."""
+        clear_leftovers(make_folder(self.paths.folder))
+        return _RetryingLock(self.paths.lock_file)
+
+    def _register_signal_handlers(self) -> dict[int, Any]:
+        def stop(number: int, frame: FrameType | None) -> None:
+            self._num_stop_signals += 1
+
+        def repair(number: int, frame: FrameType | None) -> None:
+            self._is_repair_requested = True
+
+        # SIGINT too: shells start background jobs with SIGINT ignored.
+        before: dict[int, Any] = {
+            int(number): signal.signal(number, stop)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            if number != signal.SIGHUP
+            or signal.getsignal(number) != signal.SIG_IGN  # stays ignored under nohup
+        }
+        before[REPAIR_SIGNAL] = signal.signal(REPAIR_SIGNAL, repair)
+        return before
+
+    def _start_servers(self) -> None:
+        if ended := terminate_marked(format_mark(self.output), grace=15.0):
+            self._say(f"ended {len(ended)} processes that an earlier `posttrain up` left behind")
+        specs = build_service_specs(
+            self.output, self.options, prepare_databases(self._address), self._external_mlflow
+        )
+        specs += self._extra_servers(self.output, self.mlflow)
+        check_ports(
+            [
+                (spec.port, f"the {spec.name} server", spec.option)
+                for spec in specs
+                if spec.port is not None
+            ]
+        )
+        self.servers = [
+            ManagedService(spec, self.paths.resolve_log_path(spec.name)) for spec in specs
+        ]
+        self.state.services = [server.state for server in self.servers]
+        self._say(
+            f"starting {', '.join(spec.name for spec in specs)} (logs: {self.output / 'logs'}) ..."
+        )
+        while not all(server.is_up for server in self.servers):
+            self._step_servers()
+            for server in self.servers:
+                if server.state.restarts:
+                    raise self._build_start_error(server)
+        write_json_atomic(self.paths.last_options_file, dataclasses.asdict(self.options))
+        self._start_registration()
+        while self._registration is not None:
+            self._step_servers()
+        self.state.phase = "up"
+        self._write_changed_state()
+
+    def _build_start_error(self, server: ManagedService) -> BackendError:
+        tail = server.read_log_tail()
+        advice = explain_known_error(tail)
+        return BackendError(
+            f"the {server.service.name} server {server.state.message}"
+            f"{f'; {advice}' if advice else ''}; its last lines ({server.state.log}):\n{tail}"
+        )
+
+    def _step_servers(self) -> None:
+        """One pass over all servers. Raises: Stop."""
+        if self._num_stop_signals:
+            raise StopRequested
+        now = self._clock()
+        for server in self.servers:
+            if server.process is not None or self._can_start(server.service):
+                server.step(now)
+        if self._is_repair_requested and self._registration is None:
+            self._is_repair_requested = False
+            for server in self.servers:
+                server.skip_restart_delay()
+            self.state.repairs += 1
+            self._start_registration()
+        self._check_registration()
+        self._write_changed_state()
+        time.sleep(STEP_SECONDS)
+
+    def _can_start(self, service: ServiceSpec) -> bool:
+        return (
+            not service.required_service
+            or next(
+                server for server in self.servers if server.service.name == service.required_service
+            ).is_up
+        )
+
+    # -- registration -------------------------------------------------------------------------------------------
+
+    def _start_registration(self) -> None:
+        folder = Path(self.options.deployments or shipped("deployments"))
+        root = folder.parent if self.options.deployments else ROOT
+        request = RegistrationRequest(
+            root=str(root),
+            pool=self.options.pool,
+            gpu_slots=self.options.gpu_slots,
+            deployments=str(folder / "prefect.yaml"),
+            automations=str(folder / "automations.yaml"),
+        )
+        asked = self.paths.folder / "request.json"
+        write_json_atomic(asked, dataclasses.asdict(request))
+        self.paths.registration_file.unlink(missing_ok=True)
+        self.state.registration = {}
+        environment = build_client_environment(
+            self.output, "registration", self.options, self.mlflow
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "posttrain.operations.registration",
+            str(asked),
+            str(self.paths.registration_file),
+        ]
+        self._registration = spawn_server(
+            command, environment, ROOT, self.paths.resolve_log_path("registration")
+        )
+
+    def _check_registration(self) -> None:
+        if self._registration is None or self._registration.poll() is None:
+            return
+        code, self._registration = self._registration.returncode, None
+        try:
+            self.state.registration = json.loads(self.paths.registration_file.read_text())
+        except (OSError, ValueError):
+            problem = f"the registration ended with exit code {code}; see {self.paths.resolve_log_path('registration')}"
+            self.state.registration = {"at": time.time(), "problem": problem}
+
+    @property
+    def mlflow(self) -> str:
+        """Address of the MLflow server for runs."""
+        return self._external_mlflow or format_mlflow_url(self.options)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _stop_servers(self) -> None:
+        """Stop the registration, the worker with its runs, then the servers that these report to."""
+        self.state.phase = "stopping"
+        self._write_changed_state()
+        if self._registration is not None and self._registration.poll() is None:
+            self._registration.terminate()
+            self._registration.wait()
+        self._registration = None
+        for group in (
+            [s for s in self.servers if s.service.required_service],
+            [s for s in self.servers if not s.service.required_service],
+        ):
+            stops = self._num_stop_signals
+            for server in group:
+                server.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + STOP_SECONDS
+            for server in group:
+                while not server.wait_for_exit(self._clock(), 0.2) and time.monotonic() < deadline:
+                    if (
+                        self._num_stop_signals > stops
+                    ):  # a second signal: do not wait for runs to save
+                        stops = self._num_stop_signals
+                        for impatient in group:
+                            impatient.send_signal(signal.SIGTERM)
+            self._write_changed_state()
+        terminate_marked(format_mark(self.output), grace=0.0)
+        self.paths.state_file.unlink(missing_ok=True)
+
+    def _write_changed_state(self) -> None:
+        now = dataclasses.asdict(self.state)
+        if now != self._written_state and self.servers:
+            write_state(self.paths, self.state)
+            self._written_state = now
+
+
+class _RetryingLock(FolderLock):
+    """Lock with retries for a second, as `is_running` holds it briefly."""
+
+    def __enter__(self) -> FolderLock:
+        for _ in range(10):
+            try:
+                return super().__enter__()
+            except FolderBusy:
+                time.sleep(0.1)
+        return super().__enter__()

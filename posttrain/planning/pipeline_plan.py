@@ -1,0 +1,276 @@
+"""Plans of the stages beside training and evaluating policies: thoughts, networks, analysis, proof of export.
+
+Plans of a configuration's stages: which are planned, and by what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.planning.stage_planner import PlannedModel, StagePlan, StagePlanner
+from posttrain.planning.target import PlanLengths, PlanTarget
+from rl_core.errors import SettingsError
+from rl_core.resources.activations import MicroBatch
+from rl_core.resources.stage_memory import (
+    PERSISTENT_PARTS,
+    MemoryPhase,
+    StageMemory,
+    estimate_forward_parts,
+    estimate_frozen_bytes,
+    estimate_training_state,
+)
+from rl_core.resources.stage_time import StageWork, estimate_scoring_work, estimate_training_work
+from rl_core.settings import (
+    AnalysisSettings,
+    DistillationSettings,
+    EvaluationSettings,
+    ExportSettings,
+    NetworkSettings,
+    PolicySettings,
+    PreferenceSettings,
+    RewardModelSettings,
+    SFTSettings,
+    ThoughtsSettings,
+)
+from tasks import stage_registry
+from tasks.config import PipelineSettings
+from tasks.config.machine_checks import read_context_length
+
+_PROBE_TOKENS = 4096  # as `rl_core.probe.MAX_TOKENS`
+_FIXED_RECORD_TOKENS = (
+    8 * 16 + 16
+)  # of a record of the trainer's model, and sequences of the evaluation's
+_TRAINING_OPERATIONS, _ROLLOUT_OPERATIONS = 6, 2  # operations a parameter and observation
+
+
+class AllStagesPlanner(StagePlanner):
+    """Plans one stage of any kind that is planned."""
+
+    def plan_thoughts(self, block: ThoughtsSettings) -> StagePlan:
+        """Episodes of one rollout each; answers scored with and without the thought, then an update on both."""
+        shape = self.model.policy
+        prompt, new = self.lengths.resolve_rollout_lengths(block.sampling, shape.context)
+        count, length = block.episodes_per_iteration, prompt + new
+        rows = 2 * count  # with the thought, and without it
+        batch = self._fit_micro_batch(block, -(-rows // self.processes), length, new)
+        frozen = (
+            {"reference model": estimate_frozen_bytes(shape, self.placement.item)}
+            if block.kl_coef and not shape.ranks
+            else {}
+        )
+        beside = {**self.runtime, **frozen}
+        rollouts = self._plan_rollout_phase(shape, block, beside)
+        rollouts = MemoryPhase(
+            rollouts.name,
+            {**rollouts.parts, **estimate_training_state(shape, block, self.placement)},
+        )
+        stays = {name: size for name, size in rollouts.parts.items() if name in PERSISTENT_PARTS}
+        phases = [rollouts, *self._plan_update_phases(shape, block, batch, {**beside, **stays})]
+        sizes = {
+            "length": float(length),
+            "loss_length": float(new),
+            **self._compute_packed_savings(shape, block, batch),
+        }
+        scored = estimate_scoring_work(
+            shape, rows=rows + count, **sizes
+        )  # answers twice, and the baseline's states
+        work = self._estimate_rollout_work(block, count, count, prompt, new) + scored
+        work += estimate_training_work(
+            shape, block, rows=rows, updates=1, micro_batches=batch.count, **sizes
+        )
+        if block.kl_coef:
+            work += estimate_scoring_work(shape, rows=rows, **sizes)
+        work = work.scale_by(block.iterations)
+        validations = 1 + (block.iterations // block.eval_every if block.eval_every else 0)
+        # the test for genuine thoughts scores each answer four times: thought, none, shuffled, filler
+        for episodes, times in (
+            (block.validation_episodes * validations, 2),
+            (block.check_episodes, 4),
+        ):
+            work += self._estimate_rollout_work(block, episodes, episodes, prompt, new)
+            work += estimate_scoring_work(
+                shape, rows=times * episodes, length=float(length), loss_length=float(new)
+            )
+        if not self.lengths.completion:
+            self.notes.append(
+                "rollouts count at max_completion_tokens: --completion-tokens gives their mean"
+            )
+        self.notes.append(
+            "an episode counts as one question; environment steps are not in the time"
+        )
+        return self._build_plan(shape, phases, work)
+
+    def plan_analysis(self, block: AnalysisSettings) -> StagePlan:
+        """Passes of every evaluated model beside the first one, and of the reward model."""
+        shape = self.model.policy
+        models, length = (
+            self._count_evaluated_models(),
+            self.lengths.resolve_row_length(shape.context),
+        )
+        evaluation = self.settings.stages.evaluate
+        if evaluation is not None:
+            length = min(
+                shape.context,
+                sum(self.lengths.resolve_rollout_lengths(evaluation.sampling, shape.context)),
+            )
+        tokens = max(length, _PROBE_TOKENS // length * length)
+        two = min(2, models) * self.placement.item * shape.parameters
+        passes = estimate_forward_parts(shape, MicroBatch(tokens, tokens, tokens), self.placement)
+        phase = MemoryPhase("models' passes", {**self.runtime, "weights": two, **passes})
+        episodes = block.probe_episodes
+        # entropy and KL: this model and the first; the coherence of turns: the first model's states
+        work = estimate_scoring_work(
+            shape,
+            rows=models * 3 * episodes + models * block.probe_demonstrations,
+            length=float(length),
+            loss_length=float(length),
+        )
+        if self.settings.stages.reward_model is not None:
+            work += estimate_scoring_work(
+                self.model.trunk,
+                rows=models * block.probe_scores,
+                length=float(length),
+                loss_length=1.0,
+            )
+        self.notes.append("counting, drawing and the trajectories in memory are not in the plan")
+        return self._build_plan(shape, [phase], work, trainable=0)
+
+    def plan_export(self, block: ExportSettings) -> StagePlan:
+        """A fresh process that loads one written model after the other, beside this one."""
+        shape = self.model.policy
+        trained = self._count_evaluated_models()
+        passes = estimate_forward_parts(
+            shape,
+            MicroBatch(_FIXED_RECORD_TOKENS, _FIXED_RECORD_TOKENS, _FIXED_RECORD_TOKENS),
+            self.placement,
+        )
+        runtime = {"runtime": 2 * self.placement.runtime} if self.placement.runtime else {}
+        phase = MemoryPhase(
+            "fresh process",
+            {**runtime, "weights": self.placement.item * shape.parameters, **passes},
+        )
+        work = estimate_scoring_work(
+            shape, rows=float(trained * 2 * 16), length=16.0, loss_length=16.0
+        )
+        self.notes.append(
+            "the start of a fresh process, 20 s or more on a slow core, is not in the time"
+        )
+        return self._build_plan(shape, [phase], work, trainable=0)
+
+    def plan_network(self, block: NetworkSettings) -> StagePlan:
+        """Policy and value networks of an environment, whose spaces are looked at.
+
+        Raises: SettingsError where the environment cannot be made.
+        """
+        from rl_core.networks.actor_critic import ActorCritic, NetworkShape
+        from rl_core.networks.vector_environment import read_spaces
+
+        observation, actions = read_spaces(block)
+        made = ActorCritic(NetworkShape(observation, actions, block.hidden, block.activation))
+        parameters = sum(parameter.numel() for parameter in made.parameters())
+        steps = block.num_environments * block.rollout_steps
+        row = 4 * (
+            observation + actions.size + 6
+        )  # and reward, ends, log-prob, value, advantage, return
+        together = min(block.micro_batch_tokens, -(-steps // block.minibatches))
+        layers = 4 * 2 * (observation + sum(block.hidden)) * together  # of both networks
+        parts = {
+            **self.runtime,
+            "weights": 4 * parameters,
+            "gradients": 4 * parameters,
+            "optimizer moments": 8 * parameters,
+            "best model": 4 * parameters,
+            "steps": row * steps * (1 + block.replay),
+            "activations": layers,
+        }
+        iterations = max(1, block.environment_steps // steps)
+        learned = iterations * steps * block.epochs * (1 + block.replay)
+        work = StageWork(
+            trained_tokens=float(learned),
+            scored_tokens=float(iterations * steps),
+            updates=float(iterations * block.epochs * block.minibatches),
+            training_flops=float(_TRAINING_OPERATIONS * parameters * learned),
+            scoring_flops=float(_ROLLOUT_OPERATIONS * parameters * iterations * steps),
+        )
+        self.notes.append(
+            "tokens are observations; environments and their time, which is most of it, are not planned"
+        )
+        memory = StageMemory(
+            (MemoryPhase("update", {name: size for name, size in parts.items() if size}),)
+        )
+        return StagePlan(
+            self.name, parameters, parameters, 1, memory, work, None, tuple(self.notes)
+        )
+
+
+_PlanFunction = Callable[[AllStagesPlanner, Any], StagePlan]
+_PLAN_FUNCTIONS: Mapping[type, _PlanFunction] = {
+    SFTSettings: AllStagesPlanner.plan_supervised,
+    PreferenceSettings: AllStagesPlanner.plan_supervised,
+    RewardModelSettings: AllStagesPlanner.plan_supervised,
+    PolicySettings: AllStagesPlanner.plan_policy,
+    DistillationSettings: lambda stage, block: stage.plan_policy(block.plan_policy()),
+    ThoughtsSettings: AllStagesPlanner.plan_thoughts,
+    NetworkSettings: AllStagesPlanner.plan_network,
+    EvaluationSettings: AllStagesPlanner.plan_evaluation,
+    AnalysisSettings: AllStagesPlanner.plan_analysis,
+    ExportSettings: AllStagesPlanner.plan_export,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """Plans of the stages in their order, and the names of those that are not planned."""
+
+    stages: tuple[StagePlan, ...]
+    unplanned_stages: tuple[str, ...]
+
+
+def plan_pipeline(
+    settings: PipelineSettings, target: PlanTarget, lengths: PlanLengths
+) -> PipelinePlan:
+    """Plans of all active stages but those that compute nothing worth it (data, promotion), and stages of users' own.
+
+    Raises: ModelError where the model's config cannot be read.
+    """
+    models: dict[bool, PlannedModel] = {}
+    plans, left_out = [], []
+    for name in stage_registry.list_stage_names():
+        block = getattr(settings.stages, name)
+        if block is None:
+            continue
+        if type(block) not in _PLAN_FUNCTIONS:
+            left_out.append(name)
+            continue
+        try:
+            plans.append(plan_stage(name, settings, target, lengths, models))
+        except SettingsError as error:
+            if not isinstance(block, NetworkSettings):
+                raise
+            left_out.append(
+                f"{name} ({error})"
+            )  # its environment's package may be on another machine
+    return PipelinePlan(tuple(plans), tuple(left_out))
+
+
+def plan_stage(
+    name: str,
+    settings: PipelineSettings,
+    target: PlanTarget,
+    lengths: PlanLengths,
+    models: dict[bool, PlannedModel] | None = None,
+) -> StagePlan:
+    """Plan of one stage. `models`: made by earlier calls for the same settings, by whether they have adapters."""
+    block = getattr(settings.stages, name)
+    # the reward model's stage trains all weights, and a written model has its adapters merged
+    with_adapters = not isinstance(block, RewardModelSettings | AnalysisSettings | ExportSettings)
+    models = {} if models is None else models
+    if with_adapters not in models:
+        chosen = settings.model if with_adapters else dataclasses.replace(settings.model, lora=None)
+        models[with_adapters] = PlannedModel(chosen, read_context_length(settings.model) or 2**20)
+    return _PLAN_FUNCTIONS[type(block)](
+        AllStagesPlanner(name, settings, target, lengths, models[with_adapters]), block
+    )

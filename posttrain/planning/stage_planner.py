@@ -1,0 +1,471 @@
+"""Plan of one stage that trains or plays a language model: memory by part, work and time. No weight is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from posttrain.planning.target import (
+    PlanLengths,
+    PlanTarget,
+    count_training_rows,
+    find_data_file,
+    list_rollout_notes,
+    list_target_notes,
+)
+from rl_core.capabilities import check_training_forward
+from rl_core.resources.activations import (
+    Activations,
+    MicroBatch,
+    estimate_packed_activations,
+    estimate_transformers_activations,
+)
+from rl_core.resources.model_shape import (
+    ModelShape,
+    build_model_without_weights,
+    measure_model_shape,
+)
+from rl_core.resources.stage_memory import (
+    PERSISTENT_PARTS,
+    MemoryPhase,
+    Placement,
+    SlotSizes,
+    StageMemory,
+    estimate_frozen_bytes,
+    estimate_gathered_weights,
+    estimate_rollout_parts,
+    estimate_training_state,
+    estimate_update_phases,
+    needs_reference_copy,
+)
+from rl_core.resources.stage_time import (
+    StageTime,
+    StageWork,
+    estimate_decoding_work,
+    estimate_scoring_work,
+    estimate_training_work,
+)
+from rl_core.settings import (
+    LoopSettings,
+    ModelSettings,
+    OptimizerSettings,
+    PolicySettings,
+    PreferenceSettings,
+    RewardModelSettings,
+    SFTSettings,
+)
+from rl_core.trainers.supervised_trainer import compute_training_length
+from tasks import stage_registry
+from tasks.config import PipelineSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Needs of one stage, of each of its processes."""
+
+    name: str
+    parameters: int
+    trainable_parameters: int
+    processes: int
+    memory: StageMemory
+    work: StageWork | None  # None = the rows are not known
+    time: StageTime | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class PlannedModel:
+    """The model of the settings on the meta device, as a policy and as a trunk with a scalar head."""
+
+    settings: ModelSettings
+    context: int
+    module: PreTrainedModel = field(init=False)
+    policy: ModelShape = field(init=False)
+    trunk: ModelShape = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.module = build_model_without_weights(self.settings)
+        self.policy = measure_model_shape(self.module, self.context)
+        self.trunk = measure_model_shape(self.module, self.context, trunk_only=True)
+
+
+class StagePlanner:
+    """Plans one stage."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: PipelineSettings,
+        target: PlanTarget,
+        lengths: PlanLengths,
+        model: PlannedModel,
+    ) -> None:
+        self.name, self.settings, self.target, self.lengths, self.model = (
+            name,
+            settings,
+            target,
+            lengths,
+            model,
+        )
+        self.block = getattr(settings.stages, name)
+        launch = self.block.launch if isinstance(self.block, LoopSettings) else None
+        self.processes = 1 if launch is None else launch.processes * launch.nodes
+        self.placement: Placement = target.build_placement(model.settings, self.processes)
+        self.notes: list[str] = []
+        self.runtime = {"runtime": self.placement.runtime} if self.placement.runtime else {}
+        self.notes += list_target_notes(target, self.processes, model.module)
+
+    # -- stages on rows ------------------------------------------------------------------------------------------------
+
+    def plan_supervised(
+        self, block: SFTSettings | PreferenceSettings | RewardModelSettings
+    ) -> StagePlan:
+        """SFT on rows; preference optimisation and reward model on pairs, both sides in one micro-batch.
+
+        KTO reads a mismatched completion beside each row, without gradient, that counts in the limit of a micro-batch.
+        """
+        is_sft = isinstance(block, SFTSettings)
+        is_kto = isinstance(block, PreferenceSettings) and block.loss == "kto"
+        shape = self.model.trunk if isinstance(block, RewardModelSettings) else self.model.policy
+        sides = 1 if is_sft or is_kto or self._is_single_sided(block) else 2
+        row = self.lengths.resolve_row_length(shape.context)
+        prompt = min(self.lengths.prompt or 0, row - 1)
+        if self.lengths.row is None:
+            self.notes.append(
+                f"rows count at {row:,} tokens, the longest that fit: --row-tokens gives their mean"
+            )
+        per_step = -(-block.batch_size // self.processes)
+        read = (
+            1 if isinstance(block, RewardModelSettings) else row - prompt
+        )  # a reward model reads the last state
+        batch = self._fit_micro_batch(
+            block,
+            per_step,
+            row,
+            read,
+            sides=sides,
+            extra_rows=int(is_kto),
+            group=sides,
+            prompt=prompt,
+        )
+        phases = self._plan_update_phases(shape, block, batch, dict(self.runtime))
+        makes_pairs = not is_sft and find_data_file(self.settings, "preferences") is None
+        if makes_pairs:
+            phases = [
+                self._plan_rollout_phase(self.model.policy, block, dict(self.runtime)),
+                *phases,
+            ]
+            self.notes.append("the rollouts that pairs are made from are not in the time")
+        rows = count_training_rows(self.name, self.settings, self.lengths)
+        work = None
+        if rows is None:
+            self.notes.append("rows of the data are not known: give --rows")
+        if rows is not None:
+            updates, _ = compute_training_length(block, -(-rows // block.batch_size))
+            count = updates * min(block.batch_size, rows) * sides
+            work = estimate_training_work(
+                shape,
+                block,
+                rows=count,
+                length=row,
+                loss_length=read,
+                updates=updates,
+                micro_batches=batch.count,
+                **self._compute_packed_savings(shape, block, batch),
+            )
+            if is_kto:
+                work += estimate_scoring_work(shape, rows=count, length=row, loss_length=read)
+            if isinstance(block, PreferenceSettings) and block.needs_reference:
+                work += estimate_scoring_work(
+                    shape, rows=rows * 2, length=row, loss_length=row - prompt
+                )
+        return self._build_plan(shape, phases, work)
+
+    @staticmethod
+    def _is_single_sided(block: SFTSettings | PreferenceSettings | RewardModelSettings) -> bool:
+        return isinstance(block, RewardModelSettings) and block.loss == "mse"
+
+    # -- stages on rollouts --------------------------------------------------------------------------------------------
+
+    def plan_policy(self, block: PolicySettings) -> StagePlan:
+        """Rollouts, passes without gradient, and epochs x minibatches of updates."""
+        shape, critic = self.model.policy, block.value_function
+        prompt, new = self.lengths.resolve_rollout_lengths(block.sampling, shape.context)
+        count = block.prompts_per_iteration * block.group_size
+        per_step = -(-count // (block.minibatches * self.processes))
+        batch = self._fit_micro_batch(
+            block, per_step, prompt + new, new, group=block.group_size, prompt=prompt
+        )
+        frozen = self._estimate_frozen_models(block)
+        beside = {**self.runtime, **frozen}
+        separate = critic is not None and critic.kind == "separate"
+        of_critic = (
+            estimate_training_state(self.model.trunk, block, self.placement) if separate else {}
+        )
+        critic_bytes = {"critic": sum(of_critic.values())} if separate else {}
+        rollouts = self._plan_rollout_phase(shape, block, {**beside, **critic_bytes})
+        held = estimate_training_state(shape, block, self.placement)
+        rollouts = MemoryPhase(
+            rollouts.name,
+            {**rollouts.parts, **held, **estimate_gathered_weights(shape, self.placement)},
+        )
+        stays = {name: size for name, size in rollouts.parts.items() if name in PERSISTENT_PARTS}
+        phases = [
+            rollouts,
+            *self._plan_update_phases(shape, block, batch, {**beside, **critic_bytes, **stays}),
+        ]
+        if separate:
+            of_policy = {"policy": sum(held.values())}
+            of_values = self._plan_update_phases(
+                self.model.trunk, block, batch, {**beside, **of_policy, **stays}
+            )
+            phases += [MemoryPhase(f"critic's {phase.name}", phase.parts) for phase in of_values]
+        work = self._estimate_iteration_work(block, prompt, new, batch).scale_by(block.iterations)
+        if block.eval_every:
+            played = block.iterations // block.eval_every * block.eval_episodes
+            work += self._estimate_rollout_work(block, played, played, prompt, new)
+        self.notes += list_rollout_notes(block, self.lengths)
+        return self._build_plan(shape, phases, work)
+
+    def _estimate_iteration_work(
+        self, block: PolicySettings, prompt: int, new: int, batch: MicroBatch
+    ) -> StageWork:
+        """Rollouts, scoring passes and updates of one iteration."""
+        shape, trunk = self.model.policy, self.model.trunk
+        count, length = block.prompts_per_iteration * block.group_size, prompt + new
+        work = self._estimate_rollout_work(block, count, block.prompts_per_iteration, prompt, new)
+        updates = block.epochs * block.minibatches
+        sizes = {
+            "length": float(length),
+            "loss_length": float(new),
+            **self._compute_packed_savings(shape, block, batch),
+        }
+        work += estimate_training_work(
+            shape,
+            block,
+            rows=count * block.epochs,
+            updates=updates,
+            micro_batches=batch.count,
+            **sizes,
+        )
+        if block.kl_coef > 0:
+            widened = 0.0
+            if (
+                block.reference_precision != "full"
+            ):  # each pass of a micro-batch writes and reads whole weights
+                widened = 9.0 * shape.linear / max(1.0, batch.padded / length)
+            work += estimate_scoring_work(shape, rows=count, widened=widened, **sizes)
+        needs_old = updates > 1 or block.kl_max is not None
+        if needs_old and (block.minibatches > 1 or block.kl_max is not None or self.processes > 1):
+            work += estimate_scoring_work(shape, rows=count, **sizes)
+        if "learned" in block.rewards:
+            work += estimate_scoring_work(trunk, rows=count, **sizes)
+        if (critic := block.value_function) is not None:
+            work += estimate_scoring_work(
+                trunk if critic.kind == "separate" else shape, rows=count, **sizes
+            )
+            if critic.kind == "separate":
+                work += estimate_training_work(
+                    trunk,
+                    block,
+                    rows=count * block.epochs,
+                    updates=updates,
+                    micro_batches=batch.count,
+                    **sizes,
+                )
+        return work
+
+    def _estimate_rollout_work(
+        self, block: Any, sequences: float, prompts: float, prompt: int, new: int
+    ) -> StageWork:
+        return estimate_decoding_work(
+            self.model.policy,
+            sequences=sequences,
+            prompts=prompts,
+            prompt_length=prompt,
+            new_tokens=new,
+            slots=block.sampling.slots * self.processes,
+            item=self.placement.item,
+            processes=self.processes,
+        )
+
+    def _estimate_frozen_models(self, block: PolicySettings) -> dict[str, int]:
+        """Models that only score: the KL's reference, the reward model."""
+        found = {}
+        if needs_reference_copy(block, self.model.policy):
+            precision = block.reference_precision
+            found["reference model"] = estimate_frozen_bytes(
+                self.model.policy, self.placement.item, precision
+            )
+        if "learned" in block.rewards:
+            found["reward model"] = estimate_frozen_bytes(self.model.trunk, self.placement.item)
+        if block.needs_teacher:
+            self.notes.append("the teacher's memory and passes are not counted")
+        return found
+
+    def plan_evaluation(self, block: Any) -> StagePlan:
+        """Held-out episodes of every model of the run, one after the other."""
+        shape = self.model.policy
+        prompt, new = self.lengths.resolve_rollout_lengths(block.sampling, shape.context)
+        episodes = self._count_evaluated_models() * block.episodes
+        work = self._estimate_rollout_work(block, episodes * block.samples, episodes, prompt, new)
+        if block.greedy:
+            work += self._estimate_rollout_work(block, episodes, episodes, prompt, new)
+        phase = self._plan_rollout_phase(
+            shape, block, {**self.runtime, "weights": self.placement.item * shape.parameters}
+        )
+        return self._build_plan(shape, [phase], work, trainable=0)
+
+    def _count_evaluated_models(self) -> int:
+        """Models that the evaluation plays."""
+        trained = [
+            getattr(self.settings.stages, name) for name in stage_registry.list_policy_stages()
+        ]
+        return max(1, sum(block is not None for block in trained))
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _plan_rollout_phase(
+        self, shape: ModelShape, block: Any, resident_parts: Mapping[str, int]
+    ) -> MemoryPhase:
+        """Rollouts of a stage's `sampling`, with the model's weights where `beside` has none."""
+        prompt, _ = self.lengths.resolve_rollout_lengths(block.sampling, shape.context)
+        length = min(shape.context, prompt + block.sampling.max_completion_tokens)
+        count = getattr(block, "episodes", 0) * getattr(block, "samples", 1)
+        if isinstance(block, PolicySettings):
+            count = -(-block.prompts_per_iteration * block.group_size // self.processes)
+        slots = min(block.sampling.slots, count or block.sampling.slots)
+        group = getattr(block, "group_size", 1)
+        sizes = SlotSizes(slots, length, -(-slots // group) * prompt)
+        weights = (
+            {}
+            if "weights" in resident_parts
+            else {"weights": self.placement.item * shape.parameters}
+        )
+        return MemoryPhase(
+            "rollouts",
+            {**resident_parts, **weights, **estimate_rollout_parts(shape, sizes, self.placement)},
+        )
+
+    def _fit_micro_batch(
+        self,
+        block: OptimizerSettings,
+        rows: int,
+        length: int,
+        loss_length: int,
+        *,
+        sides: int = 1,
+        extra_rows: int = 0,
+        group: int = 1,
+        prompt: int = 0,
+    ) -> MicroBatch:
+        """The largest micro-batch of a step of `rows` examples with `sides` rows of `length` tokens each.
+
+        `beside`: further rows of an example that count in the limit, but not in the pass with gradient.
+
+        On a CPU rows of one group share their prompt's states (`rl_core.cpu.run_packed_forward`).
+        """
+        if block.dropout and self.model.policy.drops_out and not isinstance(block, SFTSettings):
+            fitting = 1  # each example has masks of its own
+        else:
+            fitting = max(1, block.micro_batch_tokens // (sides + extra_rows) // length)
+        together = max(1, min(rows, fitting))
+        padded = together * sides * length
+        shared = 0
+        if self.target.device == "cpu" and group > 1:
+            in_group = min(group, together * sides)
+            shared = prompt * (together * sides - -(-together * sides // in_group))
+        real = padded - shared if shared > 0.05 * padded else padded
+        return MicroBatch(
+            real, padded, together * sides * loss_length, max(1, math.ceil(rows / together))
+        )
+
+    def _plan_update_phases(
+        self,
+        shape: ModelShape,
+        block: OptimizerSettings,
+        batch: MicroBatch,
+        resident_parts: Mapping[str, int],
+    ) -> list[MemoryPhase]:
+        activations = self._estimate_activations(shape, block, batch)
+        evaluates = isinstance(block, LoopSettings) and block.eval_every > 0
+        return estimate_update_phases(
+            shape,
+            block,
+            self.placement,
+            activations,
+            batch.count,
+            resident_parts,
+            evaluates=evaluates,
+        )
+
+    def _uses_packed_forward(self, block: OptimizerSettings) -> bool:
+        """True = passes go through `rl_core.cpu.run_packed_forward`."""
+        if (
+            self.target.device != "cpu"
+            or block.activation_checkpointing
+            or block.autocast != "none"
+        ):
+            return False
+        return check_training_forward(self.model.module, "cpu").allowed
+
+    def _compute_packed_savings(
+        self, shape: ModelShape, block: OptimizerSettings, batch: MicroBatch
+    ) -> dict[str, float]:
+        """Work that the packed forward pass saves: prefixes in common, and the last MLP at tokens without loss."""
+        if not self._uses_packed_forward(block):
+            return {}
+        return {
+            "computed": batch.tokens / batch.padded,
+            "skipped": 3.0 * shape.hidden * shape.inner,
+        }
+
+    def _estimate_activations(
+        self, shape: ModelShape, block: OptimizerSettings, batch: MicroBatch
+    ) -> Activations:
+        machine = self.target.machine
+        if self._uses_packed_forward(block):
+            found = estimate_packed_activations(shape, batch)
+            if machine is None:
+                return found
+            return found.with_heap_holes(
+                machine.heap_share_adapters if shape.ranks else machine.heap_share
+            )
+        found = estimate_transformers_activations(
+            self.model.module,
+            shape,
+            batch,
+            device=self.target.device,
+            autocast=block.autocast == "bfloat16",
+            checkpointing=block.activation_checkpointing,
+        )
+        return found.with_heap_holes(
+            machine.heap_share_recomputed if machine and block.activation_checkpointing else 0.0
+        )
+
+    def _build_plan(
+        self,
+        shape: ModelShape,
+        phases: list[MemoryPhase],
+        work: StageWork | None,
+        *,
+        trainable: int | None = None,
+    ) -> StagePlan:
+        time = (
+            None if work is None else self.target.estimate_time(work, shape.hidden, self.processes)
+        )
+        return StagePlan(
+            self.name,
+            shape.parameters,
+            shape.trainable if trainable is None else trainable,
+            self.processes,
+            StageMemory(tuple(phases)),
+            work,
+            time,
+            tuple(dict.fromkeys(self.notes)),
+        )

@@ -1,0 +1,295 @@
+"""Bodies of requests, checked: types, ranges, and parameters that have no effect here.
+
+Bodies of requests for tokens, and of a trainer's orders, in vLLM's form.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from posttrain.serving.errors import ServingHTTPError
+
+B = TypeVar("B", bound=BaseModel)
+ShortText = Annotated[str, Field(max_length=1000)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+MAX_TOP_LOGPROBS = 20  # of the dialect
+MAX_SEED = 2**63
+
+# Parameters that the dialect knows and that would change the answer. Only what changes nothing is taken.
+_PARAMETERS_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "logit_bias": ({},),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "response_format": ({"type": "text"},),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+# Parameters about accounts and storage: nothing here has either.
+_IGNORED_PARAMETERS = (
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+
+
+class _StrictBody(BaseModel):
+    """A JSON object without unknown keys; numbers are numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class _LenientBody(BaseModel):
+    """A JSON object whose unknown keys do not matter, such as a message that a client sends back."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+
+class ContentPart(_LenientBody):
+    """A part of a message's content; only text is read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(_LenientBody):
+    """Name and JSON arguments of a call."""
+
+    name: ShortText
+    arguments: str
+
+
+class MessageCall(_LenientBody):
+    """A call in an assistant message."""
+
+    id: ShortText = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(_LenientBody):
+    """One message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: ShortText | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: ShortText | None = None
+
+    @property
+    def text(self) -> str:
+        """Its content as one text."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class FunctionBody(_LenientBody):
+    """A tool's declaration: name, description, JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+class ToolBody(_LenientBody):
+    """A tool, in the form that `Toolset.schema` gives."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class StreamOptions(_LenientBody):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class EpisodeBody(_StrictBody):
+    """An episode that is played here: the environment answers the model's actions."""
+
+    name: ShortText
+    level: ShortText | None = None
+    seed: Annotated[int, Field(ge=0, lt=MAX_SEED)] = 0
+    max_turns: Annotated[int, Field(ge=1, le=1000)] = 6
+
+
+class ChatBody(_StrictBody):
+    """A request for an answer. Beyond the dialect: top_k, min_p, deadline_seconds, environment, vote."""
+
+    model: ShortText
+    messages: Annotated[list[ChatMessage], Field(max_length=10_000)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    stop: (
+        Annotated[str, Field(min_length=1, max_length=1000)]
+        | Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
+    seed: Annotated[int, Field(ge=-MAX_SEED, lt=MAX_SEED)] | None = None
+    temperature: Annotated[FiniteFloat, Field(ge=0, le=5)] | None = None
+    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=128)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    user: ShortText | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
+    deadline_seconds: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    environment: EpisodeBody | None = None
+    vote: bool = False
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Stop texts."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def max_answer_tokens(self) -> int | None:
+        """Tokens of the answer at most; None = not said."""
+        return (
+            self.max_completion_tokens
+            if self.max_completion_tokens is not None
+            else self.max_tokens
+        )
+
+
+class FeedbackBody(_StrictBody):
+    """A label for an answer: right answer, score, or thumb, with a comment."""
+
+    id: Annotated[str, Field(min_length=1, max_length=200)]
+    choice: Annotated[int, Field(ge=0)] = 0
+    answer: Annotated[str, Field(max_length=10_000)] | None = None
+    score: FiniteFloat | None = None
+    thumb: Literal["up", "down"] | None = None
+    comment: Annotated[str, Field(max_length=10_000)] = ""
+    user: ShortText | None = None
+
+
+def parse_json_body(kind: type[B], body: bytes) -> B:
+    """The checked body of a request. Raises: RefusedRequest (422) naming the field, what was found and is expected."""
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ServingHTTPError(
+            422, f"the body is not UTF-8: byte {error.start} is {body[error.start]:#04x}"
+        ) from None
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ServingHTTPError(422, f"the body is no JSON: {str(error)[:200]}") from None
+    if not isinstance(plain, dict):
+        raise ServingHTTPError(422, "the body must be a JSON object")
+    if kind is ChatBody:
+        text = json.dumps(_drop_ineffective_parameters(plain))
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(str(part) for part in found["loc"])
+        raise ServingHTTPError(
+            422, f"{place or 'the body'}: {found['msg']}", param=place or None
+        ) from None
+
+
+def _drop_ineffective_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Without parameters that change nothing. Raises: RefusedRequest for those that would."""
+    kept = {}
+    for name, value in parameters.items():
+        if name in _PARAMETERS_WITHOUT_EFFECT:
+            if value is not None and value not in _PARAMETERS_WITHOUT_EFFECT[name]:
+                raise ServingHTTPError(
+                    422, f"{name}: is not supported here; leave it out", param=name
+                )
+        elif name not in _IGNORED_PARAMETERS:
+            kept[name] = value
+    return kept
+
+
+Name = Annotated[str, Field(min_length=1, max_length=1000)]
+FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class _TokenBody(BaseModel):
+    """A JSON object without unknown keys; numbers are numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class CompletionBody(_TokenBody):
+    """A request for tokens after a prompt of token ids. Beyond vLLM: `drawn`, and seeds of 128 bits."""
+
+    model: Name
+    prompt: Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] = 16
+    n: Annotated[int, Field(ge=1)] = 1
+    stream: Literal[False] = False
+    temperature: Annotated[FiniteNumber, Field(ge=0, le=5)] = 1.0
+    top_p: Annotated[FiniteNumber, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
+    min_p: Annotated[FiniteNumber, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[FiniteNumber, Field(ge=1, le=1)] = 1.0  # others are not supported
+    seed: Annotated[int, Field(ge=0, lt=2**128)] | None = None
+    drawn: Annotated[int, Field(ge=0, le=2**31)] = (
+        0  # random numbers of the seed that earlier requests have used
+    )
+    stop: Annotated[list[StopText], Field(max_length=16)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=2**18)] = []
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool = True  # has no effect on a prompt of ids
+    user: Annotated[str, Field(max_length=1000)] = ""
+
+
+class TokenizeBody(_TokenBody):
+    """A text whose token ids are asked for."""
+
+    model: Name
+    prompt: Annotated[str, Field(max_length=2**20)]
+    add_special_tokens: bool = True
+
+
+class CollectiveRpcBody(_TokenBody):
+    """An order to the workers: of ours, those of `WeightController`."""
+
+    method: Name
+    kwargs: dict[str, str] = {}
+    args: list[str] = []
+    timeout: Annotated[FiniteNumber, Field(gt=0)] | None = None  # seconds
+
+
+class LoadAdapterBody(_TokenBody):
+    """An adapter to load."""
+
+    lora_name: Name
+    lora_path: Name
+
+
+class UnloadAdapterBody(_TokenBody):
+    """An adapter to drop."""
+
+    lora_name: Name

@@ -1,0 +1,164 @@
+"""The service's application: the clients' routes under /api/v1, its own beside them, and what all of them share.
+
+The server process of the training service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from flows.runtime.prefect_access import LoopbackOnlyMiddleware
+from posttrain.training_service.http.checkpoint_routes import (
+    CHECKPOINT_ROUTES,
+    COPY_ROUTES,
+    FILE_ROUTES,
+)
+from posttrain.training_service.http.compute_routes import (
+    FUTURE_ROUTES,
+    SAMPLING_ROUTES,
+    TRAINING_ROUTES,
+)
+from posttrain.training_service.http.management_routes import add_management_routes
+from posttrain.training_service.http.server_state import ServiceServer
+from posttrain.training_service.http.session_routes import SESSION_ROUTES
+from posttrain.training_service.http.usage_routes import AUDIT_ROUTES, USAGE_ROUTES
+from posttrain.training_service.store import ServiceStore
+from posttrain.web.errors import HTTPError, write_error_response
+from posttrain.web.server_setup import raise_open_file_limit, shorten_switch_interval
+from rl_core.errors import BackendError, PosttrainError, ServiceError
+from rl_core.settings import ServiceSettings
+
+log = logging.getLogger(__name__)
+DROP_INTERVAL_SECONDS = 30.0
+LOG_CHECKPOINT_SECONDS = 2.0  # between two copies of SQLite's log into its file
+MAX_LOG_BYTES = 32 << 20  # of that log, after which it begins anew
+
+# Parts of the public interface that this service has not, by name.
+_UNSUPPORTED_PATHS = {
+    "billing/{rest:path}": "there is no billing here",
+    "auth/token": "API keys are used as they are; pjwt_auth_enabled is false",
+    "create_custom_loss": "custom losses run in the client; custom_loss_server_side is false",
+    "unload_model": "a run that is not used leaves memory by itself",
+}
+
+
+def _refuse_unsupported_path(reason: str) -> Route:
+    async def refuse(request: Request) -> Response:
+        return JSONResponse({"detail": f"{request.url.path} is not served here: {reason}"}, 404)
+
+    return refuse  # type: ignore[return-value]
+
+
+def build_service_app(settings: ServiceSettings, store: ServiceStore) -> LoopbackOnlyMiddleware:
+    """The application (ASGI) over an open store."""
+    server = ServiceServer(settings, store)
+
+    @contextlib.asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        server.start_threads()
+        tasks = [
+            asyncio.create_task(_drop_fetched_results(server)),
+            asyncio.create_task(_checkpoint_store_log(server)),
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            server.stop_threads()
+
+    app = FastAPI(
+        title="posttrain training service",
+        lifespan=life,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers={
+            kind: write_error_response for kind in (HTTPError, ServiceError, BackendError)
+        },
+    )
+    app.state.server = server
+    routes = [
+        *SESSION_ROUTES,
+        *TRAINING_ROUTES,
+        *SAMPLING_ROUTES,
+        *FUTURE_ROUTES,
+        *CHECKPOINT_ROUTES,
+        *FILE_ROUTES,
+        *COPY_ROUTES,
+        *AUDIT_ROUTES,
+        *USAGE_ROUTES,
+    ]
+    routes += [
+        Route(f"/{path}", _refuse_unsupported_path(why), methods=["GET", "POST", "PUT", "DELETE"])
+        for path, why in _UNSUPPORTED_PATHS.items()
+    ]
+    add_management_routes(app, server)
+    app.router.routes.extend(
+        Route(f"/api/v1{r.path}", r.endpoint, methods=list(r.methods or ())) for r in routes
+    )
+    return LoopbackOnlyMiddleware(app)
+
+
+async def _drop_fetched_results(server: ServiceServer) -> None:
+    """Forget results some time after they were fetched."""
+    while True:
+        await asyncio.sleep(min(DROP_INTERVAL_SECONDS, server.settings.server.fetched_seconds + 1))
+        old = time.monotonic() - server.settings.server.fetched_seconds
+        chosen = [name for name, when in server.fetched_at.items() if when < old]
+        try:
+            await server.drop_results(chosen)
+        except PosttrainError as error:
+            log.warning("results that were fetched are still kept: %s", error)
+            continue
+        for name in chosen:
+            server.fetched_at.pop(name, None)
+
+
+async def _checkpoint_store_log(server: ServiceServer) -> None:
+    """Keep SQLite's log short, so that no transaction has to."""
+    while True:
+        await asyncio.sleep(LOG_CHECKPOINT_SECONDS)
+        try:
+            await server.call_store(server.store.checkpoint_log, MAX_LOG_BYTES)
+        except PosttrainError as error:
+            log.warning("the store's log is not copied: %s", error)
+
+
+MAX_OPEN_FILES = 16_384  # each client that waits for a result holds a connection
+
+
+def serve_http(settings: ServiceSettings) -> None:
+    """Serve until SIGTERM or Ctrl-C. Raises: SettingsError, BackendError if the store cannot be opened."""
+    import uvicorn
+
+    raise_open_file_limit(MAX_OPEN_FILES)
+    shorten_switch_interval()
+    store = ServiceStore(settings.store_url)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            build_service_app(settings, store),
+            host=settings.server.host,
+            port=settings.server.port,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=3,
+            lifespan="on",
+        )
+    )
+    try:
+        with contextlib.suppress(
+            KeyboardInterrupt
+        ):  # uvicorn has shut down and re-raises the signal
+            server.run()
+    finally:
+        store.close()

@@ -1,0 +1,289 @@
+"""Callers of the service: the API key of a request, and whose things it names.
+
+Accepting requests: everything is durable before its promise is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from posttrain.training_service.http.group_commit import GroupCommit, IntakeQueue
+from posttrain.training_service.http.result_waiter import ResultWaiter
+from posttrain.training_service.store import (
+    ApiKey,
+    NewRequest,
+    RequestKind,
+    ServiceStore,
+    StoredRequest,
+)
+from posttrain.training_service.wire.request_bodies import (
+    RequestBody,
+    TrainingRequestBody,
+    parse_request_body,
+)
+from posttrain.web.errors import HTTPError
+from posttrain.web.request_body import read_request_payload
+from posttrain.web.signed_urls import UrlSigner
+from rl_core.errors import suggest_name
+from rl_core.settings import ServiceSettings
+
+T = TypeVar("T")
+KEY_CACHE_SECONDS = (
+    2.0  # for which a key is believed without another look: a revoked one works as long
+)
+MAX_CACHE_ENTRIES = 100_000  # entries of a cache before it is emptied
+# Many short calls of SQLite in many threads wait for the interpreter's lock, 5 ms each time.
+NUM_STORE_THREADS = 3
+
+
+def parse_session_id(target: str) -> str:
+    """Session of a training run or sampling session, which its id begins with."""
+    return target.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedKey:
+    key: ApiKey | None
+    until: float
+
+
+class ServiceServer:
+    """Shared state of all routes."""
+
+    def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
+        self.settings, self.store = settings, store
+        self.folder = Path(settings.folder)
+        self._group_commit = GroupCommit(store)
+        self._intake_queue = IntakeQueue(store, self._group_commit)
+        self.result_waiter = ResultWaiter(store, self._group_commit)
+        self.signer = UrlSigner(self.folder)
+        self.fetched_at: dict[str, float] = {}  # request -> when its result was sent, monotonic
+        self._threads = ThreadPoolExecutor(NUM_STORE_THREADS, thread_name_prefix="service-store")
+        self._keys: dict[bytes, _CachedKey] = {}  # by SHA-256
+        self._owners: dict[str, str] = {}  # of sessions
+
+    async def call_store(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """A call of the store, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, partial(function, *arguments, **named)
+        )
+
+    async def store_request(self, new: NewRequest) -> StoredRequest:
+        """Store a request, together with those that come at the same time. Raises: ServiceError and its kinds."""
+        found = await self._intake_queue.accept_request(new)
+        self.result_waiter.track_request(found)
+        return found
+
+    async def wait_until_durable(self) -> None:
+        """Until everything that was read in the store before is on the disk. Raises: BackendError."""
+        await self._group_commit.wait_for_commit()
+
+    async def drop_results(self, request_ids: Sequence[str], owner: str | None = None) -> None:
+        """Forget results (of one owner). Raises: BackendError."""
+        await self.call_store(self.store.drop_results, request_ids, owner)
+        self.result_waiter.evict_results(request_ids)
+
+    def start_threads(self) -> None:
+        """Begin, in the running event loop."""
+        self._group_commit.start_thread()
+        self._intake_queue.start_thread()
+        self.result_waiter.start_thread()
+
+    def stop_threads(self) -> None:
+        """End threads and wake those who wait."""
+        self.result_waiter.stop_thread()
+        self._intake_queue.stop_thread()
+        self._group_commit.stop_thread()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def authenticate_caller(self, request: Request) -> ApiKey:
+        """The key of a request. Raises: Refused (401) without a valid one."""
+        secret = request.headers.get("x-api-key", "")
+        digest = hashlib.sha256(
+            secret.encode()
+        ).digest()  # of a size that callers without a key do not choose
+        known = self._keys.get(digest)
+        if known is None or known.until < time.monotonic():
+            key = await self.call_store(self.store.find_key, secret) if secret else None
+            if len(self._keys) > MAX_CACHE_ENTRIES:
+                self._keys.clear()
+            known = self._keys[digest] = _CachedKey(key, time.monotonic() + KEY_CACHE_SECONDS)
+        if known.key is None:
+            what = "unknown or revoked" if secret else "missing"
+            raise HTTPError(
+                401, f"X-API-Key is {what}; make one with `posttrain service key create NAME`"
+            )
+        return known.key
+
+    async def check_session_owner(self, caller: ApiKey, session_id: str) -> None:
+        """Raises: Refused (404) for a session that does not exist, (403) for another key's."""
+        owner = self._owners.get(session_id)
+        if owner is None:
+            session = (
+                None
+                if "\0" in session_id
+                else await self.call_store(self.store.find_session, session_id)
+            )
+            if session is None:
+                raise HTTPError(404, f"there is no session '{session_id[:200]}'")
+            if len(self._owners) > MAX_CACHE_ENTRIES:
+                self._owners.clear()
+            owner = self._owners[session_id] = session.owner
+        if owner != caller.key_id:
+            raise HTTPError(403, f"session '{session_id}' belongs to another API key")
+
+    async def check_target_owner(self, caller: ApiKey, target: str) -> str:
+        """The session of a training run or sampling session. Raises: Refused (404, 403)."""
+        if "\0" in target:  # PostgreSQL takes no such text
+            raise HTTPError(404, f"there is no '{target[:200]}'")
+        session_id = parse_session_id(target)
+        await self.check_session_owner(caller, session_id)
+        return session_id
+
+    def check_base_model(self, name: str) -> None:
+        """Raises: Refused (404) for a base model that is not served."""
+        bases = self.settings.engine.bases
+        if name not in bases:
+            raise HTTPError(
+                404, f"base_model: there is no '{name[:200]}' here; {suggest_name(name, bases)}"
+            )
+
+    async def record_audit_entry(
+        self, caller: ApiKey, action: str, subject: str, detail: str = ""
+    ) -> None:
+        """An entry of the audit."""
+        await self.call_store(self.store.record_audit_entry, caller.key_id, action, subject, detail)
+
+
+async def authenticate_request(request: Request) -> tuple[ServiceServer, ApiKey]:
+    """The server of a request, and whose it is. Raises: Refused (401)."""
+    server = find_service_server(request)
+    return server, await server.authenticate_caller(request)
+
+
+def find_service_server(request: Request) -> ServiceServer:
+    """The server of a request."""
+    server: ServiceServer = request.app.state.server
+    return server
+
+
+B = TypeVar("B", bound=RequestBody)
+DEADLINE_HEADER = "x-deadline-seconds"  # own header: not begun by then = cancelled
+
+
+class JsonRequest(NamedTuple, Generic[B]):
+    """A request with a JSON body: its server, whose it is, what it says, and the bytes."""
+
+    server: ServiceServer
+    caller: ApiKey
+    body: B
+    payload: bytes
+
+
+def draw_seed() -> int:
+    """A seed that is drawn once, at acceptance."""
+    return secrets.randbits(63)
+
+
+async def read_full_payload(server: ServiceServer, request: Request) -> bytes:
+    """A JSON body's bytes. Raises: Refused (413, 415)."""
+    payload = await read_request_payload(request, server.settings.server.max_body_bytes)
+    if payload.rejection_reason:
+        raise HTTPError(413, payload.rejection_reason)
+    return payload.body
+
+
+async def read_json_request(request: Request, kind: type[B]) -> JsonRequest[B]:
+    """A request with its body as a class. Raises: Refused (401, 413); ServiceError (user)."""
+    server, caller = await authenticate_request(request)
+    payload = await read_full_payload(server, request)
+    return JsonRequest(server, caller, parse_request_body(kind, payload), payload)
+
+
+async def read_json_body(server: ServiceServer, request: Request, kind: type[B]) -> B:
+    """A body as its class. Raises: Refused (413); ServiceError (user)."""
+    return parse_request_body(kind, await read_full_payload(server, request))
+
+
+def _parse_deadline(server: ServiceServer, request: Request) -> float | None:
+    text = request.headers.get(DEADLINE_HEADER)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < 1e9:
+        raise HTTPError(422, f"{DEADLINE_HEADER}: {text[:40]!r} is no number of seconds above 0")
+    return server.store.read_clock() + seconds
+
+
+async def accept_request(
+    server: ServiceServer,
+    request: Request,
+    caller: ApiKey,
+    kind: RequestKind,
+    target: str,
+    seq: int,
+    payload: bytes,
+    facts: Mapping[str, Any],
+    *,
+    is_protobuf: bool = False,
+) -> StoredRequest:
+    """Store a request of a target that belongs to the caller. Raises: ServiceError and its kinds."""
+    new = NewRequest(
+        kind=kind,
+        owner=caller.key_id,
+        session_id=target.partition(":")[0],
+        target=target,
+        seq=seq,
+        payload=payload,
+        content_type="protobuf" if is_protobuf else "json",
+        facts=facts,
+        deadline=_parse_deadline(server, request),
+    )
+    return await server.store_request(new)
+
+
+async def accept_training_request(
+    server: ServiceServer,
+    request: Request,
+    kind: RequestKind,
+    make_facts: Callable[[bytes, str], Mapping[str, Any]] = lambda payload, model_id: {},
+) -> StoredRequest:
+    """Store a JSON request of a training run's order; `facts` are made of payload and run.
+
+    Once it is known whose it is and where it stands, it is accepted, whatever else is wrong with it: the client has
+    used its number, and would wait for ever behind a hole. The fault is then its result.
+    """
+    caller = await server.authenticate_caller(request)
+    payload = await read_full_payload(server, request)
+    head = parse_request_body(TrainingRequestBody, payload)
+    await server.check_target_owner(caller, head.model_id)
+    return await accept_request(
+        server,
+        request,
+        caller,
+        kind,
+        head.model_id,
+        head.seq_id,
+        payload,
+        make_facts(payload, head.model_id),
+    )
+
+
+def accepted_response(accepted: StoredRequest, **more: Any) -> JSONResponse:
+    """The answer to an accepted request: where its result will be."""
+    return JSONResponse({"request_id": accepted.request_id, **more})

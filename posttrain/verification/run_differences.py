@@ -1,0 +1,199 @@
+"""RunComparison of two runs of one pipeline, file by file, in the order of the stages.
+
+Left out are timings, names of runs, logs, and files for people who look on (recent rollouts), of which a resumed run
+has fewer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.storage.line_logs import read_checked_lines
+from tasks import stage_registry
+from tasks.pipeline.stage_result import (
+    FAILED_EPISODES,
+    METRICS_HISTORY,
+    METRICS_HISTORY_LINES,
+    RECENT_ROLLOUTS,
+    REVIEW_FILE,
+    STAGE_LOG,
+)
+
+# Digests of all files; the newest values of metrics.jsonl; a report with the seconds of the stages.
+_IGNORED_FILES = (
+    "manifest.json",
+    METRICS_HISTORY,
+    METRICS_HISTORY_LINES,
+    RECENT_ROLLOUTS,
+    REVIEW_FILE,
+    STAGE_LOG,
+)
+_IGNORED_FIELDS = ("run_id", "seconds", "tokens_per_second")  # of a summary: differ from run to run
+_TIMING_PREFIXES = ("perf/", "system/")  # metrics
+
+
+@dataclass(frozen=True)
+class StageFolderPair:
+    """The folders of one stage in both runs; None = it is missing there."""
+
+    stage: str
+    one: Path | None
+    other: Path | None
+
+    @property
+    def folders(self) -> tuple[Path, Path]:
+        """Both, where both are there."""
+        assert self.one is not None and self.other is not None
+        return self.one, self.other
+
+
+@dataclass(frozen=True)
+class FileDifference:
+    """A file that differs, or is missing in one of the runs."""
+
+    pair: StageFolderPair
+    file: str  # within the stage's folder; "" = the whole folder
+    problem: str
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Outcome of the comparison."""
+
+    stages: list[str]  # compared, in order
+    files: int
+    bytes: int
+    points: int  # values in the metric journals
+    differences: list[FileDifference]  # in the order of stages
+
+
+def is_timing_metric(metric: str) -> bool:
+    """True = a metric that differs from run to run."""
+    return metric.startswith(_TIMING_PREFIXES) or metric.rpartition("/")[2] in _IGNORED_FIELDS
+
+
+def read_metric_rows(journal: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(step, metrics) of each line of a metrics.jsonl, timings left out."""
+    rows = []
+    for line in read_checked_lines(journal):
+        record = line.record or {}
+        kept = {
+            name: value
+            for name, value in record.get("metrics", {}).items()
+            if not is_timing_metric(name)
+        }
+        if kept:
+            rows.append((int(record["step"]), kept))
+    return rows
+
+
+def compare_run_folders(one: Path, other: Path) -> RunComparison:
+    """Compare the finished stages below two pipeline folders (`<output>/<pipeline>`)."""
+    files = size = points = 0
+    stages: list[str] = []
+    found: list[FileDifference] = []
+    for pair in _pair_stage_folders(one, other):
+        stages.append(pair.stage)
+        if pair.one is None or pair.other is None:
+            where = (
+                "only the run in one piece has it"
+                if pair.other is None
+                else "only the interrupted run has it"
+            )
+            found.append(FileDifference(pair, "", where))
+            continue
+        for name in sorted(_list_compared_files(pair.one) | _list_compared_files(pair.other)):
+            paths = pair.one / name, pair.other / name
+            if not all(path.is_file() for path in paths):
+                where = "the run in one piece" if paths[0].is_file() else "the interrupted run"
+                found.append(FileDifference(pair, name, f"only {where} has it"))
+                continue
+            files, size = files + 1, size + paths[0].stat().st_size
+            if name == "metrics.jsonl":
+                points += sum(len(row) for _, row in read_metric_rows(paths[0]))
+            if problem := _compare_files(name, *paths):
+                found.append(FileDifference(pair, name, problem))
+    return RunComparison(list(dict.fromkeys(stages)), files, size, points, found)
+
+
+def _pair_stage_folders(one: Path, other: Path) -> Iterator[StageFolderPair]:
+    for stage in stage_registry.list_stage_names():
+        folders = [_list_finished_folders(home / "stages" / stage) for home in (one, other)]
+        common = [key for key in folders[0] if key in folders[1]]
+        for key in common:
+            yield StageFolderPair(stage, folders[0][key], folders[1][key])
+        rest = [[folder for key, folder in found.items() if key not in common] for found in folders]
+        for index in range(
+            max(map(len, rest))
+        ):  # other keys, as the stages before gave something else
+            yield StageFolderPair(
+                stage, *(found[index] if index < len(found) else None for found in rest)
+            )
+
+
+def _list_finished_folders(stage: Path) -> dict[str, Path]:
+    """Finished folders of a stage by key, in the order in which they were finished."""
+    folders = [path.parent for path in stage.glob("*/manifest.json") if "." not in path.parent.name]
+    return {path.name: path for path in sorted(folders, key=lambda path: path.stat().st_mtime)}
+
+
+def _list_compared_files(folder: Path) -> set[str]:
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return names - set(_IGNORED_FILES)
+
+
+def _compare_files(name: str, one: Path, other: Path) -> str:
+    """Text about the difference of two files; "" = equal."""
+    if name == "metrics.jsonl":
+        return "" if _merge_metric_rows(one) == _merge_metric_rows(other) else "other values"
+    if name == "summary.json":
+        return _describe_first_difference(
+            *(_remove_timings(json.loads(path.read_text())) for path in (one, other))
+        )
+    if name == FAILED_EPISODES:
+        return (
+            ""
+            if _read_failed_episodes(one) == _read_failed_episodes(other)
+            else "other episodes failed"
+        )
+    return "" if one.read_bytes() == other.read_bytes() else "other bytes"
+
+
+def _merge_metric_rows(journal: Path) -> dict[tuple[int, str], Any]:
+    """Values by step and name: a kill may lie within the lines of one step."""
+    return {
+        (step, name): value
+        for step, row in read_metric_rows(journal)
+        for name, value in row.items()
+    }
+
+
+def _read_failed_episodes(path: Path) -> list[tuple[Any, Any]]:
+    return [
+        (line.record.get("episode"), line.record.get("error"))
+        for line in read_checked_lines(path)
+        if line.record
+    ]
+
+
+def _remove_timings(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            k: _remove_timings(v)
+            for k, v in value.items()
+            if k not in (*_IGNORED_FIELDS, "key") and not is_timing_metric(k)
+        }
+    if isinstance(value, list):
+        return [_remove_timings(item) for item in value]
+    return value
+
+
+def _describe_first_difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    for name in sorted(one.keys() | other.keys()):
+        if one.get(name) != other.get(name):
+            return f"{name}: {str(one.get(name))[:120]!r} and {str(other.get(name))[:120]!r}"
+    return ""

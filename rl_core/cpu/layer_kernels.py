@@ -1,0 +1,415 @@
+"""RMS norms and SwiGLU gates, forward and backward, in compiled code (`norm_and_gate.c`); for training.
+
+All tensors are contiguous float32 on the CPU. N tokens, H hidden, I width of the MLP.
+
+Parts of a transformer's layer with backward passes of their own: fewer passes over memory than autograd's.
+
+On a CPU they are compiled code where it is available, torch's kernels otherwise.
+
+N tokens, H hidden, I width of the MLP, O outputs of linear layers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from rl_core.cpu import build, gemm
+
+VECTOR_WIDTH = 16  # as in vectors.h: widths have to be multiples of it
+_ROWS_PER_SUM = 64  # as in norm_and_gate.c
+
+
+class NormAndGateKernels:
+    """Forward and backward of norms and gates, on torch's threads."""
+
+    def __init__(self, code: ctypes.CDLL) -> None:
+        count, number, real, place = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_void_p
+        self._code = code
+        for name, kinds in {
+            "norm_forward": (place, place, place, real, count, count, place, place, place, number),
+            "norm_backward": (
+                place,
+                place,
+                place,
+                place,
+                place,
+                count,
+                count,
+                place,
+                place,
+                number,
+            ),
+            "gated_forward": (place, count, count, place, number),
+            "gated_backward": (place, place, count, count, place, number),
+        }.items():
+            function = getattr(code, name)
+            function.argtypes, function.restype = kinds, None
+
+    def compute_norm(
+        self, x_NH: torch.Tensor, added_NH: torch.Tensor | None, weight_H: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x + added, if anything is; its RMS norm times the weight; 1 / rms [N]."""
+        sum_NH = torch.empty_like(x_NH) if added_NH is not None else x_NH
+        normed_NH, scale_N = torch.empty_like(x_NH), x_NH.new_empty(len(x_NH))
+        self._code.norm_forward(
+            x_NH.data_ptr(),
+            _get_address(added_NH),
+            weight_H.data_ptr(),
+            eps,
+            *x_NH.shape,
+            sum_NH.data_ptr(),
+            normed_NH.data_ptr(),
+            scale_N.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return sum_NH, normed_NH, scale_N
+
+    def compute_norm_grad(
+        self,
+        grad_NH: torch.Tensor,
+        added_grad_NH: torch.Tensor | None,
+        x_NH: torch.Tensor,
+        scale_N: torch.Tensor,
+        weight_H: torch.Tensor,
+        *,
+        with_weight: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gradients of what was normed, `beside_NH` added to it, and of the weight [H]."""
+        found_NH = torch.empty_like(x_NH)
+        sums = (
+            x_NH.new_empty(-(-len(x_NH) // _ROWS_PER_SUM), x_NH.shape[1]) if with_weight else None
+        )
+        self._code.norm_backward(
+            grad_NH.data_ptr(),
+            _get_address(added_grad_NH),
+            x_NH.data_ptr(),
+            scale_N.data_ptr(),
+            weight_H.data_ptr(),
+            *x_NH.shape,
+            found_NH.data_ptr(),
+            _get_address(sums),
+            torch.get_num_threads(),
+        )
+        return found_NH, sums.sum(0) if sums is not None else None
+
+    def compute_gated_silu(self, both_NI: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of [gate, up] side by side: [N, 2 I] -> [N, I]."""
+        rows, width = both_NI.shape[0], both_NI.shape[1] // 2
+        out_NI = both_NI.new_empty(rows, width)
+        self._code.gated_forward(
+            both_NI.data_ptr(), rows, width, out_NI.data_ptr(), torch.get_num_threads()
+        )
+        return out_NI
+
+    def compute_gated_silu_grad(self, both_NI: torch.Tensor, grad_NI: torch.Tensor) -> torch.Tensor:
+        """The gradient of `both_NI`."""
+        found_NI = torch.empty_like(both_NI)
+        self._code.gated_backward(
+            both_NI.data_ptr(),
+            grad_NI.data_ptr(),
+            *grad_NI.shape,
+            found_NI.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return found_NI
+
+
+def _get_address(tensor: torch.Tensor | None) -> int | None:
+    return tensor.data_ptr() if tensor is not None else None
+
+
+@functools.cache
+def load_norm_and_gate() -> NormAndGateKernels | None:
+    """The functions, or None where nothing is compiled."""
+    code = build.load_library()
+    return NormAndGateKernels(code) if code is not None else None
+
+
+def apply_linears(x_NI: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor:
+    """Outputs of some linear layers for one input, side by side: [N, sum of O]. Adapters are called as they are.
+
+    Layers that know how to compute several of their kind at once have a method `joined`.
+    """
+    if (several := getattr(type(modules[0]), "joined", None)) is not None:
+        found: torch.Tensor = several(modules[0], x_NI, modules)
+        return found
+    if all(_is_unhooked_linear(module) for module in modules):
+        weights = [module.weight for module in modules]
+        biases = [module.bias for module in modules if module.bias is not None]
+        if len(biases) in (0, len(weights)):
+            joined: torch.Tensor = _Linear.apply(x_NI, len(weights), *weights, *biases)
+            return joined
+    return (
+        torch.cat([module(x_NI) for module in modules], dim=1)
+        if len(modules) > 1
+        else modules[0](x_NI)
+    )
+
+
+def _is_unhooked_linear(module: nn.Module) -> bool:
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return type(module) is nn.Linear and not any(hooks)
+
+
+def apply_rms_norm(x_NH: torch.Tensor, module: Any) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    normed: torch.Tensor = _Norm.apply(x_NH, module.weight, module.variance_epsilon)
+    return normed
+
+
+def add_norm(
+    x_NH: torch.Tensor, added_NH: torch.Tensor, module: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + added, and its norm."""
+    both: tuple[torch.Tensor, torch.Tensor] = _AddNorm.apply(
+        x_NH, added_NH, module.weight, module.variance_epsilon
+    )
+    return both
+
+
+def apply_gated_silu(both_NI: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [gate, up] side by side: [N, 2 I] -> [N, I] (SwiGLU: Shazeer 2020, arXiv:2002.05202)."""
+    out: torch.Tensor = _GatedSilu.apply(both_NI)
+    return out
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def compute_linear(x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """x W^T of several weights [O_i, I], side by side; without gradient."""
+    found = _select_gemm(x_NI, *weights)
+    if found is not None:
+        return found.compute_linear(
+            _ensure_contiguous_rows(x_NI), [_ensure_contiguous_rows(weight) for weight in weights]
+        )
+    if len(weights) == 1:
+        return x_NI @ weights[0].t()
+    out_NO = x_NI.new_empty(len(x_NI), sum(len(weight) for weight in weights))
+    for part_NO, weight_OI in zip(
+        out_NO.split([len(weight) for weight in weights], dim=1), weights, strict=True
+    ):
+        torch.mm(x_NI, weight_OI.t(), out=part_NO)
+    return out_NO
+
+
+def compute_input_grad(grad_NO: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Gradient of the input of `linear`, from that of its result."""
+    found = _select_gemm(grad_NO, *weights)
+    if found is not None:
+        return found.compute_input_grad(
+            _ensure_contiguous_rows(grad_NO),
+            [_ensure_contiguous_rows(weight) for weight in weights],
+        )
+    parts = grad_NO.split([len(weight) for weight in weights], dim=1)
+    grad_NI = parts[0] @ weights[0]
+    for part_NO, weight_OI in zip(parts[1:], weights[1:], strict=True):
+        grad_NI.addmm_(part_NO, weight_OI)
+    return grad_NI
+
+
+def compute_weight_grad(grad_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
+    """Gradient of the weights of `linear`, one below the other."""
+    found = _select_gemm(grad_NO, x_NI)
+    return (
+        found.compute_weight_grad(_ensure_contiguous_rows(grad_NO), _ensure_contiguous_rows(x_NI))
+        if found is not None
+        else grad_NO.t() @ x_NI
+    )
+
+
+def add_weight_grad(sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
+    """Add the gradient of the weights to `sum_OI`, contiguous, without another tensor of its size."""
+    found = _select_gemm(grad_NO, x_NI, sum_OI)
+    if found is not None:
+        found.add_weight_grad(
+            sum_OI, _ensure_contiguous_rows(grad_NO), _ensure_contiguous_rows(x_NI)
+        )
+    else:
+        sum_OI.addmm_(grad_NO.t(), x_NI)
+
+
+def _select_gemm(*operands: torch.Tensor) -> gemm.Gemm | None:
+    """The compiled products, where they apply."""
+    for operand in operands:
+        if operand.device.type != "cpu" or operand.dtype != torch.float32 or not operand.numel():
+            return None
+    return gemm.load_gemm()
+
+
+def _ensure_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+class _Linear(torch.autograd.Function):
+    """Weights of one input, then as many biases or none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: torch.Tensor, count: int, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x_NI, *weights)
+        ctx.count = count
+        out_NO = compute_linear(x_NI, weights)
+        return out_NO.add_(torch.cat(biases)) if biases else out_NO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[Any, ...]:
+        x_NI, *weights = ctx.saved_tensors
+        needs_x, _, *needs = ctx.needs_input_grad
+        grad_x = compute_input_grad(grad_NO, weights) if needs_x else None
+        sizes = [len(weight) for weight in weights]
+        grads: list[torch.Tensor | None] = [None] * len(needs)
+        if any(needs[: ctx.count]):
+            grads[: ctx.count] = compute_weight_grad(grad_NO, x_NI).split(sizes)
+        if any(needs[ctx.count :]):
+            grads[ctx.count :] = grad_NO.sum(0).split(sizes)
+        return (
+            grad_x,
+            None,
+            *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)),
+        )
+
+
+# -- norms and gates ---------------------------------------------------------------------------------------------------
+
+
+def _select_norm_and_gate(x: torch.Tensor, width: int) -> NormAndGateKernels | None:
+    if x.device.type != "cpu" or x.dtype != torch.float32 or width % VECTOR_WIDTH:
+        return None
+    return load_norm_and_gate()
+
+
+def _compute_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm, and 1 / rms, whose last dimension is 1."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).mul_(weight), scale
+
+
+def _compute_norm_grad(
+    grad: torch.Tensor,
+    added_grad: torch.Tensor | None,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    with_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of what was normed and of the weight.
+
+    They are those of torch's layer norm with mean 0, which takes off one term too many:
+        layer norm: r (w g - mean(w g) - x r mean(w g x r)),    RMS norm: r (w g - x r mean(w g x r)).
+    """
+    compiled = _select_norm_and_gate(x, x.shape[-1])
+    if compiled is not None and x.ndim == 2:
+        return compiled.compute_norm_grad(
+            grad.contiguous(),
+            added_grad.contiguous() if added_grad is not None else None,
+            x,
+            scale,
+            weight,
+            with_weight=with_weight,
+        )
+    grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
+        grad,
+        x,
+        weight.shape,
+        torch.zeros_like(scale),
+        scale,
+        weight,
+        None,
+        [True, with_weight, False],
+    )
+    grad_x.add_((grad @ weight).unsqueeze_(-1).mul_(scale).div_(x.shape[-1]))
+    return grad_x if added_grad is None else grad_x.add_(
+        added_grad
+    ), grad_weight if with_weight else None
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        compiled = _select_norm_and_gate(x, x.shape[-1])
+        if compiled is not None and x.ndim == 2:
+            x = x.contiguous()
+            _, normed, scale = compiled.compute_norm(x, None, weight, eps)
+        else:
+            normed, scale = _compute_rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, scale = ctx.saved_tensors
+        return *_compute_norm_grad(
+            grad, None, x, scale, weight, with_weight=ctx.needs_input_grad[1]
+        ), None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NH: torch.Tensor, added_NH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        compiled = _select_norm_and_gate(x_NH, x_NH.shape[1])
+        if compiled is not None:
+            sum_NH, normed_NH, scale_N = compiled.compute_norm(
+                x_NH.contiguous(), added_NH.contiguous(), weight_H, eps
+            )
+        else:
+            sum_NH = x_NH + added_NH
+            normed_NH, scale_N = _compute_rms_norm(sum_NH, weight_H, eps)
+        ctx.save_for_backward(sum_NH, weight_H, scale_N)
+        return sum_NH, normed_NH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_sum_NH: torch.Tensor, grad_NH: torch.Tensor) -> tuple[Any, ...]:
+        sum_NH, weight_H, scale_N = ctx.saved_tensors
+        grad, grad_weight = _compute_norm_grad(
+            grad_NH, grad_sum_NH, sum_NH, scale_N, weight_H, with_weight=ctx.needs_input_grad[2]
+        )
+        return grad, grad, grad_weight, None
+
+
+class _GatedSilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both_NI: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(both_NI)
+        compiled = _select_norm_and_gate(both_NI, both_NI.shape[1] // 2)
+        if compiled is not None:
+            return compiled.compute_gated_silu(both_NI.contiguous())
+        gate_NI, up_NI = both_NI.chunk(2, dim=1)
+        return functional.silu(gate_NI).mul_(up_NI)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NI: torch.Tensor) -> torch.Tensor:
+        (both_NI,) = ctx.saved_tensors
+        compiled = _select_norm_and_gate(both_NI, both_NI.shape[1] // 2)
+        if compiled is not None:
+            return compiled.compute_gated_silu_grad(both_NI.contiguous(), grad_NI.contiguous())
+        (gate_NI, up_NI), grad_both_NI = both_NI.chunk(2, dim=1), torch.empty_like(both_NI)
+        grad_gate_NI, grad_up_NI = grad_both_NI.chunk(2, dim=1)
+        torch.mul(grad_NI, functional.silu(gate_NI), out=grad_up_NI)
+        grad_gate_NI.copy_(torch.ops.aten.silu_backward(grad_NI * up_NI, gate_NI))
+        return grad_both_NI

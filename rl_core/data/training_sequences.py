@@ -1,0 +1,402 @@
+"""Training sequences of a demonstration: the turns that carry loss, and a history without thoughts.
+
+Token ids and loss masks of many sequences in 5 bytes a token, in memory or in a mapped file; lists take 44.
+
+Token rows in Arrow files (IPC), read by mapping them into memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import importlib.util
+import itertools
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal, cast, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_core.data.chat import ChatRenderer
+from rl_core.errors import CorruptError, DataError
+from rl_core.types import Message
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+TrainingSequence = tuple[list[int], list[bool]]  # token ids and loss mask; True = carries loss
+
+
+def build_training_sequences(
+    renderer: ChatRenderer,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    loss_on: Literal["all", "last"] = "all",
+    max_tokens: int | None = None,
+) -> list[TrainingSequence]:
+    """Sequences of one conversation, each turn with loss in exactly one of them.
+
+    One sequence that keeps every turn as it was written (`history_thoughts: keep`), as a rollout does. With `template`,
+    each turn stands after the history as the template renders it for that turn; consecutive turns share a sequence for
+    as long as that history begins with the tokens before it; a template that drops thoughts starts a new one.
+    A message of the role "text" alone is plain text: every token after the first carries loss.
+    Args:
+        tools: JSON schemas handed to the template.
+        loss_on: assistant turns with loss, all or the last one; a message with `weight` 0 has none either way.
+        max_tokens: tokens of a sequence that are kept, from its start; a sequence without loss among them is left out.
+    Raises: DataError where no turn carries loss, none of it is left, or the template refuses the messages;
+        SettingsError for tools that it does not take.
+    """
+    return truncate_sequences(
+        _build_full_sequences(renderer.with_tools(tools), messages, loss_on), max_tokens
+    )
+
+
+def truncate_sequences(
+    sequences: list[TrainingSequence], max_tokens: int | None
+) -> list[TrainingSequence]:
+    """The first tokens of each sequence, without those that have no loss left; None = all.
+
+    Raises: DataError if none is left.
+    """
+    if max_tokens is None:
+        return sequences
+    cut = [(ids[:max_tokens], mask[:max_tokens]) for ids, mask in sequences]
+    if not any(any(mask) for _, mask in cut):
+        raise DataError(f"nothing that carries loss is among the first {max_tokens} tokens")
+    return [(ids, mask) for ids, mask in cut if any(mask)]
+
+
+def _build_full_sequences(
+    renderer: ChatRenderer, messages: Sequence[Message], loss_on: Literal["all", "last"]
+) -> list[TrainingSequence]:
+    if len(messages) == 1 and messages[0]["role"] == "text":
+        return [renderer.encode_plain_text(messages[0]["content"])]
+    if loss_on == "last":
+        messages = [*map(_drop_message_loss, messages[:-1]), messages[-1]]
+    if all(message.get("weight", 1) == 0 for message in messages if message["role"] == "assistant"):
+        raise DataError("no assistant message carries loss: all of them have weight 0")
+    if renderer.settings.history_thoughts == "keep":
+        return [renderer.encode_conversation(messages)]
+    return [(ids, mask) for ids, mask in _render_sequences(renderer, messages) if any(mask)]
+
+
+def _drop_message_loss(message: Message) -> Message:
+    return cast(Message, {**message, "weight": 0}) if message["role"] == "assistant" else message
+
+
+def _render_sequences(
+    renderer: ChatRenderer, messages: Sequence[Message]
+) -> Iterator[TrainingSequence]:
+    """Sequences in which every turn follows the prompt that the template renders for it."""
+    if not messages or messages[-1]["role"] != "assistant":
+        raise DataError("a training conversation must end with an assistant message")
+    ids: list[int] = []
+    mask: list[bool] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = renderer.prompt_ids(messages[:index])
+        if prompt[: len(ids)] != ids:
+            yield ids, mask
+            ids, mask = [], []
+        action = renderer.action_ids(renderer.render_assistant_text(message))
+        mask += [False] * (len(prompt) - len(ids)) + [message.get("weight", 1) != 0] * len(action)
+        ids = [*prompt, *action]
+    yield ids, mask
+
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """Consecutive sequences, stored end to end."""
+
+    rows: Ints  # [sequences] index of the row of the data that each is of, ascending
+    prompts: NDArray[
+        np.int32
+    ]  # [sequences] tokens of the prompt of a preference's side; 0 for a demonstration
+    starts: Ints  # [sequences + 1] places of the first tokens, and the end
+    ids: NDArray[np.int32]  # [tokens]
+    mask: NDArray[np.uint8]  # [tokens] 1 = carries loss
+
+
+def build_token_chunk(
+    sequences: Iterable[tuple[int, int, Sequence[int], Sequence[bool]]],
+) -> TokenChunk:
+    """Sequences (row, tokens of the prompt, token ids, loss mask) in compact form.
+
+    Raises: ValueError if ids and mask differ in length.
+    """
+    rows, prompts, starts, ids, mask = (
+        array("q"),
+        array("i"),
+        array("q", [0]),
+        array("i"),
+        bytearray(),
+    )
+    for row, prompt, some_ids, some_mask in sequences:
+        if len(some_ids) != len(some_mask):
+            raise ValueError(f"{len(some_ids)} token ids, but a loss mask of {len(some_mask)}")
+        rows.append(row)
+        prompts.append(prompt)
+        ids.extend(some_ids)
+        mask.extend(some_mask)
+        starts.append(len(ids))
+    return TokenChunk(
+        np.asarray(rows, np.int64),
+        np.asarray(prompts, np.int32),
+        np.asarray(starts, np.int64),
+        np.asarray(ids, np.int32),
+        np.frombuffer(bytes(mask), np.uint8),
+    )
+
+
+class TokenRows(Sequence[TrainingSequence]):
+    """Sequences (token ids, loss mask) of chunks; each is made anew as lists where it is asked for."""
+
+    def __init__(
+        self,
+        chunks: Sequence[TokenChunk] = (),
+        places: Ints | None = None,
+        limits: Sequence[int | None] | None = None,
+        recipe: tuple[Any, ...] | None = None,
+    ) -> None:
+        """Rows of chunks, in their order.
+
+        Args:
+            places: of the sequences that are taken, in this order; None = all.
+            limits: tokens of a sequence that are kept, for each chunk; None = all.
+            recipe: a function and its arguments that make the same rows in another process, where chunks are mapped.
+        """
+        self._chunks, self._indices, self._rebuild = list(chunks), places, recipe
+        self._limits = [None] * len(self._chunks) if limits is None else list(limits)
+        self._firsts = [0, *itertools.accumulate(len(chunk.rows) for chunk in self._chunks)]
+
+    @classmethod
+    def from_sequences(cls, sequences: Iterable[TrainingSequence]) -> TokenRows:
+        """Rows of one sequence each."""
+        return cls(
+            [build_token_chunk((row, 0, ids, mask) for row, (ids, mask) in enumerate(sequences))]
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._rebuild or (TokenRows, (self._chunks, self._indices, self._limits))
+
+    def select_sequences(self, indices: Ints, max_tokens: int | None = None) -> TokenRows:
+        """The sequences at these places, in this order; of each at most the first `max_tokens` tokens. Copies none."""
+        indices = np.asarray(indices, np.int64)
+        limits = [
+            min((n for n in (limit, max_tokens) if n is not None), default=None)
+            for limit in self._limits
+        ]
+        inner = indices if self._indices is None else self._indices[indices]
+        return TokenRows(
+            self._chunks, inner, limits, (TokenRows.select_sequences, (self, indices, max_tokens))
+        )
+
+    def join_rows(self, other: TokenRows) -> TokenRows:
+        """These sequences and then the others."""
+        mine, theirs = (
+            np.arange(len(some)) if some._indices is None else some._indices
+            for some in (self, other)
+        )
+        return TokenRows(
+            [*self._chunks, *other._chunks],
+            np.concatenate([mine, theirs + self._firsts[-1]]),
+            [*self._limits, *other._limits],
+            (TokenRows.join_rows, (self, other)),
+        )
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """Tokens of each sequence."""
+        return self._pick_sequences(
+            ends - chunk.starts[:-1] for chunk, ends in self._iter_chunk_ends()
+        )
+
+    @cached_property
+    def rows(self) -> Ints:
+        """Row of the data that each sequence is of."""
+        return self._pick_sequences(chunk.rows for chunk in self._chunks)
+
+    @cached_property
+    def prompts(self) -> Ints:
+        """Tokens of each sequence's prompt; 0 for demonstrations."""
+        return self._pick_sequences(chunk.prompts for chunk in self._chunks)
+
+    @cached_property
+    def loss_tokens(self) -> Ints:
+        """Tokens of each sequence that carry loss."""
+        return self._pick_sequences(
+            _count_loss_tokens(chunk, ends) for chunk, ends in self._iter_chunk_ends()
+        )
+
+    @property
+    def row_starts(self) -> Ints:
+        """Place of the first sequence of each row."""
+        return np.flatnonzero(np.diff(self.rows, prepend=-1))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data that have a sequence here."""
+        return len(self.row_starts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return int(self.lengths.sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that tokens, masks and places of all chunks take, mapped ones included."""
+        parts = [getattr(chunk, name) for chunk in self._chunks for name in TokenChunk.__slots__]
+        return sum(part.nbytes for part in parts) + (
+            0 if self._indices is None else self._indices.nbytes
+        )
+
+    def find_sequence_indices(self, rows: Sequence[int]) -> Ints:
+        """Places of the sequences of these rows of the data, which ascend as rows do here."""
+        wanted = np.asarray(rows, np.int64)
+        starts, ends = (np.searchsorted(self.rows, wanted, side) for side in ("left", "right"))
+        counts = ends - starts
+        # of each row its first place, and the number of each place within its row
+        first, within = (
+            np.repeat(starts, counts),
+            np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts),
+        )
+        return first + within
+
+    def select_rows(self, rows: Sequence[int], max_tokens: int | None = None) -> TokenRows:
+        """The sequences of these rows of the data. See `select`."""
+        return self.select_sequences(self.find_sequence_indices(rows), max_tokens)
+
+    def __len__(self) -> int:
+        return self._firsts[-1] if self._indices is None else len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> TrainingSequence: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TrainingSequence]: ...
+    def __getitem__(self, index: int | slice) -> TrainingSequence | list[TrainingSequence]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        ids, mask = self.read_arrays(
+            range(len(self))[index]
+        )  # raises IndexError; negative ones count from the end
+        return ids.tolist(), mask.view(np.bool_).tolist()
+
+    def read_arrays(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        """Token ids and loss mask of a sequence, from 0, as views."""
+        place = index if self._indices is None else int(self._indices[index])
+        number = bisect.bisect_right(self._firsts, place) - 1
+        chunk, inner, limit = (
+            self._chunks[number],
+            place - self._firsts[number],
+            self._limits[number],
+        )
+        start, end = int(chunk.starts[inner]), int(chunk.starts[inner + 1])
+        end = end if limit is None else min(end, start + limit)
+        return chunk.ids[start:end], chunk.mask[start:end]
+
+    def _iter_chunk_ends(self) -> Iterator[tuple[TokenChunk, Ints]]:
+        """Chunks, with the place behind each sequence's last token that is kept."""
+        for chunk, limit in zip(self._chunks, self._limits, strict=True):
+            ends = chunk.starts[1:]
+            yield chunk, ends if limit is None else np.minimum(ends, chunk.starts[:-1] + limit)
+
+    def _pick_sequences(self, parts: Iterable[NDArray[Any]]) -> Ints:
+        whole = np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64, copy=False)
+        return whole if self._indices is None else whole[self._indices]
+
+
+def _count_loss_tokens(chunk: TokenChunk, ends: Ints) -> Ints:
+    """Tokens with loss of each sequence up to its end."""
+    before = np.concatenate([[0], np.cumsum(chunk.mask, dtype=np.int64)])
+    found: Ints = before[ends] - before[chunk.starts[:-1]]
+    return found
+
+
+def is_pyarrow_available() -> bool:
+    """True if pyarrow is installed."""
+    return importlib.util.find_spec("pyarrow") is not None
+
+
+def write_token_table(file: IO[bytes], chunks: Iterable[TokenChunk]) -> None:
+    """Write one record batch a chunk: row, prompt (its tokens), ids, mask."""
+    import pyarrow as pa
+
+    with pa.ipc.new_file(file, _build_table_schema()) as writer:
+        for chunk in chunks:
+            starts = pa.array(chunk.starts)
+            columns = [
+                pa.array(chunk.rows),
+                pa.array(chunk.prompts),
+                pa.LargeListArray.from_arrays(starts, pa.array(chunk.ids)),
+                pa.LargeListArray.from_arrays(starts, pa.array(chunk.mask)),
+            ]
+            writer.write_batch(pa.record_batch(columns, schema=_build_table_schema()))
+
+
+def read_token_table(path: Path) -> TokenRows:
+    """The rows of a file that `write_token_table` wrote; nothing is copied. Raises: CorruptError."""
+    chunks = []
+    for batch in _open_record_batches(path, _build_table_schema()):
+        ids, mask = batch.column(2), batch.column(3)
+        chunks.append(
+            TokenChunk(
+                batch.column(0).to_numpy(),
+                batch.column(1).to_numpy(),
+                ids.offsets.to_numpy(),
+                ids.values.to_numpy(),
+                mask.values.to_numpy(),
+            )
+        )
+    return TokenRows(chunks, recipe=(read_token_table, (path,)))
+
+
+def write_integer_column(file: IO[bytes], values: NDArray[np.int64]) -> None:
+    """Write one column of integers."""
+    import pyarrow as pa
+
+    schema = pa.schema([pa.field("place", pa.int64(), nullable=False)])
+    with pa.ipc.new_file(file, schema) as writer:
+        writer.write_batch(pa.record_batch([pa.array(values)], schema=schema))
+
+
+def read_integer_column(path: Path) -> NDArray[np.int64]:
+    """The integers of a file that `write_integer_column` wrote. Raises: CorruptError."""
+    parts: list[NDArray[np.int64]] = [
+        batch.column(0).to_numpy() for batch in _open_record_batches(path, None)
+    ]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def _build_table_schema() -> pyarrow.Schema:
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            pa.field("row", pa.int64(), nullable=False),
+            pa.field("prompt", pa.int32(), nullable=False),
+            pa.field("ids", pa.large_list(pa.int32()), nullable=False),
+            pa.field("mask", pa.large_list(pa.uint8()), nullable=False),
+        ]
+    )
+
+
+def _open_record_batches(path: Path, schema: pyarrow.Schema | None) -> list[Any]:
+    import pyarrow as pa
+
+    try:
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        if schema is not None and reader.schema != schema:
+            raise CorruptError(f"{path}: has the columns {reader.schema.names}")
+        return [reader.get_batch(number) for number in range(reader.num_record_batches)]
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptError(f"{path}: cannot be read as Arrow: {error}") from error

@@ -1,0 +1,212 @@
+"""Requests that come and go on transformers' own forward pass: correct for every causal language model.
+
+Each request has a cache of its own and is decoded by itself, so that a family's cache is never cut or joined, and what
+a request gets depends on nothing beside it. Slower than the engine by about the number of requests.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rl_core.capabilities import decoding
+from rl_core.environments.step_pool import Observation, PendingTurn
+from rl_core.inference.sampling import (
+    check_logprob,
+    check_weights,
+    compute_log_probabilities,
+    draw_tokens,
+)
+from rl_core.inference.serving_requests import RequestProgress, ServedRequest, TopTokens
+from rl_core.inference.transformers_backend import BackendRow
+from rl_core.models.lora import unwrap_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(eq=False, slots=True)
+class _FallbackRequest:
+    """One request and what the model keeps of it."""
+
+    request: ServedRequest
+    row: BackendRow
+    cache: Any = None
+    num_cached_tokens: int = 0  # tokens of the row that the cache holds
+    turn: PendingTurn | None = None
+
+
+class FallbackBatcher:
+    """As `ContinuousBatcher`, for models that the engine's decoder does not know."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int,
+        context: int,
+        eos_ids: Collection[int],
+        pad_id: int,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """See `ContinuousBatcher`."""
+        check_weights(model)
+        self.capacity = slots
+        self._model, self._context, self._wake = model.eval(), context, wake
+        self._eos_ids = frozenset(eos_ids)
+        self._keeps_cache = decoding.has_key_value_cache(model)
+        names = inspect.signature(type(unwrap_model(model)).forward).parameters
+        self._newest_logits_option = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+        self._active: dict[ServedRequest, _FallbackRequest] = {}
+        self._paused: dict[ServedRequest, _FallbackRequest] = {}
+
+    @property
+    def free(self) -> int:
+        """See `ContinuousBatcher`."""
+        return self.capacity - len(self._active)
+
+    @property
+    def is_empty(self) -> bool:
+        """See `ContinuousBatcher`."""
+        return not self._active and not self._paused
+
+    @property
+    def requests(self) -> list[ServedRequest]:
+        """See `ContinuousBatcher`."""
+        return [*self._active, *self._paused]
+
+    @property
+    def can_step(self) -> bool:
+        """See `ContinuousBatcher`."""
+        return any(served.turn is None or served.turn.is_done() for served in self._active.values())
+
+    def list_held_requests(self) -> list[tuple[ServedRequest, int]]:
+        """See `ContinuousBatcher`."""
+        return [
+            (
+                request,
+                2**62
+                if served.turn is not None
+                else served.row.num_sampled - request.num_sampled_at_start,
+            )
+            for request, served in self._active.items()
+        ]
+
+    def start_requests(self, requests: Sequence[ServedRequest]) -> None:
+        """See `ContinuousBatcher`."""
+        for request in requests:
+            request.num_sampled_at_start = 0
+            row = BackendRow(
+                request, request.sampling, self._context, request.has_stops, request.drawn
+            )
+            self._active[request] = _FallbackRequest(request, row)
+
+    def remove_request(self, request: ServedRequest) -> None:
+        """See `ContinuousBatcher`."""
+        if self._active.pop(request, None) is None:
+            del self._paused[request]
+
+    def pause_request(self, request: ServedRequest) -> None:
+        """See `ContinuousBatcher`."""
+        self._paused[request] = self._active.pop(request)
+
+    def resume_request(self, request: ServedRequest) -> None:
+        """See `ContinuousBatcher`."""
+        self._active[request] = self._paused.pop(request)
+        request.num_sampled_at_start = self._active[request].row.num_sampled
+
+    def can_resume(self, request: ServedRequest) -> bool:
+        """See `ContinuousBatcher`."""
+        turn = self._paused[request].turn
+        return turn is None or turn.is_done()
+
+    def release_memory(self) -> None:
+        """See `ContinuousBatcher`."""
+        self._active.clear()
+
+    def step(self) -> tuple[list[ServedRequest], list[RequestProgress]]:
+        """See `ContinuousBatcher`."""
+        ended: list[ServedRequest] = []
+        progress: list[RequestProgress] = []
+        for served in list(self._active.values()):
+            if not self._step_request(served, progress):
+                del self._active[served.request]
+                ended.append(served.request)
+        return ended, progress
+
+    def _step_request(self, served: _FallbackRequest, progress: list[RequestProgress]) -> bool:
+        """One token of a request; False = it has ended."""
+        request, row = served.request, served.row
+        try:
+            if served.turn is not None:
+                if not served.turn.is_done():
+                    return True
+                turn, served.turn = served.turn, None
+                return self._append_observation(served, turn.finish_turn())
+            token, logprob, top = self._sample_token(served)
+            check_logprob(logprob, row.num_sampled, self._model.dtype)
+            row.add_token(token, logprob)
+            if request.streams:
+                progress.append(RequestProgress(request, [token], [logprob], top))
+            return not row.has_acted(self._select_end_ids(request)) or self._end_turn(served)
+        except Exception as error:
+            request.error = error
+            return False
+
+    def _select_end_ids(self, request: ServedRequest) -> frozenset[int]:
+        return self._eos_ids if request.end_ids is None else request.end_ids
+
+    def _end_turn(self, served: _FallbackRequest) -> bool:
+        turnover = served.row.end_turn(self._select_end_ids(served.request))
+        if isinstance(turnover, PendingTurn):
+            served.turn = turnover
+            turnover.call.future.add_done_callback(lambda future: self._wake())
+            return True
+        return self._append_observation(served, turnover)
+
+    def _append_observation(self, served: _FallbackRequest, observation: Observation) -> bool:
+        """Take what the environment answered; False = the sequence has ended."""
+        before = served.row.ids
+        goes_on = served.row.append_observation(observation)
+        if served.row.ids is not before:  # a new context
+            served.cache, served.num_cached_tokens = None, 0
+        return goes_on
+
+    @torch.inference_mode()
+    def _sample_token(self, served: _FallbackRequest) -> tuple[int, float, TopTokens | None]:
+        """The next token, its log-probability, and the most likely ones where they are asked for."""
+        request, row, device = served.request, served.row, self._model.device
+        new = row.ids[served.num_cached_tokens :]
+        if self._keeps_cache:
+            ids, mask = (
+                torch.tensor([new], device=device),
+                torch.ones(1, len(row.ids), dtype=torch.long, device=device),
+            )
+            output = self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=served.cache,
+                use_cache=True,
+                **self._newest_logits_option,
+            )
+            served.cache, served.num_cached_tokens = output.past_key_values, len(row.ids)
+        else:
+            output = self._model(input_ids=torch.tensor([row.ids], device=device), use_cache=False)
+        logits_1V, drawing = output.logits[:, -1], request.drawing
+        restriction = drawing if drawing.is_restricted else None
+        uniforms_1 = torch.tensor([row.read_next_uniform()], dtype=torch.float64, device=device)
+        token_1, logprob_1 = draw_tokens(logits_1V, uniforms_1, drawing.temperature, restriction)
+        top = None
+        if request.top:
+            log_p_1V = compute_log_probabilities(logits_1V, drawing.temperature, restriction)
+            best = log_p_1V.topk(min(request.top, log_p_1V.shape[-1]), dim=-1)
+            kept = best.values[0].cpu().numpy()
+            rest = max(0.0, 1.0 - float(np.exp(kept.astype(np.float64)).sum()))
+            request.top_rows.append((best.indices[0].cpu().numpy(), kept, rest))
+            top = TopTokens.from_rows(request.top_rows[-1:])
+        return int(token_1), float(logprob_1), top

@@ -1,0 +1,159 @@
+"""Program: log-probs and scores of model folders by transformers alone, as anyone who downloads a model computes them.
+
+Nothing of this project is imported. The argument is the id of the process that asks, without which this one ends. The
+request is one JSON object on the standard input, the answer the last line of the standard output. See
+`rl_core/models/export_verification.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pathlib
+import signal
+import sys
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def main() -> None:
+    """Answer one request: a list of answers, one for each model."""
+    exit_with_parent(int(sys.argv[1]))
+    import torch
+    import transformers
+
+    request = json.load(sys.stdin)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(int(request["threads"]))
+    print("\n" + json.dumps([process_request(model) for model in request["models"]]))
+
+
+def exit_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, however it dies: a run that goes on needs the memory."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def process_request(request: dict[str, Any]) -> dict[str, Any]:
+    """As `measure`, or an `error`."""
+    try:
+        return measure_logprobs(request) if "sequences" in request else measure_scores(request)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
+def measure_logprobs(request: dict[str, Any]) -> dict[str, Any]:
+    """Log-probs of the sequences under the folder's language model, and the weights that did not fit."""
+    import torch
+    import transformers
+
+    model, report = load_model(transformers.AutoModelForCausalLM, request)
+    device, found = model.device, []
+    with torch.no_grad():
+        for sequence in request["sequences"]:
+            ids = torch.tensor([sequence["ids"]], device=device)
+            logits = (
+                model(input_ids=ids, use_cache=False).logits[0].float() / sequence["temperature"]
+            )
+            logprobs = torch.log_softmax(logits, dim=-1)
+            found.append(
+                [float(logprobs[place - 1, sequence["ids"][place]]) for place in sequence["scored"]]
+            )
+    return {"logprobs": found, **describe_model(model, report)}
+
+
+def measure_scores(request: dict[str, Any]) -> dict[str, Any]:
+    """Scores of the rows under the folder's classifier, and the weights that did not fit.
+
+    transformers has no heads of several layers. Where the configuration names one, it is put together from the folder's
+    tensors, as a user of the model has to do.
+    """
+    import torch
+    import transformers
+
+    model, report = load_model(
+        transformers.AutoModelForSequenceClassification, request, num_labels=1
+    )
+    head = getattr(model.config, "reward_head", None) or {"layers": 1}
+    if head["layers"] > 1:
+        weights = load_head_weights(request["folder"])
+        widths = [len(weights[f"{2 * place}.weight"]) for place in range(head["layers"])]
+        parts: list[Any] = []
+        for size, width in zip(
+            [model.config.get_text_config().hidden_size, *widths], widths, strict=False
+        ):
+            parts += [
+                torch.nn.Linear(size, width, bias=f"{len(parts)}.bias" in weights),
+                torch.nn.GELU(),
+            ]
+        model.score = torch.nn.Sequential(*parts[:-1])
+        model.score.load_state_dict(weights)
+        model.score.to(model.device, model.dtype)
+        report = {
+            kind: [key for key in keys if "score." not in str(key)] for kind, keys in report.items()
+        }
+    scores = []
+    with torch.no_grad():
+        for row in request["rows"]:
+            logits = model(
+                input_ids=torch.tensor([row], device=model.device), use_cache=False
+            ).logits
+            scores.append(float(logits[0, 0]))
+    return {"scores": scores, **describe_model(model, report)}
+
+
+def load_model(kind: Any, request: dict[str, Any], **options: Any) -> tuple[Any, dict[str, Any]]:
+    """A model of this kind, on the request's device, and the report on its weights."""
+    import torch
+
+    model, report = kind.from_pretrained(
+        request["folder"],
+        dtype=getattr(torch, request["dtype"]),
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        trust_remote_code=bool(request["trust_remote_code"]),
+        **options,
+    )
+    device = request["device"]
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval(), report
+
+
+def load_head_weights(folder: str) -> dict[str, Any]:
+    """Tensors of a folder under `score.`, by the rest of their names."""
+    from safetensors import safe_open
+
+    found: dict[str, Any] = {}
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as tensors:  # the trunk's stay in the file
+            names = [name for name in tensors.keys() if name.startswith("score.")]  # noqa: SIM118  # no mapping
+            found |= {name.removeprefix("score."): tensors.get_tensor(name) for name in names}
+    return found
+
+
+def describe_model(model: Any, report: dict[str, Any]) -> dict[str, Any]:
+    """Class, versions, and the weights that did not fit."""
+    import torch
+    import transformers
+
+    return {
+        "class": type(model).__name__,
+        "missing": sorted(map(str, report["missing_keys"])),
+        "unexpected": sorted(map(str, report["unexpected_keys"])),
+        "mismatched": sorted(str(key[0]) for key in report["mismatched_keys"]),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""An update worker from its settings: model, environment, rewards, and the folders that it keeps.
+
+<folder>/buffer/         the experience log; the server writes it
+<folder>/checkpoints/    state of the worker
+<folder>/snapshots/      weights that may be served, and the pointer to the live ones
+<folder>/update_audit.log, update_contribution.jsonl
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.api.policy import Policy, load_policy, resolve_model_folder, select_device_settings
+from rl_core.environments import make_environment
+from rl_core.environments.environment import Environment
+from rl_core.errors import SettingsError
+from rl_core.models import causal_lm, heads
+from rl_core.models.hidden_states import compute_turn_embeddings
+from rl_core.online.experience import CHAT_ENVIRONMENT
+from rl_core.online.fresh_rollouts import FreshRolloutSampler
+from rl_core.online.labelled_rewards import ExperienceScorer
+from rl_core.online.update_audit import UpdateAudit
+from rl_core.online.update_step import GuardedLearner
+from rl_core.online.update_worker import UpdateWorker
+from rl_core.online.weight_snapshots import WeightSnapshots
+from rl_core.references.pool import get_frozen_models
+from rl_core.rewards.model_components import Scorer
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.settings import EnvironmentSettings, OnlineSettings
+from rl_core.storage.manifest import digest_folder
+
+BUFFER_FOLDER, CHECKPOINTS_FOLDER, SNAPSHOTS_FOLDER = "buffer", "checkpoints", "snapshots"
+# What decides about neither weights nor buffer; a worker may go on with others.
+_SETTINGS_OUTSIDE_FINGERPRINT = ("folder", "audit", "gate", "voting", "service")
+
+
+def build_update_worker(
+    settings: OnlineSettings,
+    folder: Path,
+    *,
+    log: Path | None = None,
+    audit: UpdateAudit | None = None,
+) -> UpdateWorker:
+    """The worker of `folder`, over the log there or another one; its model is loaded.
+
+    Raises: SettingsError for settings without a model, or that do not go together; CheckpointError for a model that
+        cannot be read.
+    """
+    if settings.model.path is None:
+        raise SettingsError("model.path: name the folder of the model that the service began with")
+    policy = load_policy(settings.model, seed=settings.seed)
+    environment = create_online_environment(settings.environment)
+    rewards = RewardOrchestrator(
+        settings.rewards,
+        scorer=_load_reward_scorer(settings.reward_model, policy)
+        if settings.reward_model is not None
+        else None,
+        options=settings.reward_options,
+        seed=settings.seed,
+    )
+    rewards.check_columns(environment.columns if environment is not None else ())
+    pad_id = policy.renderer.pad_id
+    if pad_id is None:
+        raise SettingsError("model.path: its tokenizer has no padding token, which batches need")
+    embed = functools.partial(compute_turn_embeddings, policy.model, pad_id=pad_id)
+    learner = GuardedLearner(
+        policy.model, settings.update, WeightSnapshots(folder / SNAPSHOTS_FOLDER), pad_id=pad_id
+    )
+    rollouts = None
+    if settings.rollouts.samples:
+        rollouts = FreshRolloutSampler(policy, environment, settings.rollouts, seed=settings.seed)
+    return UpdateWorker(
+        folder / CHECKPOINTS_FOLDER,
+        log if log is not None else folder / BUFFER_FOLDER,
+        learner,
+        ExperienceScorer(rewards, environment, embed=embed),
+        settings,
+        rollouts=rollouts,
+        vocab_size=int(policy.model.config.get_text_config().vocab_size),
+        audit=audit,
+        fingerprint=_compute_fingerprint(settings),
+    )
+
+
+def create_online_environment(settings: EnvironmentSettings | None) -> Environment | None:
+    """The environment whose episodes are served; None = chat."""
+    return (
+        None
+        if settings is None or settings.name == CHAT_ENVIRONMENT
+        else make_environment(settings.name, settings.options)
+    )
+
+
+def _load_reward_scorer(folder: str, policy: Policy) -> Scorer:
+    """The reward model's scores of token rows. Raises: SettingsError where it reads other tokens."""
+    source, kind = resolve_model_folder(folder), select_device_settings(policy)
+    if causal_lm.load_tokenizer(source, kind).get_vocab() != policy.tokenizer.get_vocab():
+        raise SettingsError(
+            f"reward_model: {folder} has another tokenizer than the policy, so it cannot read its tokens"
+        )
+    return functools.partial(
+        heads.score_rows, get_frozen_models().load_model(source, kind, kind="reward_model")
+    )
+
+
+def _compute_fingerprint(settings: OnlineSettings) -> dict[str, Any]:
+    """Settings by block, and the starting model's bytes: a checkpoint of others is refused."""
+    found: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(settings).items():
+        if (
+            name not in _SETTINGS_OUTSIDE_FINGERPRINT
+            and name != "model"
+            and not (name == "rollouts" and not settings.rollouts.samples)
+        ):
+            found[name] = (
+                value if isinstance(value, int | float | str | None) else _digest_settings(value)
+            )
+    model = dataclasses.asdict(settings.model)
+    path = model.pop("path")
+    place = Path(resolve_model_folder(path))
+    return found | {
+        "model": _digest_settings(model),
+        "model.path": digest_folder(place) if place.is_dir() else path,
+    }
+
+
+def _digest_settings(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=list).encode()).hexdigest()[:16]

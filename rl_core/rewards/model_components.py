@@ -1,0 +1,273 @@
+"""Reward component: score of a reward model, normalised over the run.
+
+Reward component: score of a judge, a model behind an OpenAI-compatible URL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import regex
+
+from rl_core.errors import BackendError, CheckpointError, RewardError, SettingsError, suggest_name
+from rl_core.json_client import RequestLimits, build_v1_address, post_with_retries
+from rl_core.models.hidden_states import TurnEmbeddings
+from rl_core.rewards.components import RewardComponent, SampleFailure
+from rl_core.rewards.running_stats import RunningNorm
+from rl_core.settings import JudgeSettings
+from rl_core.storage.atomic_files import make_folder, resolve_cache_folder, write_json_atomic
+from rl_core.types import Rollout
+
+Scorer = Callable[
+    [Sequence[Sequence[int]]], Sequence[float]
+]  # token ids of whole sequences -> one score each
+
+
+class LearnedReward(RewardComponent):
+    """A reward model's score of each rollout's tokens, shifted and scaled to mean 0 and deviation 1 over the run.
+
+    Bradley-Terry scores have no natural zero or unit; normalised, a weight means the same for every reward model.
+    Metrics: score (mean of the raw scores), running_mean, running_std.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        super().__init__()
+        self.scorer = scorer
+        self.norm = RunningNorm()
+
+    def __call__(
+        self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
+    ) -> list[float]:
+        """Raises RewardError when the model gives another number of scores, or one that is not finite."""
+        rows = [tuple(r.last_context) for r in rollouts]
+        different = list(
+            dict.fromkeys(rows)
+        )  # a policy that is sure of itself plays the same again and again
+        found = [float(s) for s in self.scorer([list(row) for row in different])]
+        if len(found) != len(different):
+            raise RewardError(
+                f"the reward model gave {len(found)} scores for {len(different)} different rollouts"
+            )
+        score_of = dict(zip(different, found, strict=True))
+        scores = [score_of[row] for row in rows]
+        for index, score in enumerate(scores):
+            if not math.isfinite(score):  # before it spoils the running mean
+                raise RewardError(f"the reward model scored rollout {index} with {score}")
+        self.norm.add_values(scores)
+        if scores:
+            self.metrics = {
+                "score": fmean(scores),
+                "running_mean": self.norm.mean,
+                "running_std": self.norm.std,
+            }
+        return self.norm.normalise_values(scores)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running normalisation."""
+        return {"norm": self.norm.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self.norm.load_state_dict(state["norm"])
+
+
+logger = logging.getLogger(__name__)
+
+_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
+_BUILTIN_NAMES = ("prompt", "completion", "target")
+MATCH_TIMEOUT_S = 1.0
+
+
+class JudgeReward(RewardComponent):
+    """(score - lowest) / (highest - lowest) of what the judge says of each rollout.
+
+    A judgement that could not be had, or holds no score within the scale, is asked for again a bounded number of times;
+    after that the rollout is in `failed` and has no reward. As soon as `has_too_many` have failed, the rest is not asked
+    for. Judgements are kept in a folder by the digest of what was asked, and asked for once.
+    Metrics: asked, cached (judgements), failed (rollouts).
+    """
+
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        has_too_many: Callable[[int, int], bool] = lambda failed, played: failed > 0,
+    ) -> None:
+        """`has_too_many`: as in `UserReward`. Raises: SettingsError without url or model."""
+        super().__init__()
+        self.settings, self._has_too_many = settings, has_too_many
+        if settings.url is None or settings.model is None:
+            raise SettingsError(
+                "rewards.judge: needs reward_options.judge.url and model, the name that the server knows it by"
+            )
+        if not settings.url.startswith(("http://", "https://")):
+            raise SettingsError(
+                f"rewards.judge: reward_options.judge.url '{settings.url}' is no address of a server"
+            )
+        self._url = build_v1_address(settings.url, "chat/completions")
+        self._pattern = regex.compile(settings.pattern)
+        self._folder = (
+            Path(settings.cache).expanduser()
+            if settings.cache
+            else resolve_cache_folder("judgements")
+        )
+
+    def check_columns(self, columns: Sequence[str] | None) -> None:
+        """See `Component`."""
+        if columns is None:
+            return
+        known = [*_BUILTIN_NAMES, *columns]
+        for match in _PLACEHOLDER.finditer(self.settings.prompt):
+            if match[1] and match[1] not in known:
+                raise SettingsError(
+                    f"reward_options.judge.prompt: '{{{match[1]}}}' is none of {', '.join(known)}; "
+                    f"{suggest_name(match[1], known)} Braces that stand for themselves are doubled"
+                )
+
+    def __call__(
+        self, rollouts: Sequence[Rollout], states: Sequence[TurnEmbeddings] = ()
+    ) -> list[float | None]:
+        """One number for each rollout; None = not judged."""
+        questions = [self._build_question(rollout) for rollout in rollouts]
+        keys = [_digest_question(question) for question in questions]
+        found = {
+            key: score
+            for key in dict.fromkeys(keys)
+            if (score := self._read_cached_score(key)) is not None
+        }
+        wanted = {
+            key: question for key, question in zip(keys, questions, strict=True) if key not in found
+        }
+        reasons = self._request_judgements(wanted, found, keys)
+        self.failed = {
+            index: SampleFailure(f"could not judge it: {reasons[key]}")
+            for index, key in enumerate(keys)
+            if key in reasons
+        }
+        self.metrics = {
+            "asked": float(len(wanted)),
+            "cached": float(len(set(keys)) - len(wanted)),
+            "failed": float(len(self.failed)),
+        }
+        return [found.get(key) for key in keys]
+
+    def _request_judgements(
+        self, wanted: Mapping[str, dict[str, Any]], scores: dict[str, float], keys: Sequence[str]
+    ) -> dict[str, str]:
+        """Ask for all judgements, into `found`; returns the reasons of those that failed."""
+        failed: dict[str, str] = {}
+        stop = threading.Event()
+        pool = ThreadPoolExecutor(self.settings.concurrency)
+        try:
+            asked: dict[Future[float], str] = {
+                pool.submit(self._request_judgement, key, question, stop): key
+                for key, question in wanted.items()
+            }
+            for future in as_completed(asked):
+                try:
+                    scores[asked[future]] = future.result()
+                except BackendError as error:
+                    failed[asked[future]] = str(error)
+                    if self._has_too_many(sum(key in failed for key in keys), len(keys)):
+                        break
+        finally:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+        return failed
+
+    def _request_judgement(
+        self, key: str, question: dict[str, Any], stop: threading.Event
+    ) -> float:
+        """Score of one judgement, which is then kept. Raises: BackendError."""
+        settings = self.settings
+        limits = RequestLimits(settings.timeout_s, settings.retries, settings.retry_delay_s)
+
+        def read(answer: Any) -> tuple[str, float]:
+            reply = answer["choices"][0]["message"]["content"]
+            return reply, self._parse_score(reply)
+
+        body = {name: value for name, value in question.items() if name != "url"}
+        reply, score = post_with_retries(
+            self._url, body, limits, parse_response=read, headers=self._build_headers(), stop=stop
+        )
+        self._write_cached_reply(key, reply)
+        return score
+
+    def _build_headers(self) -> dict[str, str]:
+        name = self.settings.key_variable
+        if name is None:
+            return {}
+        key = os.environ.get(name)
+        if not key:
+            raise BackendError(
+                f"reward_options.judge.key_variable: the environment variable {name} is not set"
+            )
+        return {"Authorization": f"Bearer {key}"}
+
+    def _build_question(self, rollout: Rollout) -> dict[str, Any]:
+        trajectory, settings = rollout.trajectory, self.settings
+        values = {**trajectory.row, "prompt": trajectory.prompt, "target": trajectory.target}
+        values["completion"] = trajectory.completion
+
+        def fill(match: re.Match[str]) -> str:
+            return match[0][0] if match[1] is None else str(values.get(match[1], match[0]))
+
+        messages = [{"role": "system", "content": settings.system}] if settings.system else []
+        messages.append({"role": "user", "content": _PLACEHOLDER.sub(fill, settings.prompt)})
+        return {
+            "url": self._url,
+            "model": settings.model,
+            "messages": messages,
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+        }
+
+    def _parse_score(self, reply: Any) -> float:
+        """Score within a judge's reply, scaled. Raises: ValueError."""
+        if not isinstance(reply, str):
+            raise ValueError("the reply holds no text")
+        try:
+            scores = [match[1] for match in self._pattern.finditer(reply, timeout=MATCH_TIMEOUT_S)]
+        except TimeoutError:
+            raise ValueError("the pattern was not matched in time") from None
+        lowest, highest = self.settings.lowest, self.settings.highest
+        if not scores:
+            raise ValueError(f"the reply holds no score: {reply[:100]!r}")
+        score = float(scores[-1])
+        if not lowest <= score <= highest:
+            raise ValueError(f"the score {score:g} is not from {lowest:g} to {highest:g}")
+        return (score - lowest) / (highest - lowest)
+
+    def _read_cached_score(self, key: str) -> float | None:
+        """Score of a judgement in the folder; None = there is none."""
+        try:
+            return self._parse_score(
+                json.loads(self._resolve_cache_path(key).read_text(encoding="utf-8"))["reply"]
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _write_cached_reply(self, key: str, reply: str) -> None:
+        place = self._resolve_cache_path(key)
+        try:
+            make_folder(place.parent)
+            write_json_atomic(place, {"reply": reply})
+        except CheckpointError as error:
+            logger.warning("judgements cannot be kept in %s: %s", self._folder, error)
+
+    def _resolve_cache_path(self, key: str) -> Path:
+        return self._folder / key[:2] / f"{key}.json"
+
+
+def _digest_question(question: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()

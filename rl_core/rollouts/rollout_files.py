@@ -1,0 +1,213 @@
+"""Failed episodes on disk: the first ones of a stage, whole, so that they can be played again.
+
+Token ids of rollouts on disk, beside their trajectories, so that text is never tokenised again.
+
+T completion tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Self
+
+from rl_core.analysis.trajectories import read_trajectories
+from rl_core.data.files import MAX_LINE
+from rl_core.environments.failed_episodes import FailedEpisode
+from rl_core.errors import DataError
+from rl_core.storage.atomic_files import append_bytes, replace_file, truncate_file
+from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
+from rl_core.types import Rollout
+
+MAX_FAILED_EPISODES = 50  # of a stage, the first ones
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeName:
+    """Name of an episode for people: policy/12/easy/345/0, evaluate/sft/easy/345/0."""
+
+    stage: str
+    source: str  # number of the iteration, or the model that was evaluated
+    level: str
+    seed: int
+    sample: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}/{self.source}/{self.level}/{self.seed}/{self.sample}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Inverse of `str`. Raises: DataError."""
+        parts = text.split("/")
+        try:
+            stage, of, seed, sample = parts[0], parts[1], int(parts[-2]), int(parts[-1])
+            level = "/".join(parts[2:-2])
+        except (IndexError, ValueError):
+            level = ""
+        if not level:
+            raise DataError(
+                f"episode {text!r} must read STAGE/ITERATION/LEVEL/SEED/SAMPLE, as in policy/12/easy/345/0, or for an "
+                "evaluation STAGE/MODEL/LEVEL/SEED/SAMPLE, as in evaluate/policy/easy/345/0"
+            )
+        return cls(stage, of, level, seed, sample)
+
+
+class FailedEpisodeFile:
+    """Appends the first KEPT_EPISODES failed episodes of a stage to one file.
+
+    A resumed run repeats the iterations since its checkpoint, so their episodes are cut first.
+    """
+
+    def __init__(self, path: Path, stage: str) -> None:
+        self.path = path
+        self.stage = stage
+        self._num_episodes: int | None = (
+            None  # None = the file of an interrupted run has not been looked at
+        )
+
+    def clear_file(self) -> None:
+        """Remove the episodes of an earlier attempt."""
+        self.path.unlink(missing_ok=True)
+        self._num_episodes = 0
+
+    def __call__(self, iteration: int, rollouts: Iterable[Rollout]) -> None:
+        """Note that an iteration was played: as a record of a trainer, so that nothing of later ones stays."""
+        if self._num_episodes is None:
+            self._num_episodes = self._truncate_before(iteration)
+
+    def append_episode(self, episode: FailedEpisode, source: str) -> EpisodeName | None:
+        """Append one; its name, or None if there are enough. `of`: the iteration's number or the model's name."""
+        if self._num_episodes is None:
+            self._num_episodes = self._truncate_before(episode.iteration)
+        if self._num_episodes >= MAX_FAILED_EPISODES:
+            return None
+        played = episode.trajectory
+        name = EpisodeName(self.stage, source, played.level, played.seed, played.sample)
+        append_bytes(
+            self.path,
+            encode_checked_line({"episode": str(name), **episode.to_json()}, allow_nan=True),
+            synced=True,
+        )
+        self._num_episodes += 1
+        return name
+
+    def _truncate_before(self, iteration: int | None) -> int:
+        """Cut the file before the first episode of that iteration or a later one; number of those that stay."""
+        if not self.path.is_file():
+            return 0
+        place = count = 0
+        for line in read_checked_lines(self.path):
+            found = (line.record or {}).get("iteration")
+            if line.record is not None and (
+                iteration is None or found is None or found >= iteration
+            ):
+                break
+            place, count = line.end, count + 1
+        truncate_file(self.path, place)
+        return count
+
+
+def read_failed_episodes(path: Path) -> Iterator[tuple[str, FailedEpisode]]:
+    """Name and content of the episodes of a file, in order; damaged lines are named and left out."""
+    for line in read_checked_lines(path):
+        if line.record is None:
+            report_damaged_line(path, line, "one failed episode is lost")
+            continue
+        try:
+            yield str(line.record.get("episode", "")), FailedEpisode.from_json(line.record)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path}: a line is no failed episode ({type(error).__name__}: {error})"
+            ) from None
+
+
+def build_tokens_path(trajectories: Path) -> Path:
+    """Path of the tokens of a trajectories_NAME.jsonl: tokens_NAME.jsonl beside it."""
+    return trajectories.with_name(trajectories.name.replace("trajectories", "tokens", 1))
+
+
+def write_tokens(path: Path, rollouts: Iterable[Rollout]) -> None:
+    """One line for each rollout, in the order of its trajectories file.
+
+    {"prompt": [ids], "completion": [ids], "runs": [lengths of sampled, observed, sampled, ... tokens]}, and
+    "contexts": [`Rollout.context_starts`] where there are several.
+    """
+    with replace_file(path) as file:
+        for rollout in rollouts:
+            runs = [
+                (bool(sampled), sum(1 for _ in run)) for sampled, run in groupby(rollout.loss_mask)
+            ]
+            lengths = [length for _, length in runs]
+            row = {
+                "prompt": rollout.prompt_ids,
+                "completion": rollout.completion_ids,
+                "runs": lengths if not runs or runs[0][0] else [0, *lengths],
+            }
+            if rollout.context_starts:
+                row["contexts"] = rollout.context_starts
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+
+def read_rollouts(trajectories: Path, limit: int) -> list[Rollout]:
+    """The first `limit` rollouts of a trajectories file, with their tokens; log-probabilities are not kept.
+
+    Raises: DataError naming file and line where the tokens do not belong to the trajectories.
+    """
+    path = build_tokens_path(trajectories)
+    rollouts = []
+    rows = _read_token_rows(path)
+    for number, trajectory in enumerate(islice(read_trajectories(trajectories), limit), start=1):
+        prompt, completion, mask, starts = next(rows, ([], [], [], []))
+        if (
+            len(completion) != trajectory.num_completion_tokens
+            or sum(mask) != trajectory.num_action_tokens
+        ):
+            raise DataError(
+                f"{path}:{number}: {len(completion)} tokens, but the trajectory has "
+                f"{trajectory.num_completion_tokens}; the two files do not belong together"
+            )
+        rollouts.append(
+            Rollout(
+                prompt_ids=prompt,
+                completion_ids=completion,
+                loss_mask=mask,
+                sampler_logprobs=[0.0] * len(completion),
+                trajectory=trajectory,
+                context_starts=starts,
+            )
+        )
+    return rollouts
+
+
+def _read_token_rows(path: Path) -> Iterator[tuple[list[int], list[int], list[bool], list[int]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), start=1):
+            try:
+                row = json.loads(line)
+                prompt, completion, runs = (row[name] for name in ("prompt", "completion", "runs"))
+                contexts = row.get("contexts", [])
+                if not all(map(_is_count_list, (prompt, completion, runs, contexts))) or sum(
+                    runs
+                ) != len(completion):
+                    raise ValueError(
+                        "expected lists of ids, and runs that add up to the completion"
+                    )
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise DataError(
+                    f"{path}:{number}: this is no line of a tokens file ({error})"
+                ) from None
+            mask = [
+                sampled
+                for index, length in enumerate(runs)
+                for sampled in [index % 2 == 0] * length
+            ]
+            yield prompt, completion, mask, contexts
+
+
+def _is_count_list(values: object) -> bool:
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value < 2**31 for value in values
+    )

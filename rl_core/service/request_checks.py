@@ -1,0 +1,410 @@
+"""Checks of requests before anything is computed: every refusal names the datum, the input, and what was expected.
+
+T tokens, K targets at one position.
+
+Requests for evaluations, and their checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+
+from rl_core.errors import ServiceError, suggest_name
+from rl_core.service.loss_function import LossFunction, LossInput
+from rl_core.service.loss_registry import find_loss
+from rl_core.service.requests import (
+    AdamParameters,
+    AdapterConfig,
+    Datum,
+    ForwardBackward,
+    SampleParameters,
+    SampleRequest,
+)
+from rl_core.settings import ServiceEngineSettings
+
+MAX_STOP_SEQUENCES = 64
+REFERENCE_OPTION = "reference"  # the one option that is a text
+NO_TARGET = -1  # of `SampleRequest.target_prompt_logprobs`
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Bounds of a base model."""
+
+    context: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request whose arrays have the right types and shapes."""
+
+    loss: LossFunction
+    options: dict[str, float]
+    tokens: list[np.ndarray]  # int64 [T]
+    inputs: list[
+        dict[str, np.ndarray]
+    ]  # float32 or int64; optional ones are given for all datums or for none
+    reference: str = (
+        ""  # model whose log-probabilities are put into `compute_reference_logprobs`; "" = none
+    )
+
+
+def refuse_request(message: str) -> NoReturn:
+    """A fault of the request."""
+    raise ServiceError(message, "user")
+
+
+def check_forward_backward(
+    request: ForwardBackward, limits: ModelLimits, settings: ServiceEngineSettings
+) -> CheckedRequest:
+    """The request as arrays of one type each. Raises: ServiceError (user) for anything that cannot be computed."""
+    loss = find_loss(request.loss_fn)
+    reference = _read_reference_option(loss, request.loss_fn_config)
+    options = _check_loss_options(
+        loss,
+        {name: value for name, value in request.loss_fn_config.items() if name != REFERENCE_OPTION},
+    )
+    if not request.data:
+        refuse_request("data: a request needs at least one datum")
+    if len(request.data) > settings.max_data:
+        refuse_request(
+            f"data: {len(request.data)} datums; at most {settings.max_data} in one request (max_data)"
+        )
+    tokens, inputs = [], []
+    for index, datum in enumerate(request.data):
+        place = f"data[{index}]"
+        tokens.append(_check_token_ids(datum.tokens, f"{place}.model_input", limits))
+        if len(tokens[-1]) > limits.context:
+            refuse_request(
+                f"{place}.model_input: {len(tokens[-1])} tokens, and the model's context is {limits.context}"
+            )
+        inputs.append(_check_loss_inputs(datum, loss, place, len(tokens[-1]), limits))
+    given = set(inputs[0])
+    for index, found in enumerate(inputs):
+        if set(found) != given:
+            name = sorted(set(found) ^ given)[0]
+            refuse_request(
+                f"data[{index}].loss_fn_inputs: '{name}' has to be given for all datums or for none"
+            )
+    if loss.is_paired:
+        _check_pairs(inputs)
+    return CheckedRequest(loss, options, tokens, inputs, reference)
+
+
+def _read_reference_option(loss: LossFunction, config: Mapping[str, float | str]) -> str:
+    if REFERENCE_OPTION not in config:
+        return ""
+    name = config[REFERENCE_OPTION]
+    if "ref_logprobs" not in loss.inputs:
+        refuse_request(
+            f"loss_fn_config: {loss.name} has no reference model; enhanced_ppo and conservative_ppo have"
+        )
+    if not isinstance(name, str) or not name:
+        refuse_request(
+            f"loss_fn_config: {REFERENCE_OPTION} is {name!r}, expected base or the name of a reference model"
+        )
+    return name
+
+
+def _check_loss_options(loss: LossFunction, config: Mapping[str, float | str]) -> dict[str, float]:
+    options = {name: option.default for name, option in loss.options.items()}
+    for name, value in config.items():
+        if name not in options:
+            refuse_request(
+                f"loss_fn_config: {loss.name} has no option '{name}'; {suggest_name(name, options)}"
+            )
+        option = loss.options[name]
+        if (
+            isinstance(value, bool | str)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            refuse_request(f"loss_fn_config: {name} is {value!r}, expected a finite number")
+        if not option.low <= value <= option.high:
+            refuse_request(
+                f"loss_fn_config: {name} is {value}, expected {option.low:g} to {option.high:g}"
+            )
+        options[name] = float(value)
+    if options.get("clip_high_threshold", 1.0) < options.get("clip_low_threshold", 0.0):
+        refuse_request("loss_fn_config: clip_low_threshold must not be above clip_high_threshold")
+    return options
+
+
+def _check_token_ids(
+    values: np.ndarray, field_path: str, limits: ModelLimits, *, min_token: int = 0
+) -> np.ndarray:
+    """Integers [T] within the vocabulary, as int64."""
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
+        refuse_request(f"{field_path}: {_describe_type(values)}, expected an array of integers")
+    if values.ndim != 1 or not values.size:
+        refuse_request(
+            f"{field_path}: shape {values.shape}, expected at least one token in one dimension"
+        )
+    _check_vocabulary(values, field_path, limits, min_token)
+    return values.astype(np.int64)
+
+
+def _check_vocabulary(
+    values: np.ndarray, field_path: str, limits: ModelLimits, min_token: int = 0
+) -> None:
+    wrong = (values < min_token) | (values >= limits.vocab_size)
+    if bool(wrong.any()):
+        where = tuple(int(axis) for axis in np.argwhere(wrong)[0])
+        position = where[0] if len(where) == 1 else where
+        refuse_request(
+            f"{field_path}: token {values[where]} at {position} is outside the vocabulary, 0..{limits.vocab_size - 1}"
+        )
+
+
+def _describe_type(values: object) -> str:
+    return str(values.dtype) if isinstance(values, np.ndarray) else type(values).__name__
+
+
+def _check_loss_inputs(
+    datum: Datum, loss: LossFunction, field_path: str, length: int, limits: ModelLimits
+) -> dict[str, np.ndarray]:
+    field_path = f"{field_path}.loss_fn_inputs"
+    for name in datum.inputs:
+        if name not in loss.inputs:
+            refuse_request(
+                f"{field_path}: {loss.name} has no input '{name}'; {suggest_name(name, loss.inputs)}"
+            )
+    found: dict[str, np.ndarray] = {}
+    for name, declared in loss.inputs.items():
+        if name not in datum.inputs:
+            if declared.required:
+                refuse_request(f"{field_path}: {loss.name} needs '{name}' ({declared.doc})")
+            continue
+        targets = found.get("target_tokens")
+        shape = (1,) if declared.shape == "one" else (length,)
+        if declared.shape == "targets" and targets is not None:
+            shape = targets.shape
+        found[name] = _check_input_array(
+            datum.inputs[name], declared, f"{field_path}['{name}']", shape, name == "target_tokens"
+        )
+        if name == "target_tokens":
+            _check_vocabulary(found[name], f"{field_path}['{name}']", limits)
+    if "weights" in loss.inputs and "weights" not in found and found["target_tokens"].ndim == 2:
+        refuse_request(f"{field_path}: several targets a position need 'weights' of the same shape")
+    return found
+
+
+def _check_input_array(
+    values: np.ndarray,
+    declared: LossInput,
+    field_path: str,
+    shape: tuple[int, ...],
+    is_target: bool,
+) -> np.ndarray:
+    wanted = "iu" if declared.kind == "int" else "fiu"
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in wanted:
+        refuse_request(
+            f"{field_path}: {_describe_type(values)}, expected {'integers' if declared.kind == 'int' else 'numbers'}"
+        )
+    several = is_target and declared.shape == "targets" and values.ndim == 2
+    if (values.shape[:1] if several else values.shape) != shape or not values.size:
+        wanted_shape = f"({shape[0]},)" + (
+            f" or ({shape[0]}, K)" if is_target and declared.shape == "targets" else ""
+        )
+        refuse_request(
+            f"{field_path}: shape {values.shape}, expected {wanted_shape if is_target else shape}"
+        )
+    if declared.kind == "int":
+        return values.astype(np.int64)
+    with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, and is refused
+        numbers = values.astype(np.float32)
+    if not bool(np.isfinite(numbers).all()):
+        where = np.argwhere(~np.isfinite(numbers))[0]
+        refuse_request(
+            f"{field_path}: {values[tuple(where)]} at {where.tolist()}, expected finite numbers"
+        )
+    return numbers
+
+
+def _check_pairs(inputs: list[dict[str, np.ndarray]]) -> None:
+    if len(inputs) % 2:
+        refuse_request(
+            f"data: {len(inputs)} datums, expected pairs: datums 2 i and 2 i + 1 belong together"
+        )
+    for index in range(0, len(inputs), 2):
+        marks = sorted(bool(inputs[index + side]["preferred"][0]) for side in (0, 1))
+        if marks != [False, True]:
+            refuse_request(
+                f"data[{index}] and data[{index + 1}]: one of a pair has preferred 1, the other 0"
+            )
+
+
+def check_adapter(config: AdapterConfig, settings: ServiceEngineSettings) -> None:
+    """Raises: ServiceError (user) for an adapter that cannot be made."""
+    if not 1 <= config.rank <= settings.max_rank:
+        refuse_request(
+            f"lora_config.rank: {config.rank}, expected 1 to {settings.max_rank} (max_rank)"
+        )
+    if not math.isfinite(config.alpha) or config.alpha <= 0:
+        refuse_request(f"lora_config.alpha: {config.alpha} must be above 0")
+    if not (config.train_attn or config.train_mlp or config.train_unembed):
+        refuse_request(
+            "lora_config: train_attn, train_mlp and train_unembed are all false, so nothing would be trained"
+        )
+
+
+def check_adam(adam: AdamParameters, muon_momentum: float) -> None:
+    """Raises: ServiceError (user) for parameters that no optimizer takes."""
+    limits = {
+        "learning_rate": (adam.learning_rate, 0.0, 1e3),
+        "beta1": (adam.beta1, 0.0, math.nextafter(1.0, 0.0)),
+        "beta2": (adam.beta2, 0.0, math.nextafter(1.0, 0.0)),
+        "eps": (adam.eps, 0.0, 1.0),
+        "weight_decay": (adam.weight_decay, 0.0, 1e6),
+        "grad_clip_norm": (adam.grad_clip_norm, -1e12, 1e12),
+        "muon_momentum": (muon_momentum, 0.0, math.nextafter(1.0, 0.0)),
+    }
+    for name, (value, low, high) in limits.items():
+        if not (isinstance(value, int | float) and low <= value <= high):
+            refuse_request(f"adam_params.{name}: {value!r}, expected {low:g} to {high:.17g}")
+
+
+def check_sample(
+    request: SampleRequest, limits: ModelLimits, settings: ServiceEngineSettings
+) -> np.ndarray:
+    """The prompt as int64. Raises: ServiceError (user) for a request that cannot be sampled."""
+    prompt = _check_token_ids(request.prompt, "prompt", limits)
+    if len(prompt) > limits.context:
+        refuse_request(f"prompt: {len(prompt)} tokens, and the model's context is {limits.context}")
+    if not 1 <= request.num_samples <= settings.max_samples:
+        refuse_request(
+            f"num_samples: {request.num_samples}, expected 1 to {settings.max_samples} (max_samples)"
+        )
+    if isinstance(request.seed, bool) or not isinstance(request.seed, int):
+        refuse_request(f"seed: {request.seed!r}, expected a whole number")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if not 0 <= getattr(request, name) <= min(settings.max_top, limits.vocab_size):
+            refuse_request(
+                f"{name}: {getattr(request, name)}, expected 0 to {min(settings.max_top, limits.vocab_size)}"
+            )
+    targets = request.target_prompt_logprobs
+    if targets is not None:
+        if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "iu":
+            refuse_request(f"target_prompt_logprobs: {_describe_type(targets)}, expected integers")
+        if (
+            targets.ndim != 2
+            or len(targets) != len(prompt) - 1
+            or not 1 <= targets.shape[1] <= settings.max_top
+        ):
+            refuse_request(
+                f"target_prompt_logprobs: shape {targets.shape}, expected ({len(prompt) - 1}, 1 to {settings.max_top})"
+            )
+        _check_vocabulary(targets, "target_prompt_logprobs", limits, NO_TARGET)
+    _check_sampling_parameters(request, limits)
+    return prompt
+
+
+def _check_sampling_parameters(request: SampleRequest, limits: ModelLimits) -> None:
+    parameters = request.parameters
+    if parameters.max_tokens is not None and parameters.max_tokens < 1:
+        refuse_request(f"max_tokens: {parameters.max_tokens}, expected at least 1")
+    if not 0 <= parameters.temperature <= 5:
+        refuse_request(f"temperature: {parameters.temperature}, expected 0 to 5")
+    if not 0 < parameters.top_p <= 1:
+        refuse_request(f"top_p: {parameters.top_p}, expected above 0 and at most 1")
+    if parameters.top_k < -1:
+        refuse_request(f"top_k: {parameters.top_k}, expected -1 (all tokens) or more")
+    stops = parameters.stop or ()
+    if len(stops) > MAX_STOP_SEQUENCES or len({type(stop) for stop in stops}) > 1 or "" in stops:
+        refuse_request(
+            f"stop: expected at most {MAX_STOP_SEQUENCES} texts, none empty, or as many token ids"
+        )
+    for stop in stops:
+        if not isinstance(stop, str) and not 0 <= stop < limits.vocab_size:
+            refuse_request(
+                f"stop: token {stop} is outside the vocabulary, 0..{limits.vocab_size - 1}"
+            )
+
+
+MAX_EVALUATED_TOKENS = 1 << 18  # scored or sampled by one evaluation: training waits meanwhile
+MAX_RESAMPLES = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateRequest:
+    """Scores of a model on texts and of samples to prompts, and those of another model beside them."""
+
+    model: str  # name of a base model or reference model, or a key of `folders`
+    against: str | None = None
+    texts: tuple[str | np.ndarray, ...] = ()  # texts, or integers [S]
+    prompts: tuple[str | np.ndarray, ...] = ()
+    num_samples: int = 8  # of each prompt
+    parameters: SampleParameters = field(default_factory=lambda: SampleParameters(max_tokens=64))
+    seed: int = 0  # of samples and intervals
+    confidence: float = 0.95
+    resamples: int = 2000
+    folders: Mapping[str, str] = field(default_factory=dict)  # saved weights by the names above
+
+    def check_limits(self, settings: ServiceEngineSettings) -> None:
+        """Raises: ServiceError (user) for anything that can be refused without a model."""
+        if not self.texts and not self.prompts:
+            refuse_request("evaluate: neither texts nor prompts are given")
+        for name, found in (("texts", self.texts), ("prompts", self.prompts)):
+            if len(found) > settings.max_data:
+                refuse_request(
+                    f"{name}: {len(found)}; at most {settings.max_data} in one request (max_data)"
+                )
+        if not 1 <= self.num_samples <= settings.max_samples:
+            refuse_request(
+                f"num_samples: {self.num_samples}, expected 1 to {settings.max_samples} (max_samples)"
+            )
+        if not (math.isfinite(self.confidence) and 0 < self.confidence < 1):
+            refuse_request(f"confidence: {self.confidence}, expected a number between 0 and 1")
+        if not 1 <= self.resamples <= MAX_RESAMPLES:
+            refuse_request(f"resamples: {self.resamples}, expected 1 to {MAX_RESAMPLES}")
+        sampled = len(self.prompts) * self.num_samples * (self.parameters.max_tokens or 0)
+        if self.prompts and self.parameters.max_tokens is None:
+            refuse_request("max_tokens: is missing; samples of an evaluation need a limit")
+        if sampled > MAX_EVALUATED_TOKENS:
+            refuse_request(
+                f"prompts: {len(self.prompts)} x {self.num_samples} samples of up to {self.parameters.max_tokens} "
+                f"tokens; at most {MAX_EVALUATED_TOKENS} tokens in one evaluation"
+            )
+
+
+def encode_checked_rows(
+    texts: Sequence[str | np.ndarray],
+    field_name: str,
+    tokenizer: Any,
+    limits: ModelLimits,
+    min_tokens: int,
+) -> list[list[int]]:
+    """Token rows of texts; a text is encoded as the tokenizer does it by default.
+
+    Raises: ServiceError (user) with the place of the first row that is too short or long, or outside the vocabulary.
+    """
+    rows = []
+    for index, one in enumerate(texts):
+        if isinstance(one, str):
+            row = [int(token) for token in tokenizer(one)["input_ids"]]
+        elif isinstance(one, np.ndarray) and one.dtype.kind in "iu" and one.ndim == 1:
+            row = one.tolist()
+        else:
+            refuse_request(f"{field_name}[{index}]: expected a text, or token ids in one dimension")
+        if not min_tokens <= len(row) <= limits.context:
+            refuse_request(
+                f"{field_name}[{index}]: {len(row)} tokens, expected {min_tokens} to {limits.context} (the model's context)"
+            )
+        wrong = next((token for token in row if not 0 <= token < limits.vocab_size), None)
+        if wrong is not None:
+            refuse_request(
+                f"{field_name}[{index}]: token {wrong} is outside the vocabulary, 0..{limits.vocab_size - 1}"
+            )
+        rows.append(row)
+    if (total := sum(map(len, rows))) > MAX_EVALUATED_TOKENS:
+        raise ServiceError(
+            f"{field_name}: {total} tokens; at most {MAX_EVALUATED_TOKENS} in one evaluation",
+            "user",
+        )
+    return rows

@@ -1,0 +1,211 @@
+"""States of runs, requests, queue and saved paths as plain data, which the server describes and the client reads.
+
+Standard library only: clients import it without torch. Times are seconds since 1970, durations seconds.
+
+Answers to evaluations as plain data, which the engine makes, the server describes and the client reads.
+
+Standard library only: clients import it without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RequestState = Literal["waiting", "running", "done", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStatus:
+    """State of one request."""
+
+    request_id: str
+    kind: str
+    seq: int  # place in the order of its run; of an evaluation a number made of its id
+    state: RequestState
+    accepted: float
+    started: float | None
+    finished: float | None
+    waited_seconds: float | None
+    served_seconds: float | None
+    answer_bytes: int
+    error: str | None
+    category: str | None  # whose fault: user or server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestList:
+    """Requests of a training run, the newest first."""
+
+    requests: list[RequestStatus]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelledRequest:
+    """Answer to a cancellation."""
+
+    request_id: str
+    cancelled: bool  # False = it runs, or is final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedEvaluation:
+    """An accepted evaluation; its result is at `/runs/{run}/requests/{request_id}/result`."""
+
+    request_id: str
+    evaluation_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindStats:
+    """Requests of one kind: how many wait and run, and quantiles (0.5, 0.9, 0.99) over the newest finished ones."""
+
+    waiting: int
+    running: int
+    finished: int
+    waited_seconds: dict[str, float]
+    served_seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStats:
+    """The queue of one training run."""
+
+    run_id: str
+    depth: int
+    kinds: dict[str, KindStats]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """A training run."""
+
+    run_id: str
+    base_model: str
+    state: Literal["creating", "live", "failed", "unloaded"]
+    steps: int  # updates up to its newest answered one
+    lora_rank: int | None  # None = all weights are trained
+    created: float
+    last_request: float
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunList:
+    """Training runs of the caller, the newest first."""
+
+    runs: list[RunStatus]
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPath:
+    """Saved weights."""
+
+    path: str  # tinker://RUN/KIND/NAME
+    kind: Literal["weights", "sampler_weights", "external_weights"]
+    steps: int  # updates of the run
+    bytes: int
+    created: float
+    expires: float | None
+    public: bool
+    registration: Literal["none", "waiting", "done", "failed"]
+    version: str | None  # NAME/NUMBER in the model registry: what `posttrain promote` takes
+    data_digest: str = ""  # SHA-256 of the data that the weights were trained on, in order; "" = none, or not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPathList:
+    """Saved weights of a training run, the newest first."""
+
+    checkpoints: list[SavedPath]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean and its interval; without bounds where there is only one text or prompt."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TextRow:
+    """One text: sums over its scored tokens, nats."""
+
+    tokens: int
+    nll: float
+    against_nll: float | None = None
+    kl: float | None = None  # KL(model || against)
+    reverse_kl: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextScores:
+    """A model on the texts; intervals over texts."""
+
+    nll: Estimate  # -log p of the next token, nats per token
+    perplexity: Estimate  # exp(nll)
+    entropy: Estimate  # of the predicted distribution, nats per token
+
+
+@dataclass(frozen=True, slots=True)
+class TextComparison:
+    """The model against the other on the same texts; the KL is exact, over the whole vocabulary."""
+
+    kl: Estimate  # KL(model || against), nats per token
+    reverse_kl: Estimate  # KL(against || model)
+    nll_difference: Estimate  # model - against, nats per token; paired
+    perplexity_ratio: Estimate  # exp(nll_difference)
+    better: int  # texts that the model finds likelier
+    worse: int
+    p_value: float  # two-sided exact sign test of better against worse
+
+
+@dataclass(frozen=True, slots=True)
+class DiversityScores:
+    """Samples of one model; means over prompts, of its samples' words."""
+
+    distinct: dict[str, Estimate]  # "1", "2", "3": distinct n-grams over all
+    self_bleu: Estimate | None  # None = one sample of each prompt
+    unique: Estimate  # different samples over all
+    tokens: Estimate  # of a sample
+    entropy: (
+        Estimate  # -log p of sampled tokens under the distribution sampled from, nats per token
+    )
+    ended: Estimate  # share of samples that ended by themselves
+
+
+@dataclass(frozen=True, slots=True)
+class DiversityComparison:
+    """Differences model - against over the same prompts, paired."""
+
+    distinct: dict[str, Estimate]
+    self_bleu: Estimate | None
+    unique: Estimate
+    tokens: Estimate
+    entropy: Estimate
+    ended: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEvaluation:
+    """Scores of a model, and of another beside it. None = not asked for."""
+
+    model: str
+    against: str | None
+    confidence: float
+    texts: int
+    text_tokens: int  # that are scored: all but the first of each text
+    prompts: int
+    samples: int  # of each prompt
+    text: TextScores | None = None
+    against_text: TextScores | None = None
+    text_comparison: TextComparison | None = None
+    rows: list[TextRow] | None = None  # in the order of the texts
+    diversity: DiversityScores | None = None
+    against_diversity: DiversityScores | None = (
+        None  # None also for a reference model, which is not sampled from
+    )
+    diversity_comparison: DiversityComparison | None = None

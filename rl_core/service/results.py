@@ -1,0 +1,152 @@
+"""Answers of the training engine: plain data and numpy arrays.
+
+Names for trackers of what answers of the engine measure: `train/...`, `policy/...`, `value/...`.
+
+Answers have names with a reduction (`clip_fraction:mean`), as clients add up parts of a request by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rl_core.service.requests import AdapterConfig, OptimizerKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseInfo:
+    """A base model."""
+
+    name: str
+    path: str  # of model and tokenizer
+    context: int  # tokens of the longest sequence
+    vocab_size: int
+    batches_runs: bool  # True = rows of several runs share a pass
+    note: str  # why, for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A training run."""
+
+    model_id: str
+    base: str
+    adapter: AdapterConfig | None  # None = all weights are trained
+    optimizer: OptimizerKind
+    steps: int  # updates so far
+    num_trained: int  # numbers that are trained, heads of some losses aside
+    data_digest: (
+        str  # SHA-256 of the data that the weights have learned from, in order; "" = none yet
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardResult:
+    """Loss, per-token outputs of every datum in order, and metrics `name:reduction`, `loss:sum` among them."""
+
+    outputs: tuple[
+        Mapping[str, np.ndarray], ...
+    ]  # "logprobs" float32 of the shape of target_tokens, and more by loss
+    metrics: Mapping[str, float]
+
+    @property
+    def loss(self) -> float:
+        """Sum over all tokens."""
+        return self.metrics["loss:sum"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStepResult:
+    """Metrics `name:reduction` of an update."""
+
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Most likely tokens at some positions, in falling order; where there are fewer than k: token 0 and -99999."""
+
+    tokens: np.ndarray  # int32 [n, k]
+    logprobs: np.ndarray  # float32 [n, k], nats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSequence:
+    """One continuation, with the token that ended it."""
+
+    tokens: np.ndarray  # int32 [n]
+    logprobs: np.ndarray  # float32 [n], nats, of the distribution sampled from
+    stop_reason: Literal["stop", "length"]
+    topk: TopLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleResult:
+    """Continuations of a prompt and log-probabilities of the prompt."""
+
+    sequences: tuple[SampledSequence, ...]
+    prompt_logprobs: np.ndarray | None = (
+        None  # float32 [P]; NaN at position 0, which nothing precedes
+    )
+    topk_prompt: TopLogprobs | None = None  # [P, k]; nothing at position 0
+    target_prompt_logprobs: np.ndarray | None = (
+        None  # float32 [P - 1, K]; NaN where nothing was asked
+    )
+
+
+_TRACKER_NAMES = {
+    "loss:sum": "train/loss_sum",
+    "loss_per_token:mean": "train/loss",
+    "loss_per_pair:mean": "train/loss",
+    "nll:mean": "train/nll",
+    "tokens:sum": "train/tokens",
+    "sequences:sum": "train/sequences",
+    "grad_norm:mean": "train/grad_norm",
+    "learning_rate:mean": "train/learning_rate",
+    "advantage:mean": "train/advantages_mean",
+    "accuracy:mean": "train/accuracy",
+    "margin:mean": "train/margin",
+    "ranking_loss:mean": "train/ranking_loss",
+    "reward:mean": "reward/mean",
+    "entropy:mean": "policy/entropy",
+    "update_kl:mean": "policy/update_kl",
+    "update_kl_k1:mean": "policy/update_kl_k1",
+    "kl_after:max": "policy/kl_after_max",
+    "refused:mean": "policy/refused_steps",
+    "ref_kl:mean": "policy/ref_kl",
+    "clip_fraction:mean": "policy/clip_fraction",
+    "clip_fraction_low:mean": "policy/clip_fraction_low",
+    "clip_fraction_high:mean": "policy/clip_fraction_high",
+    "ratio:mean": "policy/ratio_mean",
+    "ratio:max": "policy/ratio_max",
+    "sampler_difference:max": "policy/sampler_difference_max",
+    "effective_sample_share:mean": "policy/effective_sample_share",
+    "value_loss:mean": "value/loss",
+    "value_clip_fraction:mean": "value/clip_fraction",
+    "explained_variance:mean": "value/explained_variance",
+    "return:mean": "value/returns_mean",
+    "value:mean": "value/values_mean",
+}
+
+
+def rename_metrics_for_trackers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """An answer's metrics under the names that trainers log.
+
+    The standard deviation of advantages follows from their mean and mean square. `policy/loss` is the loss per token
+    of a policy loss (one that has a ratio).
+    """
+    found = {
+        _TRACKER_NAMES[name]: float(value)
+        for name, value in metrics.items()
+        if name in _TRACKER_NAMES
+    }
+    if "advantage_square:mean" in metrics:
+        square, mean = metrics["advantage_square:mean"], metrics["advantage:mean"]
+        found["train/advantages_std"] = math.sqrt(max(0.0, square - mean**2))
+    if "ratio:mean" in metrics and "train/loss" in found:
+        found["policy/loss"] = found["train/loss"]
+    return found

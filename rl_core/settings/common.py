@@ -1,0 +1,445 @@
+"""Shapes of the from-scratch models that `model.preset` names.
+
+Settings of reference models: frozen ones that policies are held against, and reward models.
+
+Settings of the proof that a written model is the one that was trained and evaluated.
+
+Settings of models, environments, sampling, data, evaluation and analysis.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_core.errors import SettingsError
+from rl_core.settings.base import Settings, setting
+from rl_core.settings.defaults import MODEL_DEFAULTS
+
+# Llama shapes; parameter counts are for a vocabulary of 512 with tied embeddings.
+PRESETS: dict[str, dict[str, Any]] = {
+    "nano": dict(  # 0.04M, for tests
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=96,
+    ),
+    "tiny": dict(  # 0.85M, learns the demo's environment in minutes on a CPU
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=384,
+    ),
+    "small": dict(  # 3.0M
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=688,
+    ),
+}
+
+
+Precision = Literal["full", "int8", "int4"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSettings(Settings):
+    """Precision of reference models, and how many of them stay in memory."""
+
+    precision: Literal["auto", "full", "int8", "int4"] = setting(
+        "auto",
+        doc="weights of linear layers: as they are, 8 bits with a scale a row, or 4 bits with a scale for 32 inputs; "
+        "auto: int8 where the package torchao is installed, else full",
+    )
+    max_models: int = setting(
+        2, ge=1, le=1024, doc="models kept; the one that was used longest ago goes first"
+    )
+    memory_share: float = setting(
+        0.5,
+        gt=0,
+        le=1,
+        doc="of the memory (of the GPU, where models are on one) that all of them may take together",
+    )
+    own_process_gib: float = setting(
+        8.0,
+        ge=0,
+        doc="a larger model is computed by a process of its own, which gives all its memory back at its end",
+    )
+    pass_tokens: int = setting(16_384, ge=1, le=1_073_741_824, doc="padded tokens of one pass")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(Settings):
+    """Proof of export: the written model, loaded by transformers alone in a fresh process, has the same log-probs."""
+
+    bound: float | None = setting(
+        None,
+        gt=0,
+        doc="largest difference of a token's log-probability, nats; default: 0.001 in float32, 0.5 in bfloat16 and "
+        "float16",
+    )
+    mean_bound: float | None = setting(
+        None,
+        gt=0,
+        doc="largest mean difference over the tokens, nats; default: a fifth of the bound",
+    )
+    timeout_seconds: float = setting(1800.0, gt=0, doc="of the fresh process")
+
+
+# Arguments and functions of a rendering, which no variable of the template may replace.
+MAX_STOP_TEXTS = 64
+_RENDERING_ARGUMENTS = frozenset(
+    {
+        "messages",
+        "conversation",
+        "tools",
+        "documents",
+        "chat_template",
+        "tokenize",
+        "tokenizer_kwargs",
+        "padding",
+    }
+    | {
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_dict",
+        "return_tensors",
+        "truncation",
+        "max_length",
+    }
+    | {"return_assistant_tokens_mask", "sanitize_control_tokens", "strftime_now", "raise_exception"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings(Settings):
+    """Low-rank adapters (arXiv:2106.09685), via peft."""
+
+    rank: int = setting(16, ge=1, le=65_536, doc="rank of the update matrices")
+    alpha: float = setting(32.0, gt=0, doc="scale: the update is alpha / rank * B A")
+    dropout: float = setting(
+        0.0, ge=0, lt=1, doc="dropout on the adapter's input, where the stage trains with `dropout`"
+    )
+    target_modules: tuple[str, ...] | Literal["all-linear"] = setting(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        doc="names of the linear layers with an adapter; all-linear: every one but the output head",
+    )
+    rank_stabilized: bool = setting(
+        False, doc="scale by alpha / sqrt(rank): rsLoRA (arXiv:2312.03732)"
+    )
+    dora: bool = setting(
+        False, doc="train the magnitudes of the weights as well: DoRA (arXiv:2402.09353)"
+    )
+    modules_to_save: tuple[str, ...] = setting(
+        (), doc="names of modules that are trained as a whole, and saved with the adapter"
+    )
+    quantize: Literal["none", "nf4", "int8"] = setting(
+        "none",
+        doc="frozen weights in 4 (QLoRA, arXiv:2305.14314) or 8 bits, by bitsandbytes on a CUDA device",
+    )
+
+    def check(self) -> None:
+        """A module has an adapter or is trained as a whole."""
+        if self.target_modules != "all-linear" and (
+            both := set(self.target_modules) & set(self.modules_to_save)
+        ):
+            raise SettingsError(
+                f"modules_to_save: {sorted(both)[0]} is one of target_modules too; leave it out of one"
+            )
+
+    @property
+    def served_rank(self) -> int:
+        """Rank of the adapter that inference servers add to the base model; 0 = none: not DoRA, nor whole modules."""
+        return 0 if self.dora or self.modules_to_save else self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """Initial policy: a path, a hub name, a registered model, or a from-scratch preset."""
+
+    path: str | None = setting(
+        None, doc="model folder, hub name, or models:/NAME@ALIAS; default: a preset"
+    )
+    preset: Literal["nano", "tiny", "small"] = setting(
+        "tiny", doc="size of a from-scratch model; unused with path"
+    )
+    vocab_size: int = setting(
+        512, ge=300, le=1_048_576, doc="size of the byte-level BPE vocabulary trained for a preset"
+    )
+    context: int = setting(256, ge=16, le=1_048_576, doc="longest sequence (tokens) of a preset")
+    rope_context: int | None = setting(
+        None,
+        ge=1,
+        le=16_777_216,
+        doc="only models whose rotary frequencies follow the length (longrope, dynamic): longest sequence (tokens), "
+        "whose frequencies every row gets; default: sequences end where the frequencies would change",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = setting(
+        "float32", doc="dtype of the weights in memory"
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", doc="auto: GPU if available")
+    lora: LoraSettings | None = setting(None, doc="train adapters instead of all weights")
+    trust_remote_code: bool = setting(False, doc="allow Python code shipped with a hub model")
+    chat_template: str | None = setting(
+        None,
+        doc="Jinja file used in place of the model's own chat template, and saved with the trained model",
+    )
+    chat_template_kwargs: dict[str, Any] = setting(
+        {},
+        doc="variables of the chat template, as {enable_thinking: false} or {date_string: 26 Jul 2024}",
+    )
+    chat_template_date: str = setting(
+        "2024-07-26",
+        doc="YYYY-MM-DD, today for templates that print the date, so that prompts stay the same every day",
+    )
+    native_tools: bool = setting(
+        False,
+        doc="hand the environment's tools to the chat template, which describes them in the model's own format",
+    )
+    history_thoughts: Literal["keep", "template"] = setting(
+        "keep",
+        doc="thoughts of earlier turns; keep: stay in the context as they were written; template: as the chat template "
+        "renders the history, so a demonstration may become several training sequences, an episode several contexts",
+    )
+
+    def check(self) -> None:
+        """The date is one, and no variable takes the place of an argument of the rendering."""
+        try:
+            datetime.date.fromisoformat(self.chat_template_date)
+        except ValueError:
+            raise SettingsError(
+                f"chat_template_date: {self.chat_template_date!r} is no day, as 2024-07-26"
+            ) from None
+        taken = sorted(_RENDERING_ARGUMENTS & set(self.chat_template_kwargs))
+        if taken:
+            hint = (
+                "the day is chat_template_date"
+                if taken[0] == "strftime_now"
+                else "it is given by the conversation"
+            )
+            raise SettingsError(f"chat_template_kwargs: {taken[0]!r} cannot be set here; {hint}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSettings(Settings):
+    """The environment and its options."""
+
+    name: str = setting(
+        "pixel_grid", doc="a shipped environment's name, or an import path 'package.module:Class'"
+    )
+    options: dict[str, Any] = setting({}, doc="keyword arguments of the environment's class")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings(Settings):
+    """Sampling of completions."""
+
+    temperature: float = setting(
+        1.0, ge=0, le=5, doc="divides the logits; 0 = greedy, evaluation only"
+    )
+    top_k: int = setting(
+        0,
+        ge=0,
+        doc="draw from the k most likely tokens; 0 = all; not where rollouts train a policy",
+    )
+    top_p: float = setting(
+        1.0,
+        gt=0,
+        le=1,
+        doc="draw from the most likely tokens that together reach this probability; not where rollouts train a policy",
+    )
+    min_p: float = setting(
+        0.0,
+        ge=0,
+        le=1,
+        doc="draw from tokens of at least this share of the highest probability; not where rollouts train a policy",
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        gt=0,
+        doc="divides positive logits of tokens that stand in the sequence already, and multiplies negative ones "
+        "(arXiv:1909.05858); not where rollouts train a policy",
+    )
+    stop: tuple[str, ...] = setting(
+        (),
+        doc="texts that end an action as the end-of-turn token does; their tokens stay, and the text keeps them",
+    )
+    max_completion_tokens: int = setting(
+        MODEL_DEFAULTS["SamplingSettings.max_completion_tokens"],
+        ge=1,
+        le=1_048_576,
+        doc="tokens after the prompt, observations included",
+    )
+    max_turns: int = setting(6, ge=1, doc="maximum actions per episode")
+    slots: int = setting(128, ge=1, le=65_536, doc="episodes decoded concurrently")
+    max_concurrent_steps: int = setting(
+        32,
+        ge=1,
+        le=4_096,
+        doc="concurrent environment steps; only for blocking environments (Environment.blocking)",
+    )
+    step_timeout_s: float = setting(
+        600.0,
+        gt=0,
+        doc="seconds after which such a step is an error naming its episode; tools have their own timeout",
+    )
+    max_failed_share: float = setting(
+        0.1,
+        ge=0,
+        le=1,
+        doc="share of episodes whose environment may raise, hang or break its protocol (counted over ten iterations "
+        "and at least 50 episodes); they are left out. Beyond it the stage stops; 0: at the first, 1: only if all fail",
+    )
+    rejoin: Literal["together", "ready"] = setting(
+        "together",
+        doc="together: a finished step rejoins only when no other episode is decodable, so results are bit-identical "
+        "regardless of timing; ready: rejoins at once, so no episode waits, but log-probs vary in the last bits",
+    )
+
+    @property
+    def is_restricted(self) -> bool:
+        """True = tokens are drawn from a part of the vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def check(self) -> None:
+        """An empty stop text would end every action before its first token."""
+        if len(self.stop) > MAX_STOP_TEXTS:
+            raise SettingsError(
+                f"stop: {len(self.stop)} texts, each looked for after every token; at most {MAX_STOP_TEXTS}"
+            )
+        if "" in self.stop:
+            raise SettingsError("stop: holds an empty text, which every action contains; remove it")
+
+    def check_not_greedy(self) -> None:
+        """Raise SettingsError at temperature 0: greedy rollouts carry no learning signal."""
+        if self.temperature == 0:
+            raise SettingsError(
+                "sampling.temperature: 0 is greedy: a prompt's rollouts are identical, without a learning signal; "
+                "use above 0, usually 1"
+            )
+
+    def check_trainable(self) -> None:
+        """Raise SettingsError where the distribution sampled from is not the one that a policy update works with.
+
+        Log-probabilities of the update (current, old, reference) are of softmax(logits / temperature) over the whole
+        vocabulary. They would have to be renormalised over each token's own set of kept tokens, or computed with each
+        token's own penalties; neither is stored.
+        """
+        self.check_not_greedy()
+        for name, neutral in (
+            ("top_k", 0),
+            ("top_p", 1.0),
+            ("min_p", 0.0),
+            ("repetition_penalty", 1.0),
+        ):
+            value = getattr(self, name)
+            if value != neutral:
+                raise SettingsError(
+                    f"sampling.{name}: {value} samples from another distribution than the one that is trained, "
+                    "softmax(logits / temperature) over the whole vocabulary, so ratios, KL and gradients would be of "
+                    f"another policy; leave it at {neutral} here (evaluation and generation take it)"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings(Settings):
+    """Data stage: demonstrations and preferences, read or generated, validated and split."""
+
+    demonstrations: str | None = setting(
+        None, doc="JSONL/CSV/Parquet (or a folder of them): docs/data.md; default: the demonstrator"
+    )
+    num_demonstrations: int = setting(
+        4000, ge=1, le=100_000_000, doc="demonstrations generated by the demonstrator"
+    )
+    preferences: str | None = setting(
+        None, doc="JSONL/CSV/Parquet, or a folder of them: docs/data.md"
+    )
+    levels: tuple[str, ...] = setting(
+        (),
+        doc="levels of generated demonstrations, in turn (listed twice = twice as often); () = all",
+    )
+    heldout_fraction: float = setting(
+        0.1, gt=0, lt=1, doc="share of prompts held out from training"
+    )
+    max_rows: int | None = setting(None, ge=1, doc="read at most this many rows of each file")
+    on_bad_row: Literal["stop", "skip"] = setting(
+        "stop", doc="stop: refuse the file; skip: drop and count bad rows"
+    )
+    max_tokens: int | None = setting(
+        None, ge=2, doc="longest row in tokens; default: the model's context"
+    )
+    long_rows: Literal["refuse", "drop", "cut"] = setting(
+        "refuse",
+        doc="rows beyond max_tokens and the context; refuse: bad rows (on_bad_row); drop: left out and counted; cut: "
+        "the first tokens of each sequence are kept",
+    )
+    deduplicate: Literal["off", "rows", "prompts"] = setting(
+        "off",
+        doc="rows: leave out exact copies of earlier rows; prompts: keep the first row of each prompt (case and white "
+        "space aside)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings(Settings):
+    """Held-out evaluation."""
+
+    episodes: int = setting(
+        500, ge=2, le=10_000_000, doc="number of held-out episodes, the same for every model"
+    )
+    episodes_seed: int | None = setting(
+        None, ge=0, doc="seed of the episode draw; default: the pipeline's seed"
+    )
+    episodes_draw: int = setting(
+        0,
+        ge=0,
+        doc="draw 0, 1, 2, ... of that seed; they share no episode, also where few are held out",
+    )
+    levels: tuple[str, ...] = setting((), doc="levels in equal shares; () = all")
+    samples: int = setting(1, ge=1, le=65_536, doc="rollouts per episode; above 1 reports pass@k")
+    greedy: bool = setting(True, doc="also report greedy decoding")
+    sampling: SamplingSettings = setting(SamplingSettings(), doc="how episodes are played")
+    rewards: dict[str, float] = setting(
+        {},
+        is_code=True,
+        doc="reward components and their weights that score the episodes; {} = the environment alone",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalysisSettings(Settings):
+    """Trajectory analysis."""
+
+    bootstrap_samples: int = setting(
+        2000, ge=100, le=1_000_000, doc="bootstrap resamples per interval"
+    )
+    side_by_side: int = setting(
+        20,
+        ge=0,
+        le=10_000,
+        doc="episodes shown side by side in the report, half of them lost by the last model",
+    )
+    probe_episodes: int = setting(
+        100,
+        ge=0,
+        le=1_000_000,
+        doc="episodes per model for teacher-forced entropy, KL and coherence; 0 = none",
+    )
+    probe_scores: int = setting(
+        400,
+        ge=0,
+        le=1_000_000,
+        doc="episodes per model scored by the reward model for calibration; 0 = none",
+    )
+    probe_demonstrations: int = setting(
+        200, ge=0, le=1_000_000, doc="held-out demonstrations for perplexity; 0 = none"
+    )
+    measures: tuple[str, ...] = setting(
+        (),
+        is_code=True,
+        doc="measures of yours: import paths or files of functions of one trajectory",
+    )

@@ -1,0 +1,172 @@
+"""A line an iteration, on the terminal.
+
+Metrics in a JSON Lines or CSV file, one row for each call, on disk when the call returns.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from rl_core.errors import DataError
+from rl_core.storage.atomic_files import (
+    append_bytes,
+    fsync_path,
+    make_folder,
+    truncate_file,
+    write_text_atomic,
+)
+from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
+from rl_core.tracking import SilentTracker
+
+SHOWN_METRICS = (
+    "reward/mean",
+    "train/success_rate",
+    "train/loss",
+    "train/accuracy",
+    "policy/entropy",
+    "policy/ref_kl",
+    "train/action_tokens",
+    "perf/step_seconds",
+)
+
+
+class TerminalTracker(SilentTracker):
+    """Prints the main metrics of every iteration, and every evaluation in full."""
+
+    def __init__(self, every: int = 1, stream: TextIO | None = None) -> None:
+        """`every`: iterations between two lines; evaluations and the last iteration are always printed."""
+        self.every, self._stream = max(1, every), stream
+        self._latest: dict[str, float] = {}
+        self._started = time.perf_counter()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Print an evaluation; remember an iteration until `progress` says how far it is."""
+        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        if evaluated:
+            self._print_line(f"  step {step}: " + _format_metrics(evaluated))
+        else:
+            self._latest = dict(metrics)
+
+    def progress(self, done: int, total: int, message: str = "") -> None:
+        """Print the iteration's line."""
+        if done % self.every and done != total:
+            return
+        shown = {name: self._latest[name] for name in SHOWN_METRICS if name in self._latest}
+        self._print_line(f"{done}/{total}  " + (_format_metrics(shown) or message))
+
+    def _print_line(self, text: str) -> None:
+        print(text, file=self._stream or sys.stdout, flush=True)
+
+
+def _format_metrics(metrics: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+class JsonlTracker(SilentTracker):
+    """Appends lines {"step": 3, "time": <ms>, "metrics": {"train/loss": 0.5}}; `rl_core.read_metrics` reads them."""
+
+    def __init__(self, path: str | Path, *, cut: bool = False) -> None:
+        """`cut`: drop lines of later steps, which a resumed run measures again, before the first write."""
+        self.path = Path(path)
+        self._should_truncate = cut
+        self._is_truncated = not cut
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append one line. Values that are not finite are left out, as JSON has none."""
+        if not self._is_truncated:
+            self._truncate_later_steps(step)
+            self._is_truncated = True
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        line = encode_checked_line(
+            {"step": step, "time": time.time_ns() // 1_000_000, "metrics": finite}
+        )
+        make_folder(self.path.parent)
+        append_bytes(self.path, line)
+
+    def sync(self) -> None:
+        """Force the lines to the disk."""
+        if self.path.is_file():
+            fsync_path(self.path)
+            fsync_path(self.path.parent)
+
+    def begin(self, name: str, params: Mapping[str, object]) -> None:
+        """Cut again before the next write: a run that goes on may start from an earlier step."""
+        self._is_truncated = not self._should_truncate
+
+    def _truncate_later_steps(self, step: int) -> None:
+        """End the file before the first line of a later step, or a last one that a crash tore; damage is named."""
+        if not self.path.is_file():
+            return
+        place = 0
+        for line in read_checked_lines(self.path):
+            if line.record is None:
+                report_damaged_line(self.path, line, "the metrics of one step are lost")
+            elif isinstance(later := line.record.get("step"), int | float) and later > step:
+                break
+            place = line.end
+        truncate_file(self.path, place)
+
+
+class CsvTracker(SilentTracker):
+    """One row a call: step, seconds since the epoch, and a column for each metric; blank where one was not measured.
+
+    A metric that appears later adds a column: the file is then rewritten, atomically.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._columns: list[str] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append one row. Raises: DataError where the file holds something else."""
+        if not self._columns:
+            self._columns = self._read_header()
+        new = [name for name in metrics if name not in self._columns]
+        if new or not self._columns:
+            self._columns = [*(self._columns or ["step", "time"]), *new]
+            self._write_all_rows()
+        row = {
+            "step": step,
+            "time": f"{time.time():.3f}",
+            **{name: repr(float(v)) for name, v in metrics.items()},
+        }
+        line = io.StringIO()
+        csv.DictWriter(line, self._columns, restval="").writerow(row)
+        append_bytes(self.path, line.getvalue().encode())
+
+    def sync(self) -> None:
+        """Force the rows to the disk."""
+        if self.path.is_file():
+            fsync_path(self.path)
+            fsync_path(self.path.parent)
+
+    def _read_header(self) -> list[str]:
+        if not self.path.is_file():
+            return []
+        with self.path.open(encoding="utf-8", newline="") as file:
+            header = next(csv.reader(file), [])
+        if header and header[:2] != ["step", "time"]:
+            raise DataError(
+                f"{self.path}: is no file of metrics (its columns are {', '.join(header[:5])}); name another"
+            )
+        return header
+
+    def _write_all_rows(self) -> None:
+        """The same rows under more columns."""
+        rows = []
+        if self.path.is_file():
+            with self.path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.DictReader(file))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+        make_folder(self.path.parent)
+        write_text_atomic(self.path, text.getvalue())

@@ -1,0 +1,146 @@
+"""Masking of secrets among an environment's options, wherever settings are stored or shown.
+
+An option is taken for a secret by its name (`api_key`, `hf_token`, `judgePassword`), and texts alone are masked:
+`max_tokens: 64` is none.
+
+Settings that differ from their defaults: what was set for a run, among the hundreds of settings that it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from rl_core.settings import Settings
+from tasks.config import dump_settings
+from tasks.config.settings import PipelineSettings, StagesSettings
+
+MASK = "***"
+_SECRET_WORDS = {
+    "key",
+    "apikey",
+    "token",
+    "password",
+    "passwd",
+    "passphrase",
+    "secret",
+    "credential",
+    "auth",
+}
+
+
+def mask_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain settings of a pipeline (`resolve`) with every text of a secret option replaced by ***."""
+    values = dict(settings)
+    environment = values.get("environment")
+    if isinstance(environment, Mapping) and isinstance(environment.get("options"), Mapping):
+        values["environment"] = {
+            **environment,
+            "options": _mask_texts(environment["options"], False),
+        }
+    return values
+
+
+def list_masked_keys(value: Any, prefix: str = "") -> list[str]:
+    """Dotted keys of plain settings at which a masked text stands."""
+    if isinstance(value, Mapping):
+        return [
+            key
+            for name, item in value.items()
+            for key in list_masked_keys(item, f"{prefix}{name}.")
+        ]
+    if isinstance(value, list | tuple):
+        return [
+            key
+            for index, item in enumerate(value)
+            for key in list_masked_keys(item, f"{prefix}{index}.")
+        ]
+    return [prefix.rstrip(".")] if value == MASK else []
+
+
+def _mask_texts(value: Any, hidden: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            name: _mask_texts(item, hidden or is_secret_option(str(name)))
+            for name, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_mask_texts(item, hidden) for item in value]
+    return MASK if hidden and isinstance(value, str) else value
+
+
+def is_secret_option(name: str) -> bool:
+    """True = an option of this name holds a secret."""
+    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
+    return any(
+        word.removesuffix("s") in _SECRET_WORDS or word in _SECRET_WORDS
+        for word in re.split(r"[^a-z]+", words)
+    )
+
+
+def non_default_settings(settings: Settings) -> dict[str, Any]:
+    """Settings that are not their defaults, as plain values nested as in a config; a stage of defaults alone is {}.
+
+    A default that depends on the model counts as set where it is not the one of a preset. A block that is off by
+    default (early_stop, lora, ...) is there with all that it holds.
+    """
+    return _collect_differing(settings, None)
+
+
+def _collect_differing(settings: Settings, reference: Settings | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        default = (
+            _read_field_default(field) if reference is None else getattr(reference, field.name)
+        )
+        is_same_kind = type(default) is type(value)
+        if isinstance(value, Settings) and (
+            is_same_kind or default is dataclasses.MISSING or _has_stages(settings)
+        ):
+            inner = _collect_differing(value, default if is_same_kind else None)
+            if inner or not is_same_kind:
+                found[field.name] = inner
+        elif value != default:
+            found[field.name] = dump_settings(value)
+    return found
+
+
+def _has_stages(settings: Settings) -> bool:
+    return isinstance(settings, StagesSettings)
+
+
+def collect_default_values() -> dict[str, Any]:
+    """Defaults of all settings, nested as in a config, as if it named every stage; what has no default is left out."""
+    return _collect_defaults(PipelineSettings)
+
+
+def _collect_defaults(cls: type[Settings]) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        default = _read_field_default(field)
+        kinds = [
+            kind
+            for kind in (hints[field.name], *typing.get_args(hints[field.name]))
+            if _is_settings_class(kind)
+        ]
+        is_stage = cls is StagesSettings and default is None
+        if kinds and (is_stage or default is dataclasses.MISSING):
+            found[field.name] = _collect_defaults(kinds[0])
+        elif default is not dataclasses.MISSING:
+            found[field.name] = dump_settings(default)
+    return found
+
+
+def _is_settings_class(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Settings)
+
+
+def _read_field_default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default

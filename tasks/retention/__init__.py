@@ -1,1 +1,0 @@
-"""Garbage collection: reachability graph and deletion plan."""

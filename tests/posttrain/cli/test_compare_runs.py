@@ -1,0 +1,56 @@
+"""Settings that differ between runs, also of different pipelines."""
+
+import pytest
+
+from posttrain.cli.run_comparison import find_setting_differences
+from rl_core.errors import DataError
+from tasks.tracking import RunRow, find_run
+
+
+def run(number, pipeline, **params):
+    return RunRow(
+        str(number),
+        f"run {number}",
+        "FINISHED",
+        0.0,
+        1.0,
+        None,
+        "",
+        {"pipeline": pipeline},
+        {},
+        params,
+    )
+
+
+def test_runs_of_different_pipelines_are_compared_with_each_other():
+    rows = [
+        run(1, "one", seed="0", epochs="3"),
+        run(2, "two", seed="0", epochs="4"),
+        run(3, "two", seed="0", epochs="4"),
+    ]
+    assert find_setting_differences(rows) == {
+        "1": {"epochs": "3"},
+        "2": {"epochs": "4"},
+        "3": {"epochs": "4"},
+    }
+    assert rows[0].tags == {"pipeline": "one"}
+
+
+def test_a_sweep_and_a_stage_are_no_unknown_runs():
+    kinds = [
+        ("1", "demo", {"kind": "pipeline"}),
+        ("2", "demo · sweep", {"kind": "sweep"}),
+        ("3", "sft", {"stage": "sft"}),
+    ]
+    rows = [
+        RunRow(key, name, "FINISHED", 0.0, 1.0, None, "", tags, {}, {}) for key, name, tags in kinds
+    ]
+    assert find_run(rows, "demo") is rows[0]
+    for name, said in (
+        ("2", "'2' is a sweep; name its trials"),
+        ("sft", "is a part of a run; name the whole run"),
+    ):
+        with pytest.raises(DataError, match=said):
+            find_run(rows, name)
+    with pytest.raises(DataError, match="no run 'dmo'; did you mean 'demo'"):
+        find_run(rows, "dmo")

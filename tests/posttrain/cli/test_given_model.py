@@ -1,0 +1,172 @@
+"""A model that a command names is looked up before anything starts."""
+
+import pytest
+import yaml
+
+from posttrain.cli import run_setup
+from posttrain.cli.main import main
+from posttrain.cli.model_references import refuse_missing_model
+from rl_core.errors import SettingsError
+from tasks.config import build_settings
+from tasks.tracking import ModelRegistry, Tracking
+
+
+@pytest.fixture
+def registered(tmp_path, monkeypatch):
+    """An output folder with one version of `demo`, the champion."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracking = Tracking(None, tmp_path)
+    client = tracking.store.client
+    client.create_registered_model("demo")
+    client.create_model_version("demo", str(tmp_path))
+    client.set_registered_model_alias("demo", "champion", "1")
+    return tmp_path
+
+
+def test_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    good = tmp_path / "sft" / "model"
+    good.mkdir(parents=True)
+    (good / "config.json").write_text("{}")
+    refuse_missing_model("sft/model", tmp_path, None)
+    for name, said in (
+        ("sft", "without a config.json, so it is no model; did you mean sft/model?"),
+        ("sft/modle", "did you mean 'model'?"),
+        ("sft/model/config.json", "is a file"),
+        ("./nowhere", "there is no such folder"),
+        ("a/b/c", "there is no such folder"),
+    ):
+        with pytest.raises(SettingsError) as caught:
+            refuse_missing_model(name, tmp_path, None)
+        assert said in str(caught.value), name
+
+
+def test_a_name_of_the_hub_that_cannot_be_asked(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+    with pytest.raises(SettingsError, match="no copy of a model of that name"):
+        refuse_missing_model("nobody/nothing-at-all", tmp_path, None)
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "0")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    with pytest.raises(SettingsError, match=r"does not answer \(ConnectionError\)"):
+        refuse_missing_model("nobody/nothing-at-all", tmp_path, None)
+
+
+def test_looking_for_a_registered_model_makes_no_database(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(SettingsError, match="models:/demo@champion: no model is registered yet"):
+        refuse_missing_model("models:/demo@champion", tmp_path, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_registered_model_of_another_name(tmp_path):
+    with pytest.raises(SettingsError, match="must be models:/NAME@ALIAS"):
+        refuse_missing_model("models:/demo", tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("models:/deno@champion", "no registered model 'deno' in sqlite:.*; did you mean 'demo'"),
+        (
+            "models:/demo@champon",
+            "'demo' has no version with alias 'champon'; did you mean 'champion'",
+        ),
+        ("models:/demo/7", "registered model 'demo' has no version 7; versions: 1"),
+        ("models:/deno/latest", "no registered model 'deno'"),
+    ],
+)
+def test_what_is_not_registered_is_said_without_mlflow_and_in_its_words(
+    registered, monkeypatch, asked, said
+):
+    tracking = Tracking(None, registered)
+    with pytest.raises(SettingsError, match=said) as by_store:
+        tracking.registry.find_version(asked)
+    monkeypatch.setattr(ModelRegistry, "find_version", lambda *_: pytest.fail("seconds of imports"))
+    with pytest.raises(SettingsError) as told:
+        refuse_missing_model(asked, registered, None)
+    assert str(told.value) == str(by_store.value)
+
+
+def test_what_is_registered_is_looked_up(registered):
+    for name in (
+        "models:/demo@champion",
+        "models:/demo/1",
+        "models:/demo/01",
+        "models:/demo/latest",
+    ):
+        refuse_missing_model(name, registered, None)
+
+
+def test_a_store_of_another_shape_is_left_to_mlflow(tmp_path, monkeypatch):
+    (tmp_path / "mlflow").mkdir()
+    (tmp_path / "mlflow" / "mlflow.db").write_bytes(b"no database")
+    asked = []
+    monkeypatch.setattr(ModelRegistry, "find_version", lambda _, name: asked.append(name))
+    refuse_missing_model("models:/demo@champion", tmp_path, None)
+    assert asked == ["models:/demo@champion"]
+
+
+MINE = "name: mine\nmodel: {path: nobody/nothing-at-all}\nstages:\n  prepare_data: {}\n  sft: {}\n  evaluate: {}\n"
+COMMANDS = {
+    "run": ["run"],
+    "stage": ["stage", "sft"],
+    "sweep": ["sweep", "--seeds", "2"],
+    "profile": ["profile"],
+    "verify-resume": ["verify-resume"],
+    "plan": ["plan"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_base_model_that_is_nowhere_is_refused_before_anything_starts(
+    tmp_path, monkeypatch, capsys, name
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name_of_step in ("prepare", "begin"):
+        monkeypatch.setattr(
+            run_setup, name_of_step, lambda *_, **__: pytest.fail("something was begun")
+        )
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
+    (tmp_path / "mine.yaml").write_text(MINE)
+    command, *more = COMMANDS[name]
+    config = [*more, "mine.yaml"] if command == "stage" else ["mine.yaml", *more]
+    assert main([command, *config]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "posttrain: model.path: nobody/nothing-at-all: there is no such folder, and no copy of"
+    )
+    assert said.count("\n") == 1 and sorted(path.name for path in tmp_path.iterdir()) == [
+        "mine.yaml"
+    ]
+
+
+def test_a_base_model_is_not_asked_for_once_a_stage_has_learned_from_it(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        run_setup, "refuse_unknown_models", lambda settings, *names: asked.extend(names)
+    )
+    settings = build_settings(
+        {**yaml.safe_load(MINE), "output": str(tmp_path)}, check_files=False, import_code=False
+    )
+    (tmp_path / "mine" / "stages").mkdir(parents=True)
+    for finished, expected in (
+        (["prepare_data"], ["nobody/nothing-at-all"]),
+        (["prepare_data", "sft"], []),
+    ):
+        monkeypatch.setattr(
+            "tasks.pipeline.changed_conditions.list_finished_stages",
+            lambda *_, finished=finished: finished,
+        )
+        asked.clear()
+        run_setup.refuse_unknown_base_model(settings)
+        assert asked == expected, finished

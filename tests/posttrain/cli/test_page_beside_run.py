@@ -1,0 +1,48 @@
+"""`posttrain run --monitor`: the page is there within the run, and gone with it."""
+
+import importlib.util
+import re
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from posttrain.cli import monitor_process
+from posttrain.cli.monitor_process import serve_monitor_page
+from posttrain.cli.parser import build_parser
+from rl_core.errors import SettingsError
+
+
+def test_nothing_is_started_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(monitor_process.subprocess, "Popen", None)
+    with serve_monitor_page(tmp_path / "out", False):
+        assert not (tmp_path / "out").exists()
+    assert build_parser().parse_args(["run", "demo"]).monitor is False
+    assert build_parser().parse_args(["run", "demo", "--monitor"]).monitor is True
+
+
+def test_without_gradio_it_is_said_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with (
+        pytest.raises(SettingsError, match=r"pip install 'posttrain\[monitor\]'"),
+        serve_monitor_page(tmp_path, True),
+    ):
+        raise AssertionError("the run began")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="needs posttrain[monitor]")
+def test_the_page_lives_as_long_as_the_run(tmp_path, capfd):
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    said = ""
+    with serve_monitor_page(tmp_path / "out", True):
+        deadline = time.monotonic() + 90
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", said)):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+            said += capfd.readouterr().err
+        with opener.open(found[0], timeout=10) as answer:
+            assert answer.status == 200
+    with pytest.raises(urllib.error.URLError):
+        opener.open(found[0], timeout=5)

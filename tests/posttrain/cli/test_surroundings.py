@@ -1,0 +1,179 @@
+"""A command in strange surroundings: streams closed or full, poor encodings, no folder, few files, wrong variables."""
+
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from helpers import ROOT
+
+from posttrain.cli import main as cli
+
+STAND_IN = """
+import os, resource, sys
+from posttrain.cli import main as cli
+from rl_core.errors import SettingsError
+from rl_core.storage.faults import fault
+def runs(arguments):
+    DOES
+    return 0
+cli.COMMANDS["runs"] = runs
+sys.exit(cli.main(["runs"]))
+"""
+
+
+def run(does, streams="", folder=None, **environment):
+    """`posttrain runs`, which does this, with its streams redirected by a shell."""
+    return subprocess.run(
+        ["bash", "-c", f'exec "$PYTHON" -c "$CODE" {streams}'],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTHON": sys.executable,
+            "CODE": STAND_IN.replace("DOES", does),
+            **environment,
+        },
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "utf-8"])
+def test_characters_that_a_terminal_lacks_are_printed_as_escapes(encoding):
+    done = run(r"print('demo \u00b7 \u2603 \ud800')", PYTHONIOENCODING=encoding)
+    wanted = "demo · ☃ \\ud800\n" if encoding == "utf-8" else "demo \\xb7 \\u2603 \\ud800\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, wanted, "")
+
+
+def test_output_that_the_disk_does_not_take_is_an_error_in_words():
+    done = run("print('x')", "> /dev/full", PYTHONUNBUFFERED="")
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == "posttrain: the output cannot be written: No space left on device; make room\n"
+    )
+
+
+def test_an_error_that_nobody_can_be_told_keeps_its_exit_code():
+    assert run("raise SettingsError('x')", "2> /dev/full").returncode == 2
+
+
+def test_files_never_get_the_numbers_of_closed_streams(tmp_path):
+    does = "f = open('f', 'w'); print('x'); print('y', file=sys.stderr); os.system('echo z'); f.write(str(f.fileno()))"
+    done = run(does, "<&- >&- 2>&-", tmp_path)
+    assert done.returncode == 0 and int((tmp_path / "f").read_text()) > 2
+
+
+def test_a_folder_that_was_removed_is_said(tmp_path):
+    (tmp_path / "gone").mkdir()
+    done = run("os.getcwd()", folder=tmp_path)
+    assert done.returncode == 0
+    done = run("os.chdir('gone'); os.rmdir('../gone'); os.getcwd()", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "posttrain: the current folder was removed; change to one that is there\n",
+    )
+
+
+def test_too_many_open_files_name_the_limit():
+    done = run(
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)); [os.pipe() for _ in range(20)]"
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "posttrain: Too many open files; raise the limit of open files (ulimit -n)\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("POSTTRAIN_FAULT", "garbage", "POSTTRAIN_FAULT: 'garbage' must read point:hit:action"),
+        ("POSTTRAIN_FAULT", "nope:1:kill", "POSTTRAIN_FAULT: unknown point 'nope'"),
+        (
+            "POSTTRAIN_FAULT_LOG",
+            "/nowhere/log",
+            "POSTTRAIN_FAULT_LOG: /nowhere/log cannot be written: No such file",
+        ),
+    ],
+)
+def test_a_wrong_plan_of_faults_is_an_error_of_the_command_not_of_an_import(variable, value, said):
+    done = run("fault('loop.step')", **{variable: value})
+    assert done.returncode == 2 and done.stderr.startswith(f"posttrain: {said}")
+
+
+def test_prefect_s_own_variables_are_refused_in_words():
+    does = "from prefect.settings import get_current_settings; get_current_settings()"
+    done = run(does, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS="abc")
+    assert (
+        done.returncode == 2
+        and "\nposttrain: Prefect refuses a variable PREFECT_..." in done.stderr
+    )
+    assert "startup_timeout_seconds" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_python_without_asserts_is_refused(level):
+    done = run("return 0", PYTHONOPTIMIZE=level)
+    assert done.returncode == 2 and "`python -O` (PYTHONOPTIMIZE) takes out checks" in done.stderr
+
+
+def test_ctrl_c_while_modules_are_imported_prints_no_traceback():
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'posttrain.cli.parser': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # these tests may run in the background
+        "from posttrain.cli.entry import command\n"
+        "sys.argv = ['posttrain', 'runs']\n"
+        "command()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_texts_of_models_and_environments_fit_a_terminal_and_are_harmless_to_it(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("TTY_COMPATIBLE", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    text = "it failed: \x1b[2J" + " word" * 40
+    monkeypatch.setattr(
+        "posttrain.cli.episode_replay.load_newest_run_settings", lambda output: None
+    )
+    monkeypatch.setattr(
+        "posttrain.cli.episode_replay.format_failed_episodes", lambda settings: text
+    )
+    monkeypatch.setattr(
+        "posttrain.cli.episode_replay.replay_recorded_episode", lambda *_, **__: (text, True)
+    )
+    monkeypatch.setattr(
+        "posttrain.cli.housekeeping.collect_garbage",
+        lambda *_, **__: SimpleNamespace(text=lambda: text),
+    )
+    monkeypatch.setattr("posttrain.cli.approvals.decide_approval", lambda *_, **__: text)
+    monkeypatch.setattr("posttrain.cli.run_comparison.compare_tracked_runs", lambda *_: {})
+    monkeypatch.setattr("posttrain.cli.run_comparison.format_comparison", lambda told: text)
+    for command in (
+        ["replay"],
+        ["replay", "policy/1/easy/2/0"],
+        ["gc"],
+        ["approve", "demo"],
+        ["compare", "a", "b"],
+    ):
+        assert cli.main(command) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "\\x1b[2J" in lines[0] and "\x1b" not in "".join(lines), command
+        assert max(map(len, lines)) <= 60 and len(lines) > 3, command

@@ -1,0 +1,179 @@
+"""Top of the live page: results, alarms, and settings that differ, by hand."""
+
+from types import SimpleNamespace
+
+from posttrain.monitor.charts import build_hint, build_metric_cell, find_label, format_metric_value
+from posttrain.monitor.overview_views import (
+    build_alarm_notes,
+    build_headline_tiles,
+    build_settings_diff_table,
+)
+from posttrain.monitor.runs import RunView, StageView
+from posttrain.monitor.series import MetricSeriesTable
+
+
+def stage(label, *, note="", **metrics):
+    table = MetricSeriesTable()
+    for name, values in metrics.items():
+        for step, value in enumerate(values, 1):
+            table.add_row(
+                {"step": step, "time": step * 1000, "metrics": {name.replace("__", "/"): value}}
+            )
+    return StageView(label, "finished", result=note, table=table)
+
+
+def run(*stages, status="finished", config=None):
+    return RunView("demo/x", "demo", "x", status, stages=list(stages), config=config or {})
+
+
+EVALUATED = stage("evaluate", eval__sft__success_rate=[0.5], eval__policy__success_rate=[0.75])
+
+
+def test_a_finished_run_shows_results_and_the_decision():
+    found = build_headline_tiles(
+        run(stage("sft"), stage("policy"), EVALUATED, stage("promote", note="version 2 promoted")),
+        None,
+    )
+    told = [(item["label"], item["value"], item["sub"]) for item in found["items"]]
+    assert told == [
+        ("sft", "50.0%", "success, held out"),
+        ("policy", "75.0%", "+25.0 points over sft"),
+        ("champion", "promoted", "version 2 promoted"),
+    ]
+    note = "version 2 of demo promoted: no champion yet; success 75% is at least 50%"
+    (decision,) = build_headline_tiles(
+        run(stage("sft"), EVALUATED, stage("promote", note=note)), None
+    )["items"][-1:]
+    assert (decision["sub"], decision["title"]) == (
+        "version 2 of demo promoted: no champion yet",
+        note,
+    )
+    for note in ("version 2 of demo not promoted: worse", "version 2 of demo rejected: worse"):
+        refused = build_headline_tiles(
+            run(stage("sft"), EVALUATED, stage("promote", note=note)), None
+        )
+        assert refused["items"][-1]["value"] == "not promoted"
+    asked = stage(
+        "promote",
+        note="version 2 of demo awaiting approval: no champion yet; success 75% is at least 50%",
+    )
+    waits = build_headline_tiles(run(stage("sft"), EVALUATED, asked, status="waiting"), None)[
+        "items"
+    ][-1]
+    assert waits["value"] == "waits for approval"
+    note = "version 2 of demo is the champion already (version 2 of demo promoted: approved by ada)"
+    again = build_headline_tiles(run(stage("sft"), EVALUATED, stage("promote", note=note)), None)
+    assert again["items"][-1]["value"] == "champion already"
+
+
+def test_a_run_that_trains_shows_success_its_change_reward_and_time():
+    rates = [0.25] * 10 + [0.5] * 10
+    policy = stage(
+        "policy", train__success_rate=rates, reward__mean=[1.0] * 20, train__loss=[3.0] * 20
+    )
+    policy.seconds_left = 75.0
+    found = build_headline_tiles(run(policy, status="running"), policy)
+    told = [(item["label"], item["value"], item["sub"]) for item in found["items"]]
+    assert told == [
+        ("success", "50.0%", "+25.0 points since the start"),
+        ("reward", "1.000", "+0 since the start"),
+        ("left in this stage", "1 min 15 s", ""),
+    ]
+    assert build_headline_tiles(run(status="running"), None) is None
+
+
+def test_a_kl_that_is_0_by_definition_makes_room_for_the_entropy():
+    def told(**metrics):
+        found = build_headline_tiles(
+            run(stage("policy"), status="running"), stage("policy", reward__mean=[1.0], **metrics)
+        )
+        return [(item["label"], item["value"]) for item in found["items"][1:]]
+
+    assert told(policy__update_kl=[0.0, 0.0], policy__entropy=[0.5, 0.5]) == [("entropy", "0.500")]
+    assert told(policy__update_kl=[0.0, 0.5], policy__entropy=[0.5, 0.5]) == [("KL", "0.250")]
+    assert told(policy__update_kl=[0.1], policy__ref_kl=[0.75], policy__entropy=[0.5]) == [
+        ("KL", "0.750")
+    ]
+
+
+def test_an_alarm_about_the_reward_is_seen_while_it_is_on():
+    (note,) = build_alarm_notes(run(stage("policy", reward__alarm=[0.0, 0.0, 1.0])))
+    assert note["tone"] == "bad" and "Since step 3" in note["lines"][1]
+    assert build_alarm_notes(run(stage("policy", reward__alarm=[0.0, 1.0, 0.0]))) == []
+    (note,) = build_alarm_notes(run(stage("policy", reward__alarm=[1.0, 0.0, 1.0, 1.0])))
+    assert "Since step 3 " in note["lines"][1]
+
+
+def test_conditions_of_alerts_are_seen_while_they_are_true():
+    conditions = {"policy/ref_kl": "> 0.5", "train/success_rate": "< 0.1", "policy/entropy": "> 9"}
+    config = {"tracking": {"alerts": conditions}}
+    kl = [0.1, 0.6, 0.75]
+    found = build_alarm_notes(
+        run(stage("policy", policy__ref_kl=kl, train__success_rate=[0.0, 0.2]), config=config)
+    )
+    assert [(note["tone"], *note["lines"]) for note in found] == [
+        (
+            "bad",
+            "Stage policy: KL to the reference is 0.750.",
+            "Since step 2 policy/ref_kl is > 0.5 (tracking.alerts).",
+        )
+    ]
+    nothing = stage("policy", policy__ref_kl=[0.6, 0.2])
+    assert (
+        build_alarm_notes(run(nothing, config=config)) == []
+        and build_alarm_notes(run(stage("policy", policy__ref_kl=kl))) == []
+    )
+
+
+def test_settings_of_compared_runs_that_differ():
+    one = run(config={"seed": 0, "output": "a", "stages": {"policy": {"lr": 0.1}, "sft": None}})
+    other = run(config={"seed": 0, "output": "b", "stages": {"policy": {"lr": 0.2}}})
+    pairs = [(one, SimpleNamespace()), (other, SimpleNamespace())]
+    assert build_settings_diff_table(pairs)["rows"] == [
+        ["stages.policy.lr", "0.1", "0.2"],
+        ["stages.sft", "None", "-"],
+    ]
+    assert (
+        build_settings_diff_table(pairs[:1]) is None
+        and build_settings_diff_table([pairs[0], pairs[0]]) is None
+    )
+
+
+def test_metrics_have_names_for_people_and_their_meaning_on_hover():
+    assert find_label("train/success_rate_by_level/very_hard") == "Success in training, very hard"
+    assert (
+        find_label("reward/learned") == "Reward, learned"
+        and find_label("reward/learned/score") == "reward/learned/score"
+    )
+    assert (
+        find_label("perf/reward_seconds") == "Time: reward"
+        and find_label("perf/step_seconds") == "Iteration"
+    )
+    assert build_hint("train/success_rate").startswith(
+        "train/success_rate: Rollouts of the iteration that the environment counts as solved."
+    )
+    assert "\nWorry: Near 0: nothing to learn from." in build_hint("reward/std")
+    assert build_hint("train/success_rate_by_level/easy").startswith(
+        "train/success_rate_by_level/easy: The same for one"
+    )
+    assert (
+        build_hint("reward/correlation/a") != build_hint("reward/a")
+        and build_hint("mine/x") == "mine/x"
+    )
+    assert (
+        build_metric_cell("mine/x") == "mine/x"
+        and build_metric_cell("reward/std")["t"] == "Spread of rewards"
+    )
+
+
+def test_shares_are_percentages_and_nothing_else_is():
+    shares = (
+        "train/success_rate",
+        "train/success_rate_by_level/easy",
+        "eval/policy/success_rate_low",
+        "tool/share/zoom",
+    )
+    assert [format_metric_value(name, 0.25) for name in shares] == ["25.0%"] * 4
+    assert [
+        format_metric_value(name, 0.25) for name in ("reward/mean", "policy/entropy", "mine/x")
+    ] == ["0.250"] * 3

@@ -1,0 +1,238 @@
+"""The live page in a real browser: six widths, light and dark, addresses that name a run and a tab."""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, chromium
+from helpers.monitor_runs import make_run
+
+from posttrain.monitor.charts import PageSelection
+from posttrain.monitor.reader import RunReader
+from rl_core.online.learning_folder import SERVICE_FILE
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium here"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("gradio") is None, reason="needs posttrain[monitor]"
+    ),
+]
+# Right edge of what is laid out, and the number of columns of charts. What lies in a box that scrolls by itself may be
+# wider.
+LAYOUT = """(() => {
+  const shown = [...document.querySelectorAll('.pt-header *, #pt-controls *, .pt-tabs *, .pt-panel *')]
+    .filter(e => e.offsetParent && !e.closest('.pt-scroll'));
+  const lefts = new Set([...document.querySelectorAll('.pt-panel .pt-chart')].filter(e => e.offsetParent)
+    .map(e => Math.round(e.getBoundingClientRect().left)));
+  const edge = Math.max(...shown.map(e => e.getBoundingClientRect().right));
+  return [edge, document.documentElement.scrollWidth, lefts.size];
+})()"""
+
+
+CONTROLS = "!!document.querySelector('#pt-controls input')"
+TOP = "Math.round(document.querySelector('.pt-tabs').getBoundingClientRect().top)"
+
+
+SERVER: list[int] = []  # the number of its process
+
+
+@contextlib.contextmanager
+def served(output, port):
+    """Address of the page of a folder, and the number of its process."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "posttrain.cli.main",
+            "monitor",
+            "--output",
+            str(output),
+            "--port",
+            str(port),
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process.stdout.readline().split()[1], process.pid
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    output = tmp_path_factory.mktemp("widths") / "out"
+    make_run(output, status="FINISHED")
+    with served(output, 18862) as (place, pid):
+        SERVER[:] = [pid]
+        yield place
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [420, 600, 768, 900, 1024, 1400])
+def test_nothing_is_cut_off(address, width, dark):
+    with chromium.Chromium(address, (width, 1000), dark) as page:
+        page.wait(f"document.querySelectorAll('.pt-panel .pt-chart svg').length > 1 && {CONTROLS}")
+        edge, whole, columns = page.run(LAYOUT)
+        assert edge <= width and whole <= width
+        assert (columns == 1) == (width <= 900)
+        assert page.errors == []
+
+
+@pytest.mark.timeout(600)
+def test_an_address_opens_a_tab_of_a_narrow_page(address):
+    with chromium.Chromium(f"{address}/?tab=online", (390, 844)) as page:
+        page.wait("!!document.querySelector('.pt-panel[data-tab=online] .pt-block')")
+        edge, whole, _ = page.run(LAYOUT)
+        assert max(edge, whole) <= 390 and page.run("location.search.includes('tab=online')")
+
+
+@pytest.mark.timeout(600)
+def test_a_command_with_a_long_path_fits_a_narrow_page(tmp_path):
+    service = (
+        tmp_path
+        / "a-folder-whose-name-is-longer-than-the-page-is-wide"
+        / "demo"
+        / "online"
+        / "version-2"
+    )
+    service.mkdir(parents=True)
+    (service / SERVICE_FILE).write_text('{"began": 1.0}')
+    with (
+        served(service.parents[2], 18864) as (address, _),
+        chromium.Chromium(f"{address}/?tab=online", (390, 844)) as page,
+    ):
+        page.wait("((document.body || {}).innerText || '').includes('posttrain online report')")
+        edge, whole, _ = page.run(LAYOUT)
+        assert max(edge, whole) <= 390
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("width", [420, 1400])
+def test_charts_wait_for_nothing_of_gradio_and_stay_where_they_are_when_its_controls_come(
+    address, width
+):
+    with chromium.Chromium("about:blank", (width, 1000)) as page:
+        page.call("Network.setBlockedURLs", urls=["*/assets/*", "*/static/*", "*/gradio_api/*"])
+        page.call("Page.navigate", url=address)
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg polyline').length > 1")
+        assert not page.run(CONTROLS)
+        alone = page.run(TOP)
+    with chromium.Chromium(address, (width, 1000)) as page:
+        page.wait(CONTROLS)
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg polyline').length > 1")
+        assert abs(page.run(TOP) - alone) <= 3
+
+
+@pytest.mark.timeout(600)
+def test_an_address_names_stage_metrics_and_average(address):
+    chosen = "tab=curves&stage=sft&metrics=train/loss&window=3"
+    with chromium.Chromium(f"{address}/?run=demo/2027-01-15-08-00-00&{chosen}") as page:
+        titles = "[...document.querySelectorAll('.pt-panel[data-tab=curves] .pt-title b')].map(e => e.dataset.metric).join()"
+        assert page.wait(f"{titles} == 'train/loss'")
+        found = page.run("Object.fromEntries(new URLSearchParams(location.search))")
+        assert found == {
+            "run": "demo/2027-01-15-08-00-00",
+            "stage": "sft",
+            "metrics": "train/loss",
+            "window": "3",
+            "tab": "curves",
+        }
+        assert page.errors == []
+
+
+SHORT = "const real = setTimeout; window.setTimeout = (f, ms, ...rest) => real(f, ms >= 20000 ? ms / 20 : ms, ...rest);"
+
+
+@pytest.mark.timeout(600)
+def test_a_server_that_keeps_a_question_without_an_answer_is_asked_again(address):
+    """As one that is stopped, or the far end of a tunnel that is gone: the connection stands and nothing comes."""
+    (pid,) = SERVER
+    with chromium.Chromium("about:blank", first=SHORT) as page:
+        page.call("Page.navigate", url=address)
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            page.wait("document.body.classList.contains('pt-lost')", 30)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert page.wait("!document.body.classList.contains('pt-lost')", 60)
+        assert page.errors == []
+
+
+@pytest.mark.timeout(600)
+def test_a_page_that_never_had_an_answer_says_so(address):
+    told = "getComputedStyle(document.querySelector('.pt-header'), '::before').content"
+    with chromium.Chromium("about:blank") as page:
+        page.call("Network.setBlockedURLs", urls=["*/view*"])
+        page.call("Page.navigate", url=address)
+        page.wait(f"document.querySelector('.pt-header') && {told}.includes('does not answer')")
+        page.call("Network.setBlockedURLs", urls=[])
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
+        assert "does not answer" not in page.run(told)
+
+
+def test_groups_of_metrics_are_offered_whatever_the_stage(tmp_path):
+    """A question that was under way while the stage changed may still name those of the stage before."""
+    from posttrain.monitor.page import _update_lists
+
+    make_run(tmp_path)
+    reader = RunReader(tmp_path)
+    offered = [_update_lists(reader, PageSelection(stage=stage))[3] for stage in ("sft", "policy")]
+    names = [[name for _, name in group.choices] for group in offered]
+    assert names[0] == names[1] == ["curriculum", "perf", "reward", "tool", "train"]
+    assert ("reward/ (0)", "reward") in offered[0].choices and ("reward/ (2)", "reward") in offered[
+        1
+    ].choices
+    assert offered[0].value == ["train"]
+
+
+@pytest.mark.timeout(600)
+def test_an_address_opens_its_tab_and_the_page_keeps_it(address):
+    with chromium.Chromium(f"{address}/?tab=curves") as page:
+        page.wait("!!document.querySelector('.pt-panel[data-tab=curves] .pt-block')")
+        assert page.wait("location.search.includes('tab=curves')")
+        page.run(
+            "[...document.querySelectorAll('button[role=tab]')].find(b => b.textContent.trim() == 'System').click()"
+        )
+        assert page.wait("location.search.includes('tab=system')")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("width", [420, 1400])
+def test_nothing_moves_when_runs_are_compared(tmp_path, width):
+    output = tmp_path / "out"
+    home = make_run(output, status="FINISHED")
+    for number in (1, 2):
+        shutil.copytree(home, output / f"a-pipeline-with-a-long-name-{number}")
+    run = "?run=demo/2027-01-15-08-00-00"
+    with (
+        served(output, 18863) as (address, _),
+        chromium.Chromium(f"{address}/{run}", (width, 1000)) as page,
+    ):
+        page.wait(CONTROLS)
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
+        alone = page.run(TOP)
+        others = ",".join(
+            f"a-pipeline-with-a-long-name-{number}/2027-01-15-08-00-00" for number in (1, 2)
+        )
+        page.call("Page.navigate", url=f"{address}/{run}&compare={others}")
+        page.wait("document.querySelectorAll('#pt-controls .token').length == 2")
+        page.wait("document.querySelectorAll('.pt-panel .pt-chart svg').length > 1")
+        assert page.run(TOP) == alone
+        assert page.run(
+            "[...document.querySelectorAll('#pt-controls .token')].every(e => e.offsetWidth >= 90)"
+        )

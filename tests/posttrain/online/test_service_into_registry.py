@@ -1,0 +1,184 @@
+"""From a service into the registry: consolidation of its live snapshot with approval, retraining on its buffer."""
+
+import json
+import threading
+
+import pytest
+from helpers import ROOT
+from helpers.serving import make_folder_of_model
+from helpers.waiting import wait_for
+
+from posttrain.cli.main import main
+from rl_core.environments import make_environment
+from rl_core.inference.serving_requests import ServedAnswer
+from rl_core.models.trainable_weights import collect_trainable_weights
+from rl_core.online.build_worker import BUFFER_FOLDER, SNAPSHOTS_FOLDER
+from rl_core.online.canary_gate import is_canary
+from rl_core.online.experience_writer import ExperienceWriter
+from rl_core.online.learning_folder import LearningFolder, build_pipeline_settings
+from rl_core.online.weight_snapshots import WeightSnapshots
+from rl_core.settings import EnvironmentSettings, ModelSettings, OnlineLabelSettings, OnlineSettings
+from rl_core.types import Rollout, Trajectory, Turn
+from tasks.config import load_settings
+from tasks.lifecycle.approval import answer_request, list_approval_requests
+from tasks.tracking import Tracking
+
+CONFIG = ROOT / "configs/test.yaml"
+GRID = EnvironmentSettings(name="pixel_grid")
+TRUSTING = OnlineSettings(labels=OnlineLabelSettings(use_consensus=False, trust_environment=True))
+
+
+def service(tmp_path, online=TRUSTING):
+    """The folder of a service that began with a model of random weights, and its settings."""
+    model = make_folder_of_model(tmp_path / "model")
+    folder = LearningFolder.open_or_create(
+        tmp_path / "out/test/online/model-a", model, {"name": "test"}
+    )
+    settings = build_pipeline_settings(online, GRID, ModelSettings(device="cpu"), folder.path)
+    folder.write_settings(settings)
+    return folder, settings
+
+
+def publish(folder, settings, version, scale):
+    from rl_core.api.policy import load_policy
+
+    snapshots = WeightSnapshots(folder.path / SNAPSHOTS_FOLDER)
+    weights = collect_trainable_weights(load_policy(settings.model).model, copy=True)
+    facts = {"updates": version, "first_record": 3, "last_record": 7, "last_digest": "ab"}
+    snapshots.publish_snapshot(
+        version, {name: tensor * scale for name, tensor in weights.items()}, facts
+    )
+    snapshots.set_live_version(version)
+
+
+def right_episodes(folder, settings, seeds):
+    """Episodes into the buffer that were answered right at once."""
+    place = make_environment("pixel_grid", None)
+    with ExperienceWriter(folder.path / BUFFER_FOLDER, settings, place) as log:
+        for seed in seeds:
+            said = place.episode(seed=seed, level="easy").target
+            trajectory = Trajectory(
+                "pixel_grid",
+                "easy",
+                "colour",
+                seed,
+                "p",
+                said,
+                [Turn(f"answer {said}", num_tokens=2)],
+                answer=said,
+                success=True,
+                reward=1.0,
+                rewards={"task": 1.0},
+            )
+            log.record_answers(
+                [
+                    ServedAnswer(
+                        answer_id=f"r{seed}",
+                        choice=0,
+                        policy_version=0,
+                        prompt_ids=[1, 2],
+                        completion_ids=[4, 5],
+                        text=said,
+                        temperature=1.0,
+                        sampler_logprobs=[-0.5, -0.5],
+                        finish_reason="stop",
+                        rollout=Rollout([1, 2], [4, 5], [True, True], [-0.5, -0.5], trajectory),
+                    )
+                ]
+            )
+
+
+def overrides(tmp_path, *more):
+    null = [f"stages.{stage}=null" for stage in ("reward_model", "policy", "analyze")]
+    return [f"output={tmp_path / 'out'}", *null, *more]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_went_live_waits_for_a_person_and_is_registered_with_its_lineage(
+    prefect_api, tmp_path
+):
+    from flows.consolidate import run_consolidation
+
+    folder, settings = service(tmp_path)
+    publish(folder, settings, 0, 1.0), publish(folder, settings, 10, 0.9)
+    tracking = Tracking(None, tmp_path / "out", "test")
+    decided = []
+
+    def person(says_yes):
+        (request,) = wait_for(
+            lambda: [r for r in list_approval_requests(tracking) if r.is_waiting],
+            "a question",
+            300,
+            every=0.5,
+        )
+        decided.append(
+            answer_request(
+                tracking, request, approve=says_yes, answered_by="ada", note="read"
+            ).state
+        )
+
+    def consolidate(says_yes=None):
+        asked = overrides(
+            tmp_path,
+            "stages.promote.approve=manual",
+            "stages.promote.min_gain=-1",
+            "stages.prepare_data.num_demonstrations=40",
+        )
+        thread = threading.Thread(target=person, args=(says_yes,), daemon=True)
+        if says_yes is not None:
+            thread.start()
+        found = run_consolidation(load_settings(CONFIG, asked), quiet=True)
+        if says_yes is not None:
+            thread.join(30)
+        return found
+
+    assert consolidate(says_yes=True).status == "promoted"
+    champion = tracking.find_champion("test")
+    assert champion.tags["approval.by"] == "ada" and champion.tags["online.snapshot"] == "10"
+    assert champion.tags["online.records"] == "3-7" and champion.tags["online.service"] == str(
+        folder.path
+    )
+    skipped = consolidate()  # nobody is asked twice about the same weights
+    assert skipped.status == "skipped" and "registered already" in skipped.message
+    publish(folder, settings, 20, 0.8)
+    refused = consolidate(says_yes=False)
+    assert (refused.status, decided) == ("rejected", ["approved", "rejected"])
+    assert tracking.find_champion("test").version == champion.version
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_retraining_takes_the_buffer_as_its_new_data(prefect_api, tmp_path):
+    from flows.retrain import run_retraining
+
+    folder, settings = service(tmp_path)
+    place = make_environment("pixel_grid", None)
+    seeds = [seed for seed in range(400) if not is_canary(place, "easy", seed)]
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "served ü.jsonl"
+
+    def export():
+        assert (
+            main(["online", "export", str(folder.path / "online.yaml"), "--output", str(file)]) == 0
+        )
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    def retrain(**named):
+        data = f"stages.prepare_data={{demonstrations: {tmp_path / 'data'}}}"
+        asked = overrides(tmp_path, data, "stages.sft.max_steps=2", "stages.promote.min_gain=-1")
+        return run_retraining(load_settings(CONFIG, asked), quiet=True, **named)
+
+    right_episodes(folder, settings, seeds[:30])
+    assert len(export()) == 30
+    assert retrain().status == "promoted"
+    assert "nothing is new since champion version 1" in retrain().message
+    right_episodes(
+        folder, settings, seeds[30:40]
+    )  # the service went on, and its buffer is exported again
+    rows = export()
+    assert len(rows) == 40 and rows[-1]["messages"][-1]["role"] == "assistant"
+    assert retrain(reason="served").status == "promoted"
+    champion = Tracking(None, tmp_path / "out", "test").find_champion("test")
+    assert champion.version == 2 and champion.tags["base_model"] == "models:/test/1"
+    assert json.loads(champion.tags["data.demonstrations"])["files"][file.name]["rows"] == 40

@@ -1,0 +1,88 @@
+"""`--database postgresql://...` against a real PostgreSQL that the test starts."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.postgres import missing, postgres
+
+from posttrain.operations.database import prepare_databases
+from rl_core.errors import BackendError, SettingsError
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@pytest.fixture(scope="module")
+def server():
+    with postgres() as address:
+        yield address
+
+
+def names(server: str) -> set[str]:
+    import psycopg2
+
+    connection = psycopg2.connect(f"postgresql://{server}/postgres")
+    with connection, connection.cursor() as cursor:
+        cursor.execute("select datname from pg_database")
+        found = {row[0] for row in cursor.fetchall()}
+    connection.close()
+    return found
+
+
+def test_both_databases_are_made_once(server):
+    found = prepare_databases(f"postgresql://{server}/team")
+    assert found.prefect == f"postgresql+asyncpg://{server}/team_prefect"
+    assert found.mlflow == f"postgresql+psycopg2://{server}/team_mlflow"
+    assert {"team_prefect", "team_mlflow"} <= names(server)
+    assert prepare_databases(f"postgresql://{server}/team") == found  # they are there already
+
+
+def test_the_addresses_work_with_the_servers_drivers(server):
+    import asyncio
+
+    import sqlalchemy
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    found = prepare_databases(f"postgresql://{server}/team?sslmode=disable")
+    with sqlalchemy.create_engine(found.mlflow).connect() as connection:
+        assert (
+            connection.execute(sqlalchemy.text("select current_database()")).scalar()
+            == "team_mlflow"
+        )
+
+    async def ask():
+        engine = create_async_engine(found.prefect)
+        async with engine.connect() as connection:
+            name = (await connection.execute(sqlalchemy.text("select current_database()"))).scalar()
+        await engine.dispose()
+        return name
+
+    assert asyncio.run(ask()) == "team_prefect"
+
+
+def test_a_wrong_password_says_so_and_is_not_repeated(server):
+    with pytest.raises(SettingsError, match="refuses the login") as caught:
+        prepare_databases(f"postgresql://team:wrong-secret@{server.rpartition('@')[2]}/team")
+    assert "wrong-secret" not in str(caught.value) and "check user and password" in str(
+        caught.value
+    )
+
+
+def test_a_user_who_may_not_create_gets_the_command_for_one_who_may(server):
+    import psycopg2
+
+    connection = psycopg2.connect(f"postgresql://{server}/postgres")
+    connection.autocommit = True
+    connection.cursor().execute("create role guest login password 'guest'")
+    connection.close()
+    with pytest.raises(
+        SettingsError, match=r'permission denied .* create database "other_prefect" owner "guest"'
+    ):
+        prepare_databases(f"postgresql://guest:guest@{server.rpartition('@')[2]}/other")
+
+
+def test_nobody_at_the_port():
+    with pytest.raises(
+        BackendError,
+        match=r"PostgreSQL at 127\.0\.0\.1:9 does not answer.*pg_isready -h 127\.0\.0\.1 -p 9",
+    ):
+        prepare_databases("postgresql://team@127.0.0.1:9/team")

@@ -1,0 +1,183 @@
+"""Process identity; a keeper leaves nothing of its server behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.waiting import wait_for
+
+from posttrain.operations.processes import (
+    MARK_VARIABLE,
+    ProcessId,
+    check_port,
+    describe_port_holder,
+    find_marked_processes,
+    format_mark,
+    is_port_free,
+    spawn_server,
+    terminate_marked,
+)
+from posttrain.operations.subreaper import list_descendants
+from rl_core.errors import SettingsError
+
+# A server with a child in a session of its own, as a worker has: prints both ids.
+SERVER = """
+import os, subprocess, sys, time
+code = "import signal, sys, time\\n" + sys.argv[1] + "\\nprint('ready', flush=True)\\ntime.sleep(100)"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(os.getpid(), child.pid, flush=True)
+"""
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+def ids_in(log: Path) -> list[ProcessId]:
+    """The process ids that a SERVER printed."""
+
+    def read():
+        lines = log.read_text().splitlines()
+        return len(lines) > 1 and lines[-1].split()
+
+    return [process for pid in wait_for(read) if (process := ProcessId.from_pid(int(pid)))]
+
+
+def keep(
+    tmp_path: Path, then: str, child: str = "pass", **seconds
+) -> tuple[subprocess.Popen, list[ProcessId]]:
+    command = [sys.executable, "-c", SERVER + then, child]
+    keeper = spawn_server(command, dict(os.environ), tmp_path, tmp_path / "log", **seconds)
+    ids = ids_in(tmp_path / "log")
+    assert len(ids) == 2 and all(process.is_alive for process in ids)
+    return keeper, ids
+
+
+def test_a_process_is_its_number_and_its_start():
+    own = ProcessId.from_pid(os.getpid())
+    assert own is not None and own.pid == os.getpid() and own.is_alive
+    reused = dataclasses.replace(own, started=own.started - 1)
+    assert not reused.is_alive
+    assert not reused.send_signal(signal.SIGKILL)  # or this test would not go on
+    assert not dataclasses.replace(own, boot="another").is_alive
+
+
+def test_a_process_that_waits_to_be_reaped_is_gone():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    wait_for(lambda: ProcessId.from_pid(child.pid) is None)
+    child.wait()
+
+
+def test_sigterm_to_the_keeper_ends_a_child_in_another_session(tmp_path):
+    keeper, ids = keep(tmp_path, "time.sleep(100)", soft=0.1)
+    assert {process.pid for process in ids} <= set(list_descendants(keeper.pid))
+    keeper.terminate()
+    assert keeper.wait(30) == 128 + signal.SIGTERM
+    assert not any(process.is_alive for process in ids)
+
+
+def test_what_ignores_sigterm_is_killed(tmp_path):
+    keeper, ids = keep(tmp_path, "time.sleep(100)", STUBBORN, soft=0.1, grace=0.5)
+    keeper.terminate()
+    keeper.wait(30)
+    assert not any(process.is_alive for process in ids)
+
+
+def test_children_first_while_the_server_lives(tmp_path):
+    """The server writes down when it is told; its child, told first, takes half a second to save."""
+    then = (
+        "import signal\ndef told(*a): print('told', child.poll(), flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, told)\n"
+        "while True: time.sleep(0.1); child.poll()"
+    )
+    saving = "signal.signal(signal.SIGTERM, lambda *a: (time.sleep(0.5), sys.exit(5)))"
+    keeper, _ = keep(tmp_path, then, saving, lead=60.0, soft=60.0, grace=60.0)
+    keeper.terminate()
+    assert keeper.wait(60) == 0
+    assert (tmp_path / "log").read_text().splitlines()[-1] == "told 5"
+
+
+def test_a_second_sigterm_does_not_wait(tmp_path):
+    keeper, ids = keep(tmp_path, "time.sleep(100)", STUBBORN, soft=1000.0, grace=1000.0)
+    keeper.terminate()
+    wait_for(lambda: not ids[0].is_alive)
+    keeper.terminate()
+    keeper.wait(30)
+    assert not any(process.is_alive for process in ids)
+
+
+def test_a_server_that_ends_takes_what_it_started_along(tmp_path):
+    keeper, ids = keep(tmp_path, "sys.stdout.flush(); time.sleep(0.5); sys.exit(7)")
+    assert keeper.wait(30) == 7
+    assert not any(process.is_alive for process in ids)
+
+
+def test_sigkill_of_the_supervisor_ends_everything(tmp_path):
+    code = (
+        "import os, sys, time; from pathlib import Path; from posttrain.operations.processes import spawn\n"
+        "spawn([sys.executable, '-c', sys.argv[1], 'pass'], dict(os.environ), Path(sys.argv[2]), "
+        "Path(sys.argv[2]) / 'log', soft=0.1)\ntime.sleep(100)"
+    )
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", code, SERVER + "time.sleep(100)", str(tmp_path)]
+    )
+    wait_for((tmp_path / "log").exists)
+    ids = ids_in(tmp_path / "log")
+    supervisor.kill()
+    supervisor.wait()
+    wait_for(lambda: not any(process.is_alive for process in ids))
+
+
+def test_leftovers_are_found_by_their_mark_and_ended(tmp_path):
+    mark, other = format_mark(tmp_path / "one"), format_mark(tmp_path / "two")
+    assert mark != other
+    server = format_mark(tmp_path / "one", "worker")
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, MARK_VARIABLE: value},
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for value in (server, other)
+    ]
+    try:
+        for child in children:
+            assert child.stdout is not None and child.stdout.readline() == b"1\n"
+        assert [process.pid for process in find_marked_processes(mark)] == [children[0].pid]
+        assert [process.pid for process in find_marked_processes(server)] == [children[0].pid]
+        assert find_marked_processes(format_mark(tmp_path / "one", "prefect")) == []
+        assert terminate_marked(mark, grace=0.2) == [children[0].pid]
+        assert children[0].wait(10) == -signal.SIGKILL and children[1].poll() is None
+        assert find_marked_processes(mark) == [] and terminate_marked(mark, grace=0.2) == []
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def test_a_taken_port_names_its_holder_and_the_option():
+    code = (
+        "import socket, time; server = socket.create_server(('127.0.0.1', 0))\n"
+        "print(server.getsockname()[1], flush=True); time.sleep(100)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        port = int(child.stdout.readline())
+        assert not is_port_free(port)
+        with pytest.raises(
+            SettingsError, match=rf"port {port}, .* process {child.pid} \(.*--prefect-port"
+        ):
+            check_port(port, "the prefect server", "--prefect-port")
+    finally:
+        child.kill()
+        child.wait()
+    assert is_port_free(port)
+    check_port(port, "the prefect server", "--prefect-port")
+    assert describe_port_holder(port) == "a process of another user or container"

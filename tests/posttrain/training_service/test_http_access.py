@@ -1,0 +1,533 @@
+"""Keys, foreign things, limits, hostile bodies, waiting: without a worker, so that nothing is ever computed."""
+
+import asyncio
+import dataclasses
+import json
+import re
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pyarrow as pa
+import pytest
+from helpers.service import random_data
+from helpers.service_clients import loss, sample
+from helpers.service_http import ADDRESS, running_service
+
+from posttrain.training_service.http import result_waiter
+from posttrain.training_service.paths import TinkerPath
+from posttrain.training_service.store import ResultBody
+from rl_core.errors import BackendError
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def started(idle):
+    """(session, run) of a service that computes nothing."""
+    session = idle.session()
+    body = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": "base",
+        "lora_config": {"rank": 4},
+    }
+    return session, idle.post("create_model", body)["model_id"]
+
+
+def other_key(service, **limits):
+    _, secret = service.store.create_key("other", **limits)
+    return {"X-API-Key": secret}
+
+
+def test_requests_without_a_valid_key_are_refused(idle):
+    for headers in ({"X-API-Key": ""}, {"X-API-Key": "tml-unknown"}):
+        found = idle.post("client/config", status=401, headers=headers)
+        assert "posttrain service key create" in found["detail"]
+    assert idle.post("client/config")["parallel_fwdbwd_chunks"] is False
+    assert idle.call("GET", "healthz", headers={"X-API-Key": ""}) == {"status": "ok"}
+    assert idle.store.keys()[0].key_id == idle.call("GET", "auth/apikey/me")["key_id"]
+    headers = other_key(idle)
+    idle.post("client/config", headers=headers)
+    idle.call("DELETE", "auth/apikey/me", headers=headers, status=204)
+    time.sleep(2.1)  # for which a key is believed
+    idle.post("client/config", headers=headers, status=401)
+
+
+def test_secrets_of_keys_are_nowhere_in_the_folder(idle):
+    secret = idle.client.headers["x-api-key"]
+    idle.session()
+    held = [path.read_bytes() for path in idle.folder.rglob("*") if path.is_file()]
+    assert len(held) > 1 and not any(
+        secret.encode() in data or secret[4:].encode() in data for data in held
+    )
+
+
+def test_foreign_things_are_refused(idle, started):
+    session, run = started
+    path = TinkerPath(run, "weights", "a")
+    idle.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"})
+    headers, own = other_key(idle), {}
+    own["session"] = idle.post("create_session", {}, headers=headers)["session_id"]
+    posts = {
+        "session_heartbeat": {"session_id": session},
+        "create_model": {"session_id": session, "model_seq_id": 1, "base_model": "base"},
+        "get_info": {"model_id": run},
+        "optim_step": {"model_id": run, "seq_id": 1, "adam_params": {}},
+        "save_weights": {"model_id": run, "seq_id": 1},
+        "save_weights_for_sampler": {"model_id": run, "seq_id": 1, "path": "x"},
+        "save_weights_external": {"model_id": run, "seq_id": 1, "path": "x"},
+        "load_weights": {"model_id": run, "seq_id": 1, "path": str(path)},
+        "create_sampling_session": {
+            "session_id": session,
+            "sampling_session_seq_id": 0,
+            "base_model": "base",
+        },
+        "asample": {
+            "sampling_session_id": f"{session}:sample:0",
+            "seq_id": 0,
+            "prompt": {"chunks": []},
+        },
+        "retrieve_futures": {"target": {"sampling_session_id": f"{session}:sample:0"}},
+        f"sessions/{session}/finish": {},
+    }
+    for route, body in posts.items():
+        assert "another API key" in idle.post(route, body, headers=headers, status=403)["detail"], (
+            route
+        )
+    sent = {**headers, "content-type": "application/x-protobuf"}
+    payload = loss(run, 1, random_data(1)).payload
+    idle.call("POST", "forward_backward", content=payload, headers=sent, status=403)
+    for route in (
+        f"training_runs/{run}",
+        f"training_runs/{run}/checkpoints",
+        f"sessions/{session}",
+    ):
+        idle.call("GET", route, headers=headers, status=403)
+    assert idle.client.get(f"/runs/{run}/queue/stats", headers=headers).status_code == 403
+    (mine,) = [one for one in idle.store.list_requests(run) if one.kind == "save_weights"]
+    for route in ("retrieve_future", "cancel_future"):
+        idle.post(route, {"request_id": mine.request_id}, headers=headers, status=403)
+    assert idle.call("GET", "training_runs", headers=headers)["training_runs"] == []
+    assert idle.call("GET", "sessions", headers=headers)["sessions"] == [own["session"]]
+
+
+def test_what_does_not_exist_is_404(idle, started):
+    session, _ = started
+    assert (
+        "did you mean 'base'?"
+        in idle.post(
+            "create_model",
+            {"session_id": session, "model_seq_id": 5, "base_model": "bas"},
+            status=404,
+        )["detail"]
+    )
+    idle.post("get_info", {"model_id": f"{session}:train:9"}, status=404)
+    idle.post("get_info", {"model_id": "nothing:train:9"}, status=404)
+    idle.post("retrieve_future", {"request_id": "r-nothing"}, status=410)
+    idle.call("GET", "samplers/nothing:sample:0", status=404)
+    for path in ("billing/usage/events", "auth/token", "unload_model", "create_custom_loss"):
+        assert "is not served here" in idle.post(path, status=404)["detail"]
+
+
+def test_a_repeated_number_is_the_same_promise_and_another_payload_an_error(idle, started):
+    _, run = started
+    late = idle.forward_backward(run, 2, random_data(2))  # chunks may come in any order
+    first = idle.forward_backward(run, 1, random_data(1))
+    assert idle.forward_backward(run, 1, random_data(1)) == first != late
+    assert "was used before" in idle.forward_backward(run, 1, random_data(3), status=422)["detail"]
+    body = {
+        "session_id": run[:32],
+        "model_seq_id": 0,
+        "base_model": "base",
+        "lora_config": {"rank": 8},
+    }
+    idle.post("create_model", body, status=422)
+
+
+def test_a_result_is_waited_for(idle, started):
+    _, run = started
+    promise = idle.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
+    began = time.monotonic()
+    found = idle.post("retrieve_future", promise, status=408)
+    assert (
+        found == {"type": "try_again", "queue_state": "active"} and time.monotonic() - began >= 0.2
+    )
+    answer = ResultBody(b'{"metrics": {}}', "json")
+    object.__setattr__(idle.settings.server, "poll_seconds", 30.0)
+    later = threading.Timer(0.3, lambda: idle.store.finish([(promise["request_id"], answer)]))
+    later.start()
+    assert idle.post("retrieve_future", promise) == {"metrics": {}}
+    later.join()
+
+
+def test_a_thousand_idle_polls_cost_no_look_and_hold_nobody_up(idle, started):
+    """While they are held, the store is looked at by one thread for all; other calls come through; one result wakes
+    its own polls, and is read once for all of them; the others are told to come again."""
+    _, run = started
+    object.__setattr__(idle.settings.server, "poll_seconds", 60.0)
+    promises = [
+        idle.post("optim_step", {"model_id": run, "seq_id": 1 + n, "adam_params": {}})
+        for n in range(4)
+    ]
+    room, looks = idle.client.app.app.state.server.room, []
+    result, results = idle.store.result, idle.store.results
+    idle.store.result = lambda request_id: looks.append(request_id) or result(request_id)
+    idle.store.results = lambda ids: looks.append(list(ids)) or results(ids)
+
+    async def poll():
+        transport = httpx.ASGITransport(app=idle.client.app)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            transport=transport, base_url=ADDRESS, timeout=60, limits=limits
+        ) as client:
+
+            async def send(path, body):
+                return await client.post(
+                    f"/api/v1/{path}", json=body, headers=dict(idle.client.headers)
+                )
+
+            polls = [
+                asyncio.create_task(send("retrieve_future", promises[n % 4])) for n in range(1000)
+            ]
+            while len(room) < 1000:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            assert (await send("client/config", {})).status_code == 200
+            assert looks == [] and not any(poll.done() for poll in polls)
+            idle.store.finish([(promises[1]["request_id"], ResultBody(b'{"metrics": {}}', "json"))])
+            answered = await asyncio.gather(*polls[1::4])
+            assert not any(poll.done() for poll in polls[0::4]) and looks == [
+                [promises[1]["request_id"]]
+            ]
+            room.close()  # the server ends: the others need not wait for their time
+            return answered, await asyncio.gather(*polls[0::4], *polls[2::4], *polls[3::4])
+
+    answered, others = idle.client.portal.call(poll)
+    assert {found.text for found in answered} == {'{"metrics": {}}'} and len(answered) == 250
+    assert {found.status_code for found in others} == {408} and len(others) == 750
+
+
+def test_nobody_is_told_what_the_disk_has_not_taken(idle, started):
+    """A promise, a result and a list of results: 503 while the disk refuses, and the same request again is answered."""
+    session, run = started
+    sampler = idle.post(
+        "create_sampling_session",
+        {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"},
+    )["sampling_session_id"]
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "prompt": {"chunks": [{"tokens": [3]}]},
+        "sampling_params": {},
+    }
+    promise = idle.post("asample", body)
+    target = {"target": {"type": "sampling_session", "sampling_session_id": sampler}, "timeout": 0}
+
+    def refuse():
+        raise BackendError("the service's store: the disk fails")
+
+    idle.store.sync = refuse
+    idle.store.finish([(promise["request_id"], ResultBody(b"{}", "json"))], synced=False)
+    step = {"model_id": run, "seq_id": 1, "adam_params": {}}
+    for _ in range(2):
+        assert "the disk fails" in idle.post("optim_step", step, status=503)["detail"]
+        assert "the disk fails" in idle.post("retrieve_future", promise, status=503)["detail"]
+        assert "the disk fails" in idle.post("retrieve_futures", target, status=503)["detail"]
+    del idle.store.sync
+    assert idle.post("retrieve_future", promise) == {}
+    assert [one["request_id"] for one in idle.post("retrieve_futures", target)["completions"]] == [
+        promise["request_id"]
+    ]
+    assert (
+        idle.post("optim_step", step)["model_id"] == run and len(idle.store.requests_of(run)) == 2
+    )
+
+
+def test_a_fetched_result_is_held_until_it_is_forgotten(idle, started):
+    _, run = started
+    promise = idle.forward_backward(run, 1, random_data(1))
+    idle.store.finish([(promise["request_id"], ResultBody(b"1", "protobuf"))])
+    looks, result = [], idle.store.result
+    idle.store.result = lambda request_id: looks.append(request_id) or result(request_id)
+    assert [idle.post("retrieve_future", promise) for _ in range(3)] == [b"1"] * 3 and len(
+        looks
+    ) <= 1
+    server = idle.client.app.app.state.server
+    idle.client.portal.call(server.forget, [promise["request_id"]])
+    idle.post("retrieve_future", promise, status=410)
+
+
+def test_numbers_that_the_store_cannot_hold_are_the_callers_fault(idle, started):
+    session, run = started
+    target = {
+        "type": "sampling_session",
+        "sampling_session_id": f"{session}:sample:0",
+        "cloned_sampler_id": 1 << 62,
+    }
+    assert (
+        "cloned_sampler_id"
+        in idle.post("retrieve_futures", {"target": target, "timeout": 0}, status=422)["detail"]
+    )
+    for path in ("runs", f"runs/{run}/requests"):
+        assert idle.client.get(f"/{path}", params={"offset": 10**30}).status_code == 422
+
+
+def test_a_result_that_could_not_be_read_at_first_is_told_later(idle, started, monkeypatch):
+    """Its end is seen once alone: who waits for it would wait for ever."""
+    monkeypatch.setattr(result_waiter, "RETRY_SECONDS", 0.01)
+    object.__setattr__(idle.settings.server, "poll_seconds", 30.0)
+    _, run = started
+    promise = idle.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
+    results, faults = idle.store.results, [BackendError("the service's store: disk I/O error")]
+    idle.store.results = lambda ids: results(ids) if not faults else raise_(faults.pop())
+    answer = ResultBody(b'{"metrics": {}}', "json")
+    later = threading.Timer(0.1, lambda: idle.store.finish([(promise["request_id"], answer)]))
+    later.start()
+    assert idle.post("retrieve_future", promise) == {"metrics": {}} and not faults
+    later.join()
+
+
+def raise_(error):
+    raise error
+
+
+def test_a_result_whose_end_was_missed_is_found_by_the_second_poll(idle, started):
+    """Such as one that has expired since, while nobody asked for anything."""
+    _, run = started
+    promise = idle.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
+    idle.client.app.app.state.server.room._cursor = 1 << 40
+    idle.store.finish([(promise["request_id"], ResultBody(b'{"metrics": {}}', "json"))])
+    idle.post("retrieve_future", promise, status=408)
+    assert idle.post("retrieve_future", promise) == {"metrics": {}}
+
+
+def test_requests_that_come_together_are_accepted_whatever_their_number_and_whatever_one_of_them_holds(
+    idle, started
+):
+    """A statement names all of a batch; a value that the database does not take is the fault of one of them."""
+    server, (session, _) = idle.client.app.app.state.server, started
+    accept, sizes = idle.store.accept_batch, []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def accept_together(batch):
+        begun.set()
+        go_on.wait(30)
+        sizes.append(len(batch))
+        return accept(batch)
+
+    idle.store.accept_batch = accept_together
+
+    def request(seq):
+        return dataclasses.replace(
+            sample(f"{session}:sample:0", seq), owner=idle.key.key_id, session_id=session
+        )
+
+    async def ask():
+        first = asyncio.ensure_future(server.accept(request(0)))
+        await asyncio.to_thread(begun.wait, 30)
+        others = [asyncio.ensure_future(server.accept(request(seq))) for seq in range(1, 1500)]
+        wrong = asyncio.ensure_future(server.accept(request(1 << 70)))
+        await asyncio.sleep(0)
+        go_on.set()
+        return await asyncio.gather(first, *others, wrong, return_exceptions=True)
+
+    *found, wrong = idle.client.portal.call(ask)
+    assert [one.seq for one in found] == list(range(1500)) and isinstance(wrong, OverflowError)
+    assert sizes[:2] == [1, 1000]
+    assert len(sizes) < 30  # the wrong one was looked for by halves among the 500 of its batch
+
+
+def test_large_results_are_announced_once(idle, started):
+    _, run = started
+    promise = idle.forward_backward(run, 1, random_data(1))
+    idle.store.finish([(promise["request_id"], ResultBody(bytes(2 * MIB), "protobuf"))])
+    found = idle.post("retrieve_future", {**promise, "allow_metadata_only": True})
+    assert found == {"status": "complete_metadata", "response_payload_size": 2 * MIB}
+    assert idle.post("retrieve_future", promise) == bytes(2 * MIB)
+
+
+def test_a_waiting_request_is_cancelled(idle, started):
+    _, run = started
+    promise = idle.forward_backward(run, 1, random_data(1))
+    assert idle.post("cancel_future", promise)["cancelled"] is True
+    found = idle.post("retrieve_future", promise)
+    assert (found["error"], found["category"]) == ("cancelled", "user")
+    assert idle.post("cancel_future", promise)["cancelled"] is False
+    actions = [entry.action for entry in idle.store.audit().items]
+    assert actions[:2] == ["request_cancel"] * 2 and {"run_create", "session_create"} <= set(
+        actions
+    )
+
+
+def test_a_key_sees_its_own_acts_of_a_day(idle, started):
+    _, run = started
+    idle.post("create_session", {}, headers=other_key(idle))
+    entries = idle.call("GET", "audit")["entries"]
+    assert [entry["event"] for entry in entries] == ["session_create", "run_create"]
+    assert entries[1]["event_details"] == {"key": "me", "subject": run, "detail": "base"}
+    assert idle.call("GET", "audit", params={"day": "2001-01-01"})["entries"] == []
+    assert idle.call("GET", "audit", params={"event_type": "checkpoints"})["entries"] == []
+    for wrong in ({"day": "soon"}, {"event_type": "x"}):
+        idle.call("GET", "audit", params=wrong, status=422)
+
+
+def test_limits_of_a_key(idle):
+    headers = other_key(idle, queue=2)
+    session = idle.post("create_session", {}, headers=headers)["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
+    run = idle.post("create_model", body, headers=headers)["model_id"]
+    step = {"model_id": run, "adam_params": {}}
+    idle.post("optim_step", {**step, "seq_id": 1}, headers=headers)
+    found = idle.client.post("/api/v1/optim_step", json={**step, "seq_id": 2}, headers=headers)
+    assert (
+        found.status_code == 429
+        and int(found.headers["retry-after"]) >= 1
+        and "limit 2" in found.json()["detail"]
+    )
+    idle.post(
+        "optim_step", {**step, "seq_id": 1}, headers=headers
+    )  # a repetition is no new request
+
+
+def compressed(data):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def test_compressed_bodies(idle, started):
+    _, run = started
+    payload = loss(run, 1, random_data(1)).payload
+    found = idle.raw("forward_backward", compressed(payload), content_encoding="zstd")
+    assert found == idle.raw("forward_backward", payload)
+    bomb = compressed(loss(run, 2, random_data(1)).payload + bytes(300 * MIB))
+    assert len(bomb) < MIB
+    taken = idle.raw("forward_backward", bomb, content_encoding="zstd")
+    (stored,) = [
+        one for one in idle.store.list_requests(run) if one.request_id == taken["request_id"]
+    ]
+    assert stored.seq == 2 and "larger than 67108864 bytes, decompressed" in stored.facts["refused"]
+    idle.raw("forward_backward", b"no zstd", content_encoding="zstd", status=400)
+    idle.raw("forward_backward", payload, content_encoding="br", status=415)
+    idle.raw("forward_backward", payload, content_type="application/json", status=415)
+
+
+def test_bodies_that_are_none(idle, started):
+    session, run = started
+    for payload in (
+        b"",
+        b"\xff" * 50,
+        loss(run, 1, random_data(1)).payload[:-3],
+        loss("", 1, ()).payload,
+    ):
+        assert idle.raw("forward_backward", payload, status=400)["detail"]
+    bad = {
+        "optim_step": {"model_id": run},
+        "asample": {"sampling_session_id": f"{session}:sample:0", "seq_id": -1, "prompt": {}},
+        "create_session": {"tags": "x"},
+        "load_weights": {"path": "tinker://a/weights/b", "optimizer": True},
+        "retrieve_future": {},
+    }
+    for route, body in bad.items():
+        assert idle.post(route, body, status=422)["detail"], route
+    idle.call("POST", "create_session", content=b"[" * 100_000, status=422)
+    run_of = {"session_id": session, "model_seq_id": 9, "base_model": "base"}
+    for number in (
+        "NaN",
+        '[{"b": -Infinity}]',
+        "1e999",
+    ):  # a database that keeps JSON as such takes none
+        body = json.dumps({**run_of, "user_metadata": {"a": "?"}}).replace('"?"', number)
+        found = idle.call("POST", "create_model", content=body.encode(), status=422)
+        assert "user_metadata: holds a number that is not finite" in found["detail"]
+    assert idle.post("create_model", {**run_of, "user_metadata": {"a": "NaN", "b": [1.5, None]}})[
+        "model_id"
+    ]
+    idle.call("POST", "create_session", content=bytes(65 * MIB), status=413)
+    for limit in ("0", "-1", "x", "1e9", "99999999999999999999"):
+        idle.call("GET", "training_runs", params={"limit": limit}, status=422)
+
+
+def test_other_hosts_and_pages_are_refused(idle):
+    for headers in (
+        {"Host": "evil.example"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "http://127.0.0.1:1"},
+    ):
+        assert idle.client.get("/api/v1/healthz", headers=headers).status_code == 403
+    assert (
+        idle.client.get("/api/v1/healthz", headers={"Origin": "http://localhost:8123"}).status_code
+        == 200
+    )
+
+
+def test_sessions_are_found_finished_and_moved(idle):
+    first = idle.post("create_session", {"display_name": "Grid A", "user_metadata": {"k": "v"}})[
+        "session_id"
+    ]
+    second = idle.post("create_session", {"display_name": "grid b"})["session_id"]
+    idle.post("session_heartbeat", {"session_id": first})
+    idle.post(f"sessions/{first}/finish", {"reason": {"type": "errored"}})
+    idle.post("session_heartbeat", {"session_id": first}, status=410)
+
+    def search(**asked):
+        found = idle.post("sessions/search", asked)
+        return [one["session_id"] for one in found["sessions"]], found["next_cursor"]
+
+    assert search(display_name="GRID") == ([second, first], None)
+    assert search(user_metadata={"k": "v"})[0] == [first]
+    assert search(statuses=[{"type": "active"}])[0] == [second]
+    assert search(statuses=[{"type": "client_finished", "reasons": ["errored"]}])[0] == [first]
+    page, cursor = search(limit=1)
+    assert page == [second] and search(limit=1, cursor=cursor) == ([first], None)
+    idle.call("PUT", f"sessions/{first}/project", json={"project_id": "p"}, status=204)
+    assert search(project_ids=["p"])[0] == [first]
+    assert idle.call("GET", f"sessions/{first}")["user_metadata"] == {"k": "v"}
+
+
+def test_own_interface(idle, started):
+    _, run = started
+    promise = idle.forward_backward(run, 1, random_data(1))
+    found = idle.client.get(f"/runs/{run}/requests/{promise['request_id']}/status").json()
+    assert (found["state"], found["kind"], found["seq"]) == ("waiting", "forward_backward", 1)
+    creation = next(one for one in idle.store.requests_of(run) if one.kind == "create_model")
+    idle.store.claim_requests([creation.request_id])
+    idle.store.finish([(creation.request_id, ResultBody(b"{}", "json"))])
+    stats = idle.client.get(f"/runs/{run}/queue/stats").json()
+    assert stats["depth"] == 1 and stats["kinds"]["forward_backward"]["waiting"] == 1
+    made = stats["kinds"]["create_model"]
+    assert (
+        made["finished"] == 1
+        and made["waited_seconds"]["0.5"] >= 0
+        and made["served_seconds"]["0.99"] >= 0
+    )
+    listed = idle.client.get(f"/runs/{run}/requests").json()["requests"]
+    assert [one["kind"] for one in listed] == ["forward_backward", "create_model"]
+    text = idle.client.get("/metrics", headers={"X-API-Key": ""}).text
+    assert (
+        'posttrain_service_requests{kind="forward_backward",state="waiting"} 1.0'
+        in text.splitlines()
+    )
+    dashboard = Path(__file__).parents[3] / "deployments" / "grafana-dashboard.json"
+    asked = set(re.findall(r"posttrain_service_\w+", dashboard.read_text()))
+    assert len(asked) >= 5 and asked <= set(re.findall(r"^posttrain_\w+", text, re.MULTILINE))
+    assert idle.client.get(f"/runs/{run}/queue/stats", headers={"X-API-Key": ""}).status_code == 401
+    described = idle.client.get("/openapi.json").json()
+    assert "/runs/{run_id}/requests/{request_id}/status" in described["paths"]
+    assert "APIKeyHeader" in described["components"]["securitySchemes"]
+
+
+def test_a_service_that_ends_leaves_no_thread_and_closes_its_store(tmp_path, base_folder):
+    """A thread that looked at the store once more would open it again, and SQLite keep its log."""
+    before = set(threading.enumerate())
+    with running_service(
+        tmp_path / "service", base_folder, worker=False, poll_seconds=0.1
+    ) as service:
+        body = {"session_id": service.session(), "model_seq_id": 0, "base_model": "base"}
+        service.post("retrieve_future", service.post("create_model", body), status=408)
+        assert (tmp_path / "service" / "service.db-wal").exists()
+    assert "service-results" not in {thread.name for thread in set(threading.enumerate()) - before}
+    assert not (tmp_path / "service" / "service.db-wal").exists()

@@ -1,0 +1,55 @@
+"""Processes that are killed with SIGKILL or end by SIGTERM; `make service-crash-test` is the long proof."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+
+def crash(folder, *options):
+    command = [sys.executable, "-m", "crash.service", "--output", str(folder), *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads((folder / "service-crash.json").read_text())["summary"]
+
+
+WORKER_THAT_IS_INTERRUPTED = """
+import os, signal, sys
+from pathlib import Path
+from posttrain.training_service.store import ServiceStore
+from posttrain.training_service.worker import engine_process
+from helpers.service_load import settings_of
+
+class StoreThatIsInterrupted(ServiceStore):
+    def __init__(self, url):
+        super().__init__(url)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+engine_process.ServiceStore = StoreThatIsInterrupted
+sys.exit(engine_process.run_worker(settings_of(Path(sys.argv[1]), Path(sys.argv[2]))))
+"""
+
+
+def test_a_worker_that_opens_its_store_ends_by_sigterm_with_143(tmp_path, base_folder):
+    command = [sys.executable, "-c", WORKER_THAT_IS_INTERRUPTED, str(tmp_path), str(base_folder)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+
+
+def test_a_few_kills_of_worker_and_clients_change_nothing(tmp_path):
+    found = crash(tmp_path / "crash", "--kills", "3", "--clients", "1", "--steps", "3")
+    assert found["kills"] >= 3 and found["problems"] == 0 and found["updates"] >= 3
+    assert found["seconds to stop, longest"] < 10  # by SIGTERM; the exit code is among the problems
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills(tmp_path):
+    found = crash(tmp_path / "crash", "--kills", "100", "--clients", "8", "--steps", "12")
+    assert found["kills"] >= 100 and found["problems"] == 0

@@ -1,0 +1,82 @@
+"""The unmodified public client (tinker SDK) in environments of its own, against server and worker as processes.
+
+`make sdk-test`. The environments are made here and kept in POSTTRAIN_SDK_ENVIRONMENTS, if that is set.
+"""
+
+import json
+import os
+import subprocess
+import sysconfig
+
+import pytest
+from helpers import ROOT
+from helpers.public_sdk import sdk_environments, serving
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+VERSIONS = ("0.25", "0.30", "0.34", "0.38")
+SCRIPTS = ROOT / "tests" / "sdk"
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory):
+    return sdk_environments(tmp_path_factory.mktemp("environments"))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, base_folder):
+    """(address, key, folder that holds the base model) of a running service."""
+    with serving(tmp_path_factory.mktemp("served"), {"base": str(base_folder)}) as (
+        address,
+        secret,
+    ):
+        yield address, secret, base_folder.parent
+
+
+def run(python, script, served):
+    """The JSON that a script prints last."""
+    address, key, folder = served
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TINKER", "PYTHON"))
+    }
+    environment |= {
+        "TINKER_BASE_URL": address,
+        "TINKER_API_KEY": key,
+        "EXTRA_PACKAGES": sysconfig.get_path("purelib"),
+    }
+    command = [python, str(SCRIPTS / script)]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0 and done.stdout, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_scoreboard(environments, served, version):
+    """Every public method is supported, or refused by name; at least nine of ten are supported."""
+    found = run(environments(version), "scoreboard.py", served)
+    assert len(found) > 80
+    other = {
+        name: text
+        for name, text in found.items()
+        if text != "supported" and not text.startswith("refused")
+    }
+    assert other == {}
+    share = sum(text == "supported" for text in found.values()) / len(found)
+    print(f"\nSDK {version}: {share:.1%} of {len(found)} public methods supported")
+    assert share >= 0.9
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_loops(environments, served, version):
+    """Supervised and policy-gradient loops learn; what the client computes from our answers agrees with itself."""
+    found = run(environments(version), "loops.py", served)
+    assert found["sft_losses"][-1] < 0.5 * found["sft_losses"][0]
+    assert found["resumed_loss"] == pytest.approx(found["saved_loss"], abs=1e-6)
+    assert found["custom_logprobs"] == pytest.approx(found["logprobs"], abs=1e-5)
+    assert found["sampled_difference"] < 1e-4
+    assert found["rewards"][-1] > found["rewards"][0] + 0.2
+    assert found["chunked_loss"] == pytest.approx(found["whole_loss"], rel=1e-6)

@@ -1,0 +1,157 @@
+"""Metrics of training runs from the engine's answers: what reaches trackers, and that none fails a request."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from posttrain.training_service.worker.run_tracking import MlflowRuns, RunMetrics
+from rl_core.errors import BackendError, SettingsError
+from rl_core.settings import ServiceSettings
+
+
+def test_an_update_is_a_step_with_the_means_of_its_passes(tmp_path):
+    settings = ServiceSettings(sinks=("prometheus",), system_metrics_seconds=0.0, mlflow_runs=False)
+    metrics = RunMetrics(settings, tmp_path, None)
+    metrics.record_pass(
+        "run-1",
+        {"loss:sum": 4.0, "loss_per_token:mean": 1.0, "tokens:sum": 4.0, "ratio:mean": 1.0},
+        0.25,
+    )
+    metrics.record_pass(
+        "run-1",
+        {"loss:sum": 8.0, "loss_per_token:mean": 2.0, "tokens:sum": 4.0, "ratio:mean": 2.0},
+        0.5,
+    )
+    metrics.record_pass("run-2", {"loss:sum": 1.0}, 0.5)
+    metrics.record_step(
+        "run-1", {"grad_norm:mean": 3.0, "learning_rate:mean": 0.5, "step:max": 7.0}, 7, 0.125
+    )
+    metrics.end_run("run-1")
+    metrics.close_trackers()
+    text = (tmp_path / "prometheus" / "service-run-1.prom").read_text()
+    found = {
+        s.name.removeprefix("posttrain_"): s.value
+        for f in text_string_to_metric_families(text)
+        for s in f.samples
+    }
+    assert found == {
+        "train_loss_sum": 12.0,
+        "train_loss": 1.5,
+        "train_tokens": 8.0,
+        "policy_ratio_mean": 1.5,
+        "policy_loss": 1.5,
+        "train_grad_norm": 3.0,
+        "train_learning_rate": 0.5,
+        "perf_forward_backward_seconds": 0.75,
+        "perf_optim_step_seconds": 0.125,
+        "run_step": 7.0,
+        "run_active": 0.0,
+    }
+
+
+class Trackers(MlflowRuns):
+    """Runs of a store that is made up; `_start` may take its time, or fail."""
+
+    def __init__(self, tmp_path, start):
+        store = SimpleNamespace(run=lambda model_id: None)
+        super().__init__(ServiceSettings(), tmp_path, store)
+        self._start_run = start
+
+
+class Run(SimpleNamespace):
+    """A run of MLflow that remembers."""
+
+    def log_metrics(self, metrics, step):
+        self.logged.append((step, metrics))
+
+    def close(self, status, timeout_s):
+        self.closed = True
+
+
+def test_a_tracker_that_raises_fails_no_update(tmp_path, caplog):
+    def fail(model_id):
+        raise OSError("no space left")
+
+    metrics = RunMetrics(ServiceSettings(), tmp_path, Trackers(tmp_path, fail))
+    for step in range(3):
+        metrics.record_step("run-1", {"grad_norm:mean": 1.0}, step, 0.1)
+        metrics.record_pass("run-1", {"loss:sum": 1.0}, 0.1)
+    metrics.close_trackers()
+    assert (
+        caplog.text.count("MLflow takes no more records of this run: OSError: no space left") == 1
+    )
+
+
+def test_an_mlflow_run_for_each_training_run(tmp_path):
+    runs = []
+
+    def start(model_id):
+        runs.append(Run(name=model_id, logged=[], closed=False))
+        return runs[-1]
+
+    trackers = Trackers(tmp_path, start)
+    metrics = RunMetrics(ServiceSettings(), tmp_path, trackers)
+    metrics.record_step("run-1", {"grad_norm:mean": 1.0}, 1, 0.5)
+    with trackers.use_run("run-1") as shared:  # as a saved path that is registered
+        metrics.close_trackers()
+        assert not shared.closed
+    (run,) = runs
+    assert run is shared and run.name == "run-1" and run.closed
+    assert run.logged == [(1, {"train/grad_norm": 1.0, "perf/optim_step_seconds": 0.5})]
+
+
+def test_a_store_that_hangs_stalls_no_update_and_no_end_of_a_run(tmp_path):
+    """It is opened on a thread beside; updates and the end of a run return while it is not there yet."""
+    opened, released = threading.Event(), threading.Event()
+
+    def hang(model_id):
+        opened.set()
+        assert released.wait(60)
+        return Run(name=model_id, logged=[], closed=False)
+
+    trackers = Trackers(tmp_path, hang)
+    metrics = RunMetrics(ServiceSettings(), tmp_path, trackers)
+    for step in range(50):
+        metrics.record_step("run-1", {"grad_norm:mean": 1.0}, step, 0.1)
+    assert opened.wait(60)
+    metrics.end_run("run-1")
+    metrics.record_step("run-1", {"grad_norm:mean": 1.0}, 50, 0.1)  # it is back in memory
+    assert trackers._open == {}
+    released.set()
+    metrics.close_trackers()
+
+
+def test_trackers_of_the_machine_get_the_length_of_the_queue(tmp_path):
+    settings = ServiceSettings(sinks=("prometheus",), system_metrics_seconds=0.0, mlflow_runs=False)
+    trackers = MlflowRuns(settings, tmp_path, None)
+    trackers._store = SimpleNamespace(
+        depths=lambda: {"sample": {"waiting": 2, "running": 1}, "evaluate": {"waiting": 4}}
+    )
+    metrics = RunMetrics(settings, tmp_path, trackers)
+    metrics._log_system_metrics({"system/disk_usage_percentage": 50.0}, 1)
+    metrics.close_trackers()
+    text = (tmp_path / "prometheus" / "service-worker.prom").read_text()
+    assert [
+        line.split()[-1]
+        for line in text.splitlines()
+        if line.startswith("posttrain_perf_queue_depth")
+    ] == ["7.0"]
+
+    def away():
+        raise BackendError("the store is away")
+
+    trackers._store = SimpleNamespace(depths=away)
+    assert trackers.measure_queue_depth() == {}
+
+
+def test_the_default_is_a_run_of_each(tmp_path):
+    assert ServiceSettings().mlflow_runs
+
+
+def test_settings_of_sinks_and_alerts_are_checked():
+    with pytest.raises(SettingsError, match="'promotheus' is no tracker; did you mean"):
+        ServiceSettings(sinks=("promotheus",))
+    with pytest.raises(SettingsError, match=r"alerts\.policy/ref_kl: 'high' is no condition"):
+        ServiceSettings(alerts={"policy/ref_kl": "high"})
