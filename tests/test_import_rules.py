@@ -20,36 +20,17 @@ from helpers.import_graph import (
     rooms_imported,
 )
 
-PACKAGES = ("rl_core", "tasks", "flows")
+PACKAGES = ("rl_core", "tasks", "flows", "posttrain")
 OPTIONAL = ("gymnasium", "reasoning_gym", "verifiers", "ray")  # extras
-FORBIDDEN = ("prefect", "mlflow", "pydantic", "yaml", "tasks", "flows")
+FORBIDDEN = ("prefect", "mlflow", "pydantic", "yaml", "tasks", "flows", "posttrain")
 
 # Rooms of each floor, the lowest first: a room imports rooms of its own level or below, never one above it.
 LEVELS = {
     "rl_core": [
-        {
-            "settings",
-            "metrics",
-            "timing",
-            "time_limits",
-            "tracking",
-            "types",
-            "errors",
-            "memory",
-            "machine_memory",
-            "importing",
-            "json_server",
-        },
-        {"cpu", "distributed", "losses", "storage"},
-        {
-            "environments",
-            "analysis",
-            "data",
-            "models",
-            "capabilities",
-            "trackers",
-            "user_code",
-        },  # capabilities asks cpu what this machine has
+        {"settings", "metric_history", "timing", "time_limits", "tracking", "types", "errors"},
+        {"out_of_memory", "machine_memory", "json_client", "distributed", "losses", "storage"},
+        {"cpu", "user_code"},
+        {"environments", "analysis", "data", "models", "capabilities", "trackers"},
         {"curriculum", "preferences", "rewards", "references"},
         {"rollouts", "inference"},
         {"evaluation", "probe", "readers", "rollout_workers"},
@@ -59,7 +40,8 @@ LEVELS = {
         {""},  # names of the public API, imported at their first use
     ],
     "tasks": [
-        {"mlflow_environment", "own_commands", "run_status", "shipped", "stage_registry", "config"},
+        {"mlflow_environment", "command_hints", "run_status", "shipped", "stage_registry"},
+        {"config"},
         {"tracking"},
         {"lifecycle"},
         {"processes"},
@@ -68,21 +50,19 @@ LEVELS = {
         {""},
     ],
     "flows": [
-        {"runtime", "parameters", "main_settings"},
-        {
-            "monitor",
-            "online",
-            "operations",
-            "planning",
-            "post_training",
-            "preferences",
-            "service",
-            "serving",
-            "verification",
-        },
+        {"runtime", "parameters"},
+        {"post_training"},
         {"consolidate", "evaluate_champion", "retrain", "single_stage", "sweep"},
-        {"cli"},
         {""},
+    ],
+    "posttrain": [
+        {"settings_files", "operations", "planning", "verification", "online"},
+        {"web"},
+        {"serving", "training_service"},
+        {"monitor"},
+        {"preferences"},
+        {"cli"},
+        {"", "__main__"},
     ],
 }
 
@@ -93,20 +73,6 @@ TRAINERS = {
     "rl_core.trainers.policy_gradient",
     "rl_core.thoughts",
     "rl_core.networks",
-}
-
-NAMESAKES = {
-    "settings",
-    "api",
-    "recipes",
-}  # rooms whose files are named after what they set, or open
-
-# Other file names that occur more than once within a floor.
-SAME_NAME = {
-    "commands.py": "flows: of posttrain up; the training service's requests about saved weights",
-    "advantages.py": "rl_core: estimators as functions of tensors; the choice among them by algorithm",
-    "preference.py": "rl_core: losses and trainer",
-    "trainer.py": "rl_core: one in the room of each algorithm that has a room",
 }
 
 
@@ -163,7 +129,12 @@ def test_optional_packages_are_imported_inside_functions_alone():
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_run_downwards(package):
-    banned = {"rl_core": set(FORBIDDEN), "tasks": {"flows"}, "flows": {"mlflow"}}[package]
+    banned = {
+        "rl_core": set(FORBIDDEN),
+        "tasks": {"flows", "posttrain"},
+        "flows": {"mlflow", "posttrain"},
+        "posttrain": {"mlflow"},
+    }[package]
     wrong = [
         f"{place(path, line)} imports {name}"
         for path in modules(package).values()
@@ -176,7 +147,7 @@ def test_imports_run_downwards(package):
 def test_only_the_tracking_package_imports_mlflow():
     wrong = [
         place(path, line)
-        for package in ("tasks", "flows")
+        for package in ("tasks", "flows", "posttrain")
         for path in modules(package).values()
         for line, name in imports_of(path)
         if name.split(".")[0] == "mlflow" and path.parent.name != "tracking"
@@ -263,7 +234,7 @@ for name, attributes in outer:
 def state():
     handlers = {
         name: ([repr(handler) for handler in logger.handlers], logger.level, logger.propagate)
-        for name in ("", "rl_core", "tasks", "flows", "prefect", "mlflow")
+        for name in ("", "rl_core", "tasks", "flows", "posttrain", "prefect", "mlflow")
         for logger in [logging.getLogger(name)]
     }
     return {
@@ -336,17 +307,6 @@ def test_no_class_name_occurs_twice():
                     places[node.name].append(place(path, node.lineno))
     assert len(places) > 100
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_file_name_occurs_twice_without_a_reason(package):
-    places = defaultdict(list)
-    for path in modules(package).values():
-        if path.name != "__init__.py" and path.parent.name not in NAMESAKES:
-            places[path.name].append(str(path.relative_to(ROOT)))
-    assert {
-        name: found for name, found in places.items() if len(found) > 1 and name not in SAME_NAME
-    } == {}
 
 
 def test_no_module_of_a_flow_hides_one_of_python():

@@ -1,4 +1,4 @@
-"""`posttrain gc`: prints or executes the plan of tasks/lifecycle/retention.py.
+"""`posttrain gc`: prints or executes the plan of tasks/retention.py.
 
 `posttrain sync`: deliver what runs recorded while their tracking store was away, or before it lost its database.
 """
@@ -15,8 +15,8 @@ from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import remove_folder
 from rl_core.storage.locks import FolderLock
 from tasks.lifecycle.crashed_runs import list_recorded_runs
-from tasks.lifecycle.retention import RetentionPlan, plan_retention
 from tasks.mlflow_environment import strip_uri_password
+from tasks.retention import RetentionPlan, plan_retention
 from tasks.tracking import Tracking, UndeliveredCounts
 from tasks.tracking.removal import remove_from_store
 from tasks.tracking.replay import count_undelivered, list_journals, read_start_record

@@ -40,7 +40,6 @@ from posttrain.cli.evaluate_commands import (
 )
 from posttrain.cli.online_command import run_online_command
 from posttrain.cli.operate_commands import (
-    run_completion_command,
     run_doctor_command,
     run_down_command,
     run_monitor_command,
@@ -263,42 +262,51 @@ def _print_failure(arguments: argparse.Namespace, message: str, code: int) -> in
     return code
 
 
-_HANDLERS = (
-    run_init_command,
-    run_convert_command,
-    run_data_command,
-    run_validate_command,
-    run_plan_command,
-    run_pipeline_command,
-    run_stage_command,
-    run_resume_command,
-    run_sweep_command,
-    run_retrain_command,
-    run_online_command,
-    run_runs_command,
-    run_why_command,
-    run_compare_command,
-    run_diff_command,
-    run_monitor_command,
-    run_ui_command,
-    run_profile_command,
-    run_evaluate_command,
-    run_analyze_command,
-    run_replay_command,
-    run_promote_command,
-    run_approve_command,
-    run_prefer_command,
-    run_serve_command,
-    run_service_command,
-    run_up_command,
-    run_down_command,
-    run_status_command,
-    run_sync_command,
-    run_gc_command,
-    run_doctor_command,
-    run_verify_resume_command,
-    run_completion_command,
-)
+def run_completion_command(arguments: argparse.Namespace) -> int:
+    """Print the shell completion script."""
+    from posttrain.cli.completion import build_completion_script
+
+    print(build_completion_script(arguments.shell, build_parser()), end="")
+    return 0
+
+
+# command -> handler, in the order of `posttrain --help`
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "init": run_init_command,
+    "convert": run_convert_command,
+    "data": run_data_command,
+    "validate": run_validate_command,
+    "plan": run_plan_command,
+    "run": run_pipeline_command,
+    "stage": run_stage_command,
+    "resume": run_resume_command,
+    "sweep": run_sweep_command,
+    "retrain": run_retrain_command,
+    "online": run_online_command,
+    "runs": run_runs_command,
+    "why": run_why_command,
+    "compare": run_compare_command,
+    "diff": run_diff_command,
+    "monitor": run_monitor_command,
+    "ui": run_ui_command,
+    "profile": run_profile_command,
+    "evaluate": run_evaluate_command,
+    "analyze": run_analyze_command,
+    "replay": run_replay_command,
+    "promote": run_promote_command,
+    "approve": run_approve_command,
+    "prefer": run_prefer_command,
+    "serve": run_serve_command,
+    "service": run_service_command,
+    "up": run_up_command,
+    "down": run_down_command,
+    "status": run_status_command,
+    "sync": run_sync_command,
+    "gc": run_gc_command,
+    "doctor": run_doctor_command,
+    "verify-resume": run_verify_resume_command,
+    "completion": run_completion_command,
+}
 TRAINING = ("run", "resume", "retrain", "stage", "sweep", "online")  # resumable commands
 # Commands that Ctrl-C ends in bounded time. Servers take the time that clients need; a sweep waits for its trials.
 _BOUNDED_AFTER_CTRL_C = (
@@ -311,9 +319,6 @@ _BOUNDED_AFTER_CTRL_C = (
     "analyze",
     "diff",
 )
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    command.__name__.replace("_", "-"): command for command in _HANDLERS
-}
 
 if __name__ == "__main__":
     command()

@@ -428,12 +428,3 @@ def run_doctor_command(arguments: argparse.Namespace) -> int:
         else format_findings(findings)
     )
     return 1 if any(finding.is_bad for finding in findings) else 0
-
-
-def run_completion_command(arguments: argparse.Namespace) -> int:
-    """Print a completion script."""
-    from posttrain.cli.completion import build_completion_script
-    from posttrain.cli.parser import build_parser
-
-    print(build_completion_script(arguments.shell, build_parser()), end="")
-    return 0

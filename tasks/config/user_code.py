@@ -92,9 +92,7 @@ def _check_policy_functions(
             )
         )
     for key, condition in _list_function_conditions(policy):
-        parts.append(
-            ((*key, "function"), functools.partial(check_custom_statistic, condition))
-        )
+        parts.append(((*key, "function"), functools.partial(check_custom_statistic, condition)))
     for key, look_up in parts:
         if key in broken_keys:
             continue

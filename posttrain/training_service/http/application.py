@@ -31,8 +31,13 @@ from posttrain.training_service.http.management_routes import add_management_rou
 from posttrain.training_service.http.server_state import ServiceServer
 from posttrain.training_service.http.session_routes import SESSION_ROUTES
 from posttrain.training_service.http.usage_routes import AUDIT_ROUTES, USAGE_ROUTES
-from posttrain.training_service.store import ServiceStore
-from posttrain.web.errors import HTTPError, write_error_response
+from posttrain.training_service.store import (
+    KeyLimitExceeded,
+    RequestForgotten,
+    SequenceIdReused,
+    ServiceStore,
+)
+from posttrain.web.errors import HTTPError
 from posttrain.web.server_setup import raise_open_file_limit, shorten_switch_interval
 from rl_core.errors import BackendError, PosttrainError, ServiceError
 from rl_core.settings import ServiceSettings
@@ -162,3 +167,29 @@ def serve_http(settings: ServiceSettings) -> None:
             server.run()
     finally:
         store.close()
+
+
+def translate_service_error(error: Exception) -> HTTPError:
+    """The status that makes the public client do the right thing.
+
+    It sends the same again after 408, 409, 429 and 5xx, so a repeated number with another payload is 422; 410 tells it
+    that a result is lost.
+    """
+    if isinstance(error, HTTPError):
+        return error
+    if isinstance(error, KeyLimitExceeded):
+        return HTTPError(429, str(error), {"Retry-After": f"{error.retry_after:.0f}"})
+    if isinstance(error, RequestForgotten):
+        return HTTPError(410, str(error))
+    if isinstance(error, BackendError):
+        return HTTPError(503, str(error), {"Retry-After": "2"})
+    assert isinstance(error, ServiceError), error
+    return HTTPError(
+        422 if error.category == "user" or isinstance(error, SequenceIdReused) else 500, str(error)
+    )
+
+
+async def write_error_response(request: Request, error: Exception) -> Response:
+    """An exception handler of the application."""
+    refused = translate_service_error(error)
+    return JSONResponse({"detail": str(refused)}, refused.status, headers=refused.headers)

@@ -14,8 +14,8 @@ from rl_core.errors import DataError
 from rl_core.storage.folders import remove_folder, seal_folder
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.manifest import digest_folder, read_manifest
-from tasks.lifecycle.retention import compute_model_digest, plan_retention
 from tasks.pipeline.stage_result import compute_content_digest
+from tasks.retention import compute_model_digest, plan_retention
 from tasks.tracking import Tracking, removal
 from tasks.tracking.removal import list_stored_runs
 

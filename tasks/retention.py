@@ -8,7 +8,7 @@ no longer known, everything that might have been one is kept.
 
 The plan behind `posttrain gc`: removals from a pipeline's folder and from the store, and the bytes they free.
 
-Reachability is analysed in tasks/lifecycle/retention.py; whatever is unreachable is removed.
+Reachability is analysed in tasks/retention.py; whatever is unreachable is removed.
 """
 
 from __future__ import annotations
