@@ -9,7 +9,9 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 def test_every_path_exists():
-    paths = re.findall(r"`((?:rl_core|tasks|flows|tests|configs|deployments)/[^`\s]*)", TEXT)
+    paths = re.findall(
+        r"`((?:rl_core|tasks|flows|posttrain|tests|configs|deployments)/[^`\s]*)", TEXT
+    )
     assert len(paths) > 50
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
@@ -38,7 +40,7 @@ def test_every_name_of_code_exists():
     told = {
         name for name in told if "_" in name or re.search(r"[a-z][A-Z]", name) if "NAME" not in name
     }
-    folders = ("rl_core", "tasks", "flows", "tests", "configs", "deployments", "docs")
+    folders = ("rl_core", "tasks", "flows", "posttrain", "tests", "configs", "deployments", "docs")
     sources = [
         path
         for folder in folders
