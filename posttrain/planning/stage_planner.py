@@ -257,11 +257,13 @@ class StagePlanner:
             **sizes,
         )
         if block.kl_coef > 0:
-            dequantized = 0.0
+            dequantized_bytes = 0.0
             # Each pass of a micro-batch writes and reads the dequantized weights.
             if block.reference_precision != "full":
-                dequantized = 9.0 * shape.linear / max(1.0, batch.padded / length)
-            work += estimate_scoring_work(shape, rows=count, widened=dequantized, **sizes)
+                dequantized_bytes = 9.0 * shape.linear / max(1.0, batch.padded / length)
+            work += estimate_scoring_work(
+                shape, rows=count, dequantized_bytes=dequantized_bytes, **sizes
+            )
         needs_old = updates > 1 or block.kl_max is not None
         if needs_old and (block.minibatches > 1 or block.kl_max is not None or self.processes > 1):
             work += estimate_scoring_work(shape, rows=count, **sizes)
