@@ -350,7 +350,7 @@ def list_metrics() -> Names:
             found[metric.name] = (
                 f"{metric.unit}; outside {resolve_exported_metric(metric.name).name}"
             )
-    families = text_string_to_metric_families(ServerMetrics().text(None).decode())
+    families = text_string_to_metric_families(ServerMetrics().render_metrics(None).decode())
     return found | {f"Prometheus: {family.name}": family.type for family in families}
 
 
