@@ -54,9 +54,8 @@ class _FinishedStageFolder:
     path: Path
     stage: str
     key: str
-    digests: frozenset[
-        str
-    ]  # first 16 digits of what a later stage may name it by: its content, its models
+    # first 16 digits of what a later stage may name it by: its content, its models
+    digests: frozenset[str]
     inputs: frozenset[str] | None  # first 16 digits; None = not known
     run_id: str
 
@@ -88,15 +87,12 @@ class RetentionGraph:
             if version.tags.get("pipeline") == home.name
         }
         self.folders = {folder.path: folder for folder in _list_finished_stages(home, self.runs)}
-        self.retained_run_trees: set[str] = (
-            set()
-        )  # pipeline runs and sweeps of which everything stays
+        # pipeline runs and sweeps of which everything stays
+        self.retained_run_trees: set[str] = set()
         self.needed_stage_runs: set[str] = set()  # stage runs that made something needed
         self.needed_versions: set[tuple[str, int]] = set()
         self.needed_folders: set[Path] = set()
         self.live_keys: set[str] = set()  # of stages that the newest runs are at, finished or not
-
-    # -- where it starts ----------------------------------------------------------------------------------------
 
     def mark_newest_runs(self, keep: int) -> None:
         """The newest runs, those that go on elsewhere, and those that this folder knows nothing of."""
@@ -166,8 +162,6 @@ class RetentionGraph:
             run_id = self.runs[run_id].parent
         return run_id
 
-    # -- where it leads -----------------------------------------------------------------------------------------
-
     @property
     def needed_runs(self) -> set[str]:
         """Pipeline runs that stay in the store, with all their stage runs."""
@@ -218,9 +212,8 @@ class RetentionGraph:
 
     def _mark_folder_inputs(self, folder: _FinishedStageFolder) -> None:
         self._mark_run(folder.run_id)
-        if (
-            folder.stage in list_result_stages()
-        ):  # at models of other runs, the champion of that time among them
+        # at models of other runs, the champion of that time among them
+        if folder.stage in list_result_stages():
             return
         for path, other in self.folders.items():
             if folder.inputs is None or other.digests & folder.inputs:
@@ -291,9 +284,8 @@ def _read_journal_tags(journal: Path) -> dict[str, str]:
 class PlannedRemoval:
     """One removal."""
 
-    kind: (
-        str  # run, sweep, stage, unfinished stage, journal, version, download, token ids, set aside
-    )
+    # run, sweep, stage, unfinished stage, journal, version, download, token ids, set aside
+    kind: str
     label: str
     bytes: int  # that are free once all items of the plan are gone
 
@@ -303,9 +295,8 @@ class RetentionPlan:
     """Removals, and the bytes that they free."""
 
     items: list[PlannedRemoval] = field(default_factory=list)
-    paths: list[Path] = field(
-        default_factory=list
-    )  # of the pipeline's folder; artifacts whose removal was cut off
+    # of the pipeline's folder; artifacts whose removal was cut off
+    paths: list[Path] = field(default_factory=list)
     runs: list[StoredRun] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
     models: list[StoredModel] = field(default_factory=list)

@@ -33,13 +33,11 @@ from tasks.tracking import ModelVersion, Tracking
 
 logger = logging.getLogger(__name__)
 
-WAITING, APPROVED, REJECTED, TIMED_OUT, SUPERSEDED = (
-    "waiting",
-    "approved",
-    "rejected",
-    "timed out",
-    "superseded",
-)
+WAITING = "waiting"
+APPROVED = "approved"
+REJECTED = "rejected"
+TIMED_OUT = "timed out"
+SUPERSEDED = "superseded"
 LOCK_SECONDS = 20.0  # to wait for another answer or promotion of the same model
 
 

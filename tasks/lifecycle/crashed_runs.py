@@ -77,9 +77,8 @@ def close_crashed_runs(tracking: Tracking, root: Path) -> list[CrashedRun]:
 
 def _is_locked(path: Path) -> bool:
     """True = a living process holds the lock of a journal's file, or none can be told from here."""
-    writable = os.access(
-        path, os.W_OK
-    )  # else it is somebody else's, which can be locked all the same
+    # else it is somebody else's, which can be locked all the same
+    writable = os.access(path, os.W_OK)
     try:
         descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     except (FileNotFoundError, PermissionError):  # removed just now, or another user's alone
@@ -217,9 +216,8 @@ def _read_run_record(folder: Path) -> PipelineRunRecord | None:
         gone = _read_crashed_run(folder)
         status = "killed" if gone is not None and not gone.is_remote else "running"
     elif status in _COMPLETED_STATUSES and own.get("status") in _COMPLETED_STATUSES:
-        status = own[
-            "status"
-        ]  # the journal still says "waiting" after the answer, which is noted beside it
+        # the journal still says "waiting" after the answer, which is noted beside it
+        status = own["status"]
     return PipelineRunRecord(
         pipeline=folder.parent.parent.name,
         started=name.partition(" · ")[2],

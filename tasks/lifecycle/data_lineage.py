@@ -23,9 +23,8 @@ from rl_core.errors import DataError
 from rl_core.storage.manifest import digest_file
 from tasks.config import PipelineSettings
 
-_TAG_CHARACTERS = (
-    4000  # of one tag; stores cut or refuse longer ones, so a longer record goes on in the next
-)
+# of one tag; stores cut or refuse longer ones, so a longer record goes on in the next
+_TAG_CHARACTERS = 4000
 _BLANK_BYTES = b" \t\r\n"
 _BLOCK_BYTES = 1 << 20
 
@@ -47,9 +46,8 @@ class SourceRecord:
     files: dict[str, FileRecord]
 
 
-SourceRecords = dict[
-    str, SourceRecord
-]  # by the source's name: demonstrations, preferences, environment
+# by the source's name: demonstrations, preferences, environment
+SourceRecords = dict[str, SourceRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +71,8 @@ class NewData:
     """Data that came since a record."""
 
     changes: tuple[DataChange, ...] = ()
-    missing_files: tuple[str, ...] = field(
-        default=()
-    )  # files that are no longer there: nothing to learn from
+    # files that are no longer there: nothing to learn from
+    missing_files: tuple[str, ...] = field(default=())
 
     @property
     def rows(self) -> int:
@@ -181,9 +178,8 @@ def _classify_change(
         and file.rows >= old.rows
         and _digest_prefix(path, old.size) == old.sha256
     ):
-        return DataChange(
-            source, name, "appended", file.rows - old.rows
-        )  # 0 where blank lines came
+        # 0 where blank lines came
+        return DataChange(source, name, "appended", file.rows - old.rows)
     return DataChange(source, name, "rewritten", file.rows)
 
 

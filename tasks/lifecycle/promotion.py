@@ -51,9 +51,8 @@ class GateAttempt:
     episodes: tuple[str, ...]  # sketch of them
     version: int  # challenger
     champion: int
-    number: int | None = (
-        None  # among the attempts that share episodes, from 1; None = claimed, not counted yet
-    )
+    # among the attempts that share episodes, from 1; None = claimed, not counted yet
+    number: int | None = None
     level: float | None = None  # that it was tested at
     p_value: float | None = None
     decision: str = ""
@@ -300,9 +299,8 @@ def promote_version(settings: PipelineSettings, version: int | None, note: str =
             )
         version = int(before)
     if champion is not None and champion.version == version:
-        registry.clear_challenger(
-            registered, version
-        )  # an earlier call may have been killed before it did
+        # an earlier call may have been killed before it did
+        registry.clear_challenger(registered, version)
         if (journal := tracking.find_journal(champion)) is not None:
             tracking.deliver_journal(journal)
         return f"version {version} of {registered} is the champion already"

@@ -39,18 +39,16 @@ class Retraining:
     """The record of one retraining."""
 
     number: int  # from 1
-    start: (
-        int | None
-    )  # version of the registered model that it starts from; None = the pipeline's base model
+    # version of the registered model that it starts from; None = the pipeline's base model
+    start: int | None
     champion: int | None  # champion when it was decided on
     data: dict[str, str]  # record of the data, as tags of a version
     seed: int
     reason: str
     dropped: tuple[str, ...] = ()  # stages that have nothing new to learn from
     flow_run_id: str = ""
-    status: str = (
-        "open"  # open, failed, waiting (for approval); promoted, rejected, ...: what the gate said
-    )
+    # open, failed, waiting (for approval); promoted, rejected, ...: what the gate said
+    status: str = "open"
     version: int | None = None  # that came of it
     note: str = ""
 
@@ -288,9 +286,8 @@ def _list_skippable_stages(settings: PipelineSettings, new: NewData) -> tuple[st
         if known.learns_from
     ):
         from_file = data is not None and getattr(data, source) is not None
-        fixed = (
-            from_file or source == "demonstrations"
-        )  # a demonstrator writes the same demonstrations again
+        # a demonstrator writes the same demonstrations again
+        fixed = from_file or source == "demonstrations"
         changed = source in new.sources or (
             source == "demonstrations" and "environment" in new.sources and not from_file
         )

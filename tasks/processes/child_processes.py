@@ -40,8 +40,7 @@ def wait_for_exit(pids: Iterable[int], timeout_s: float) -> list[int]:
 
 def _is_running(pid: int) -> bool:
     try:
-        return bool(
-            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        )  # a zombie waits for init alone
+        # a zombie waits for init alone
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

@@ -65,9 +65,8 @@ class EventTracker:
     def send_event(self, op: str, **fields: Any) -> None:
         """One line."""
         line = encode_checked_line({"op": op, **fields}, allow_nan=True)
-        if (written := os.write(self._file, line)) < len(
-            line
-        ):  # a full disk; the line that follows must not join it
+        # a full disk; the line that follows must not join it
+        if (written := os.write(self._file, line)) < len(line):
             os.write(self._file, b"\n")
             raise CheckpointError(
                 f"{self._path}: only {written} of {len(line)} bytes could be written; make room"
@@ -230,9 +229,8 @@ def run_in_workers(context: LaunchedStage, body: Callable[..., dict[str, Any]]) 
         "launch", f"torchrun: {settings.nodes} x {settings.processes} processes"
     )
     events = EventReader(folder / EVENTS_FILE)
-    with StopRequests(
-        context.stop
-    ) as stop:  # around the start, so that no signal comes between it and the `try`
+    # around the start, so that no signal comes between it and the `try`
+    with StopRequests(context.stop) as stop:
         agent = _start_torchrun(settings, folder, context.threads)
         try:
             inject_fault("workers.started")
@@ -404,10 +402,11 @@ def _load_result(folder: Path, status: int) -> dict[str, Any]:
         else {}
     )
     for rank, code in sorted(report.items()):
+        # those torchrun sends to the others
         if code < 0 and -code not in (
             signal.SIGTERM,
             signal.SIGINT,
-        ):  # those torchrun sends to the others
+        ):
             raise WorkerFailed(
                 f"process {rank} was killed by {signal.Signals(-code).name}; of SIGKILL, lack of memory is the usual "
                 f"reason: see the kernel's log, or lower micro_batch_tokens{_read_output_tail(folder, rank)}"

@@ -21,12 +21,10 @@ _PREFIX = "mlflow.sharedViewState."
 VIEW_TAG = f"{_PREFIX}{VIEW_KEY}"
 _PACKED_PREFIX = "deflate;"  # with which the page marks a view that it has packed; older stores keep 5,000 characters of a tag
 
-_RESULT, _CHANGED, _SETTINGS, _NAME = (
-    "tags.`result`",
-    "tags.`changed`",
-    "tags.`settings`",
-    "attributes.`Run Name`",
-)
+_RESULT = "tags.`result`"
+_CHANGED = "tags.`changed`"
+_SETTINGS = "tags.`settings`"
+_NAME = "attributes.`Run Name`"
 _DECISION = "tags.`gate.decision`"
 
 # Charts of what stages learn by section, in the order in which people look: a chart of one metric has the name of that,

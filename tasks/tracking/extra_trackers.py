@@ -26,10 +26,11 @@ from rl_core.tracking import SilentTracker, Tracker
 logger = logging.getLogger(__name__)
 
 ALERT_EVENT = "posttrain.alert"
+# of the reward-hacking monitor, of online learning
 BUILT_IN_ALERTS = {
     "reward/alarm": "> 0",
     "online/paused": "> 0",
-}  # of the reward-hacking monitor, of online learning
+}
 _MEANINGS = {
     "reward/alarm": "the reward rises while success falls: it may be hacked",
     "online/paused": "learning has stopped and the last good snapshot answers; the run's tag online.alarm says why",

@@ -291,9 +291,8 @@ class DeliveryCursor:
     events_offset: int = 0
     num_failed: int = 0  # records that the store refused for good
     num_damaged: int = 0  # lines whose checksum does not match: what they recorded is lost
-    identity: str = (
-        ""  # of the store's experiment; another one under the same address has lost the run
-    )
+    # of the store's experiment; another one under the same address has lost the run
+    identity: str = ""
     versions: dict[str, int] = field(default_factory=dict)  # of models, by the key of their record
 
     @classmethod

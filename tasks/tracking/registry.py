@@ -118,8 +118,6 @@ class ModelRegistry:
     def __init__(self, store: TrackingStore) -> None:
         self._store = store
 
-    # -- references ---------------------------------------------------------------------------------------------
-
     def resolve_model(self, reference: str, cache_folder: Path) -> Path | str:
         """The local folder (or hub name) behind a folder, a hub name, models:/NAME@ALIAS or models:/NAME/VERSION.
 
@@ -210,8 +208,6 @@ class ModelRegistry:
             for path in Path(made).iterdir():
                 path.rename(folder / path.name)
             Path(made).rmdir()
-
-    # -- versions and aliases -----------------------------------------------------------------------------------
 
     def list_model_names(self) -> list[str]:
         """All registered models."""
@@ -365,9 +361,8 @@ class ModelRegistry:
         )
 
 
-_GATE_PARAGRAPH = (
-    "\n\nGate: "  # begins the paragraph of a version's description that tells the decision
-)
+# begins the paragraph of a version's description that tells the decision
+_GATE_PARAGRAPH = "\n\nGate: "
 
 
 def insert_gate_decision(description: str, tags: Mapping[str, str]) -> str:

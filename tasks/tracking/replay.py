@@ -186,9 +186,8 @@ def _is_delivered(store: TrackingStore, shipper: Shipper, knows_experiment: bool
         and state.run_id
         and state.identity == store.identity != ""
     ):
-        if not connect_sink(store, shipper.folder).has_run_or_deleted(
-            state.run_id
-        ):  # a copy that was made before the run
+        # a copy that was made before the run
+        if not connect_sink(store, shipper.folder).has_run_or_deleted(state.run_id):
             return False
         state.store = store.label
         state.save(shipper.folder)

@@ -345,12 +345,13 @@ def _format_row(row: RunRow, indent: str) -> dict[str, str]:
 
 def _describe_result(row: RunRow) -> str:
     """Outcome of a run in a few words: its own `result` tag, the gate's decision, or its main figure."""
+    # the first two are gone when a run goes on
     for tag in (
         "error",
         "interrupted",
         "result",
         "gate.decision",
-    ):  # the first two are gone when a run goes on
+    ):
         if row.tags.get(tag):
             text = " ".join(row.tags[tag].split())
             return text if len(text) <= 60 else text[:57] + "..."

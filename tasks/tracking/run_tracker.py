@@ -73,10 +73,8 @@ class RunTracker:
         self.extra_trackers: list[BackgroundTracker] = []  # get metrics, tags and the end as well
         self.done, self.total, self.message = 0, 0, ""
         self._last_progress = -PROGRESS_SECONDS
-        self._start_time, self._earlier_seconds = (
-            time.monotonic(),
-            read_recorded_seconds(self.folder),
-        )
+        self._start_time = time.monotonic()
+        self._earlier_seconds = read_recorded_seconds(self.folder)
         self._closed = False
         self._events = LineLog(build_events_path(self.folder))
         try:
@@ -123,8 +121,6 @@ class RunTracker:
     def _append_event(self, op: str, **fields: Any) -> None:
         self._events.append_record({"op": op, "time": time.time_ns() // 1_000_000, **fields})
 
-    # -- the Tracker protocol -----------------------------------------------------------------------------------
-
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record scalars of one step; what is recorded for a (step, name) already stays as it is."""
         with self.store.cost.count_waiting():
@@ -159,9 +155,8 @@ class RunTracker:
         kept = build_events_path(self.folder).parent / "files" / uuid.uuid4().hex / path.name
         make_folder(kept.parent)
         link_tree(path, kept)
-        fsync_tree(
-            kept.parent
-        )  # the record of it, which is synced later, promises that it is there
+        # the record of it, which is synced later, promises that it is there
+        fsync_tree(kept.parent)
         inject_fault("artifact.kept")
         return str(kept.relative_to(self.folder))
 
@@ -204,8 +199,6 @@ class RunTracker:
             "seconds": round(self.seconds, 3),
         }
         write_text_unsynced(build_progress_path(self.folder), json.dumps(values))
-
-    # -- more to record -----------------------------------------------------------------------------------------
 
     def set_tags(self, tags: Mapping[str, Any]) -> None:
         """Attach short texts; None values are left out. A VersionOf becomes the model version's name on delivery."""
@@ -350,8 +343,6 @@ class RunTracker:
         self.journal.lines.flush_pending(sync=True)
         self._events.flush_pending(sync=True)
 
-    # -- identity -----------------------------------------------------------------------------------------------
-
     @property
     def run_id(self) -> str | None:
         """The MLflow run's id; None until the store has answered."""
@@ -371,8 +362,6 @@ class RunTracker:
     def wait_started(self, timeout_s: float) -> None:
         """Wait until the run exists, or the first attempt to create it failed."""
         self._shipper.wait_started(timeout_s)
-
-    # -- the end ------------------------------------------------------------------------------------------------
 
     def flush(self, timeout_s: float = 0.0) -> bool:
         """Put everything on disk; then wait at most `timeout_s` for the store. Returns whether it has everything."""

@@ -12,9 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-_ASSISTANT_PATH = re.compile(
-    r"/(ajax-)?api/[^/]+/mlflow/assistant(/|$)"
-)  # behind a static prefix, too
+# behind a static prefix, too
+_ASSISTANT_PATH = re.compile(r"/(ajax-)?api/[^/]+/mlflow/assistant(/|$)")
 REFUSAL_MESSAGE = "the Assistant of MLflow is switched off on the servers of posttrain: it would run commands on this machine"
 # What the page keeps in the browser about the panel (keys and values of MLflow 3.17), and everything that opens it.
 _CLOSE_PANEL_HTML = """<script>try{localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1','true');

@@ -87,12 +87,9 @@ class Shipper:
         self._resumed = events.end > 0  # an earlier process recorded here
         self._start_attempts = 0
         self.problem = ""  # of the newest delivery; "" = the store answers
-        self.refused_models: dict[
-            str, Exception
-        ] = {}  # models that the store refused for good, by the key of their record
+        # models that the store refused for good, by the key of their record
+        self.refused_models: dict[str, Exception] = {}
         self._thread: threading.Thread | None = None
-
-    # -- the thread ---------------------------------------------------------------------------------------------
 
     def start_thread(self) -> None:
         """Start delivering in the background."""
@@ -175,8 +172,6 @@ class Shipper:
         return metrics, sum(
             1 for _ in read_lines(build_events_path(self.folder), self.state.events_offset)
         )
-
-    # -- one delivery -------------------------------------------------------------------------------------------
 
     def deliver_pending(self) -> None:
         """Deliver all that is recorded now. Raises: BackendError when the store does not answer."""
@@ -281,9 +276,8 @@ class Shipper:
     def _deliver_events(self, sink: TrackingSink) -> None:
         assert self.state.run_id is not None
         for event, end in self._events.read_records(self.state.events_offset):
-            for attempt in (
-                range(1, MAX_ATTEMPTS + 1) if event else ()
-            ):  # a damaged line says nothing
+            # a damaged line says nothing
+            for attempt in range(1, MAX_ATTEMPTS + 1) if event else ():
                 try:
                     version = sink.store_event(self.state.run_id, event)
                     if version is not None:

@@ -140,9 +140,8 @@ class _EpisodeTrace:
             for name, value in values.items()
             if value != ""
         ]
-        for (
-            judgement
-        ) in found:  # else each delivery would add another one under an id that MLflow draws
+        # else each delivery would add another one under an id that MLflow draws
+        for judgement in found:
             judgement.assessment_id = (
                 "a-" + hashlib.sha256(self.trace_bytes + judgement.name.encode()).hexdigest()[:32]
             )
@@ -276,9 +275,8 @@ class _EpisodeTrace:
 
 log = logging.getLogger(__name__)
 
-PARENT_PLACEHOLDER = (
-    "{parent}"  # in a model's description, for the number of the version that it was trained from
-)
+# in a model's description, for the number of the version that it was trained from
+PARENT_PLACEHOLDER = "{parent}"
 RUN_KEY_TAG = "mlflow.posttrain.runKey"  # tag by which a run is found again when its id was never learnt; pages hide it
 MAX_TAG_LENGTH = 5000
 MAX_PARAMS_PER_CALL = 100  # of one call
@@ -296,11 +294,9 @@ class MlflowSink:
             folder: the run folder; paths in its records are relative to it.
             settle: has models of a name that were recorded before a time (ms) delivered first, or raises BackendError.
         """
-        self._store, self._folder, self._deliver_older_models = (
-            store,
-            folder,
-            settle or (lambda name, time_ms: None),
-        )
+        self._store = store
+        self._folder = folder
+        self._deliver_older_models = settle or (lambda name, time_ms: None)
         self.store = store.label
         assert store.client
         self._start_time = time.time()
@@ -310,8 +306,6 @@ class MlflowSink:
     def identity(self) -> str:
         """As `Store.identity`."""
         return self._store.identity
-
-    # -- runs ---------------------------------------------------------------------------------------------------
 
     def create_run(self, event: dict[str, Any], *, retried: bool) -> tuple[str, str]:
         """Create the run, or find the one that an earlier attempt created."""
@@ -342,9 +336,8 @@ class MlflowSink:
             return run.info.run_id, experiment_id
 
     def _find_parent_run(self, event: dict[str, Any]) -> str | None:
-        if event.get(
-            "parent_folder"
-        ):  # first: a store that lost everything knows the parent by another id
+        # first: a store that lost everything knows the parent by another id
+        if event.get("parent_folder"):
             state = DeliveryCursor.load(Path(event["parent_folder"]))
             if (
                 state.run_id is None
@@ -381,8 +374,6 @@ class MlflowSink:
             if not self.has_run(run_id):
                 raise RunNotFound(run_id) from None
             raise
-
-    # -- records ------------------------------------------------------------------------------------------------
 
     def store_metrics(self, run_id: str, rows: list[tuple[str, float, int, int]]) -> None:
         """Store metrics with one call."""

@@ -294,11 +294,9 @@ class TrackingStore:
             return self
         if experiment not in self._siblings:
             other = TrackingStore(self.uri, self.output, experiment)
-            other.cost, other._unreachable, other._siblings = (
-                self.cost,
-                self._unreachable,
-                self._siblings,
-            )
+            other.cost = self.cost
+            other._unreachable = self._unreachable
+            other._siblings = self._siblings
             self._siblings[experiment] = other
         return self._siblings[experiment]
 
@@ -339,9 +337,8 @@ class TrackingStore:
         ):
             logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger("mlflow.store.db.utils").addFilter(_should_log_record)
-        logging.getLogger("urllib3.connectionpool").setLevel(
-            logging.ERROR
-        )  # the shipper says it once
+        # the shipper says it once
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         assert mlflow
 
     @property
@@ -397,9 +394,8 @@ class TrackingStore:
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
-                found = self.client.get_experiment_by_name(
-                    self.experiment
-                )  # another process was faster
+                # another process was faster
+                found = self.client.get_experiment_by_name(self.experiment)
                 assert found is not None
         if found.lifecycle_stage == "deleted":
             log.warning(
@@ -407,9 +403,8 @@ class TrackingStore:
             )
             self.client.restore_experiment(found.experiment_id)
         for tag, view in build_shared_views().items():
-            if not contains_view(
-                found.tags.get(tag), view
-            ):  # made by an earlier version, or by hand
+            # made by an earlier version, or by hand
+            if not contains_view(found.tags.get(tag), view):
                 self.client.set_experiment_tag(found.experiment_id, tag, pack_view(view))
         self._identity = found.tags.get(_IDENTITY_TAG, "")
         if not self._identity:

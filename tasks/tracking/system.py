@@ -41,9 +41,8 @@ def sample_system_metrics(process: psutil.Process, folder: Path) -> dict[str, fl
 def _find_loaded_torch() -> ModuleType | None:
     """torch where a stage has loaded it: a run of which everything is cached needs no GPU, and no seconds for it."""
     torch = sys.modules.get("torch")
-    if torch is None or getattr(
-        torch.__spec__, "_initializing", False
-    ):  # another thread is importing it
+    # another thread is importing it
+    if torch is None or getattr(torch.__spec__, "_initializing", False):
         return None
     return torch
 

@@ -33,9 +33,8 @@ class RunRow:
     name: str
     status: str  # RUNNING, FINISHED, FAILED, KILLED
     start_time: float  # seconds since the epoch
-    seconds: (
-        float | None
-    )  # spent on it in all its processes; None = still running, or killed without a word
+    # spent on it in all its processes; None = still running, or killed without a word
+    seconds: float | None
     parent_run_id: str | None
     url: str
     tags: dict[str, str] = field(default_factory=dict)
@@ -98,8 +97,6 @@ class Tracking:
     def cost(self) -> TrackingCost:
         """Seconds that tracking has taken so far."""
         return self.store.cost
-
-    # -- the registry, by its most used names -------------------------------------------------------------------
 
     def resolve_model(self, reference: str, cache_folder: Path) -> Path | str:
         """As `Registry.resolve_model`."""
@@ -178,8 +175,6 @@ class Tracking:
             return None
         inject_fault("hand.recorded")
         return folder
-
-    # -- runs ---------------------------------------------------------------------------------------------------
 
     def start_run(
         self,
@@ -331,9 +326,8 @@ class Tracking:
 
 def _compute_seconds(info: Any, tags: Mapping[str, str]) -> float | None:
     """Time spent on a run: as noted at its end, else all from its beginning to its end."""
-    if (
-        info.status == "RUNNING" or not info.end_time
-    ):  # one that goes on keeps the end of its last process
+    # one that goes on keeps the end of its last process
+    if info.status == "RUNNING" or not info.end_time:
         return None
     try:
         return float(tags[SECONDS_TAG])

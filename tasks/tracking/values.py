@@ -24,9 +24,8 @@ class VersionByContent(NamedTuple):
 
 MAX_VALUE_LENGTH = 6000  # characters of a parameter's value that MLflow keeps
 MAX_NAME_LENGTH = 250
-MAX_RESULT_LENGTH = (
-    600  # characters of the tag `result`, which the runs table and the live page show
-)
+# characters of the tag `result`, which the runs table and the live page show
+MAX_RESULT_LENGTH = 600
 ELLIPSIS = " …"
 _CLAUSE_ENDS = ("; ", ". ")
 _MIN_SENTENCE_LENGTH = 12  # characters by which a sentence is known that was cut off
@@ -107,9 +106,8 @@ def freeze_environment() -> str:
 
 def _format_distribution(distribution: metadata.Distribution) -> str:
     """`name==version`; "" where there is no name. `distribution.metadata` parses the whole description for it."""
-    texts = map(
-        distribution.read_text, ("METADATA", "PKG-INFO", "")
-    )  # the last: an .egg-info that is a file
+    # the last: an .egg-info that is a file
+    texts = map(distribution.read_text, ("METADATA", "PKG-INFO", ""))
     text = next(filter(None, texts), "")
     head = text.partition("\n\n")[0]
     found = {

@@ -82,9 +82,8 @@ def _files(output: Path) -> dict[str, Any]:
             or "/.tracking/" in name
         ):
             continue
-        if path.name in NOTES or path.name.endswith(
-            (*TIMED_ENDINGS, ".lock")
-        ):  # who held a lock last is in its file
+        # who held a lock last is in its file
+        if path.name in NOTES or path.name.endswith((*TIMED_ENDINGS, ".lock")):
             found[name] = "there"
             continue
         found[name] = _comparable(path)

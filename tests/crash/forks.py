@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-PR_SET_CHILD_SUBREAPER = (
-    36  # of linux/prctl.h: what a child leaves behind becomes ours, so that it is seen
-)
+# of linux/prctl.h: what a child leaves behind becomes ours, so that it is seen
+PR_SET_CHILD_SUBREAPER = 36
 CHECK = "evaluate-champion"  # in place of a command: the flow, which has none
 END_SECONDS = 300.0  # for the run that it is at
 ORPHAN_SECONDS = 10.0  # that children of a killed process may need to end

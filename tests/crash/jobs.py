@@ -29,9 +29,8 @@ def run(folder: Path, count: int, arguments: Sequence[str]) -> int:
     A folder that an earlier call has made goes on, whatever their number was then.
     """
     claims = folder / CLAIMS
-    shutil.rmtree(
-        claims, ignore_errors=True
-    )  # of a call that was ended: what it had not kept is run again
+    # of a call that was ended: what it had not kept is run again
+    shutil.rmtree(claims, ignore_errors=True)
     claims.mkdir()
     processes = []
     try:

@@ -195,9 +195,8 @@ class Bench:
                 trial.failures.append(f"ended with {ended.code}: {self._read_last_line()}")
             open_stages = {path.name for path in self.output.glob("small/stages/*/*.open")}
             if self._is_over(trial.kind):
-                ended = dataclasses.replace(
-                    ended, code=0
-                )  # the kill came when all was done; another run would be anew
+                # the kill came when all was done; another run would be anew
+                ended = dataclasses.replace(ended, code=0)
                 break
         else:
             ended = self._finish(trial, open_stages)

@@ -231,9 +231,8 @@ def main():
     assert not others, f"clients of the SDK that nothing here calls: {others}"
     found = {}
     for kind, owner in owners.items():
-        names = sorted(
-            methods(type(owner)), key=lambda name: (name.startswith("close"), name)
-        )  # the end comes last
+        # the end comes last
+        names = sorted(methods(type(owner)), key=lambda name: (name.startswith("close"), name))
         for name in names:
             found[f"{kind}.{name}"] = outcome(owner, kind, name, scene)
     print(json.dumps(found))

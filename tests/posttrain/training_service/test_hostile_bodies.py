@@ -97,9 +97,8 @@ def test_a_bad_tensor_is_the_users_fault_and_changes_nothing(service, run, next_
     stepped = service.result(
         service.post("optim_step", {"model_id": run, "seq_id": next_seq + 2, "adam_params": {}})
     )
-    assert stepped["metrics"]["empty:mean"] == float(
-        text is not None
-    )  # no gradient of the good datum beside it
+    # no gradient of the good datum beside it
+    assert stepped["metrics"]["empty:mean"] == float(text is not None)
     if text is not None:
         assert logprobs_of(service, run, next_seq + 3) == before
 

@@ -386,9 +386,8 @@ def test_limits_of_a_key(idle):
         and int(found.headers["retry-after"]) >= 1
         and "limit 2" in found.json()["detail"]
     )
-    idle.post(
-        "optim_step", {**step, "seq_id": 1}, headers=headers
-    )  # a repetition is no new request
+    # a repetition is no new request
+    idle.post("optim_step", {**step, "seq_id": 1}, headers=headers)
 
 
 def compressed(data):
@@ -435,11 +434,12 @@ def test_bodies_that_are_none(idle, started):
         assert idle.post(route, body, status=422)["detail"], route
     idle.call("POST", "create_session", content=b"[" * 100_000, status=422)
     run_of = {"session_id": session, "model_seq_id": 9, "base_model": "base"}
+    # a database that keeps JSON as such takes none
     for number in (
         "NaN",
         '[{"b": -Infinity}]',
         "1e999",
-    ):  # a database that keeps JSON as such takes none
+    ):
         body = json.dumps({**run_of, "user_metadata": {"a": "?"}}).replace('"?"', number)
         found = idle.call("POST", "create_model", content=body.encode(), status=422)
         assert "user_metadata: holds a number that is not finite" in found["detail"]

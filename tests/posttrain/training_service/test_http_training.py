@@ -289,9 +289,8 @@ def test_weights_are_copied_once_and_outlive_their_source(service):
         listed["expires_at"]
         and service.post("weights_info", {"tinker_path": copy})["lora_rank"] == 4
     )
-    service.forward_backward(
-        held, 1, random_data(1), status=422
-    )  # it holds weights, and is not trained
+    # it holds weights, and is not trained
+    service.forward_backward(held, 1, random_data(1), status=422)
 
 
 def test_the_optimizer_of_a_run_made_from_saved_weights(service):

@@ -83,9 +83,10 @@ def test_metadata_of_saved_states_reaches_the_worker(idle):
     idle.post(
         "save_weights", {"model_id": run, "seq_id": 1, "path": "a", "user_metadata": {"step": "7"}}
     )
+    # its result
     idle.post(
         "save_weights", {"model_id": run, "seq_id": 2, "path": "b", "user_metadata": {"step": 7}}
-    )  # its result
+    )
     facts = {one.seq: one.facts for one in idle.store.list_requests(run)}
     assert facts[1] == {"user_metadata": {"step": "7"}} and facts[2] == {}
 
@@ -109,9 +110,8 @@ def test_runs_with_published_weights_are_accessible_to_all_keys(idle, other):
     idle.call("GET", f"training_runs/{run}", params=accessible, headers=other, status=403)
     idle.store.update_checkpoint(path, public=True)
     found = idle.call("GET", f"training_runs/{run}", params=accessible, headers=other)
-    assert (
-        found["training_run_id"] == run and found["last_checkpoint"]["tinker_path"] == path
-    )  # not the newest
+    # not the newest
+    assert found["training_run_id"] == run and found["last_checkpoint"]["tinker_path"] == path
     idle.call("GET", f"training_runs/{run}", headers=other, status=403)
     assert ids(idle.call("GET", "training_runs", params=accessible, headers=other)) == [run]
     assert ids(idle.call("GET", "training_runs", headers=other)) == []

@@ -57,9 +57,8 @@ def test_saved_paths_become_versions_once(tmp_path, base_folder):
     faults.configure_faults("service.exported:1:raise")
     with pytest.raises(InjectedFault):
         settle(worker)
-    faults.configure_faults(
-        "service.registered:1:raise"
-    )  # a thread's error: it is tried again later
+    # a thread's error: it is tried again later
+    faults.configure_faults("service.registered:1:raise")
     again = EngineProcess(settings, store)
     while again.step(wait=0.0):
         pass

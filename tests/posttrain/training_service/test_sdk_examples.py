@@ -51,9 +51,8 @@ def run(python, served, *command):
         for name, value in os.environ.items()
         if not name.startswith(("TINKER", "PYTHON"))
     }
-    path = os.pathsep.join(
-        [str(ROOT), sysconfig.get_path("purelib")]
-    )  # posttrain and what it needs
+    # posttrain and what it needs
+    path = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
     environment |= {
         "TINKER_BASE_URL": address,
         "TINKER_API_KEY": key,

@@ -62,9 +62,8 @@ def test_a_request_is_there_after_the_process_is_gone_and_is_known_again(store, 
     first = store.accept_request(dataclasses.replace(create("r"), facts={"seed": 7}))
     store.close()
     other = ServiceStore(url, clock)
-    again = other.accept_request(
-        dataclasses.replace(create("r"), facts={"seed": 8})
-    )  # a retry draws another seed
+    # a retry draws another seed
+    again = other.accept_request(dataclasses.replace(create("r"), facts={"seed": 8}))
     assert again == first and again.facts == {"seed": 7} and again.state == "waiting"
     assert other.find_request(first.request_id) == first and other.find_request("r-none") is None
     assert other.find_run("r").state == "creating"
@@ -78,9 +77,8 @@ def test_another_request_under_the_same_number_is_refused(store):
         store.accept_request(update("r", 1, learning_rate=0.5))
     with pytest.raises(SequenceIdReused):
         store.accept_request(dataclasses.replace(update("r", 1), kind="save_weights"))
-    store.accept_request(
-        open_sampler("r", base="base")
-    )  # another line of the same name: numbers of its own
+    # another line of the same name: numbers of its own
+    store.accept_request(open_sampler("r", base="base"))
     store.accept_request(sample("r", 0))
     assert [one.kind for one in store.list_ready_requests()] == [
         "create_model",
@@ -155,9 +153,8 @@ def test_answers_are_final_and_come_in_the_order_of_finishing(store):
     store.finish_requests(
         [RequestOutcome(request_id=made.request_id, answer=failure, run={"state": "failed"})]
     )
-    store.finish_requests(
-        [(step.request_id, DONE), (made.request_id, DONE)]
-    )  # the second is final already
+    # the second is final already
+    store.finish_requests([(step.request_id, DONE), (made.request_id, DONE)])
     found, after = store.list_finished_since(cursor)
     assert [target for _, target in found] == [drawn.target, made.target, step.target]
     ids = [request_id for request_id, _ in found]
@@ -178,10 +175,11 @@ def test_answers_are_final_and_come_in_the_order_of_finishing(store):
         store.find_run("r").state == "failed"
         and store.find_request(step.request_id).answer == b"{}"
     )
+    # may be replayed
     assert (
         store.find_request(drawn.request_id).payload == b""
         and store.find_request(step.request_id).payload
-    )  # may be replayed
+    )
 
 
 def test_what_a_dead_worker_computed_waits_again(store):
@@ -192,10 +190,11 @@ def test_what_a_dead_worker_computed_waits_again(store):
         (one.request_id, one.deaths) for one in store.list_ready_requests()
     ] == [(made.request_id, 1)]
     store.claim_requests([made.request_id])
+    # the store was away, say
     assert (
         store.reset_running_requests(count_death=False) == 1
         and store.find_request(made.request_id).deaths == 1
-    )  # the store was away, say
+    )
 
 
 def test_forgotten_answers_stay_known_and_go_in_the_end(store, clock):
@@ -205,10 +204,11 @@ def test_forgotten_answers_stay_known_and_go_in_the_end(store, clock):
     again = store.accept_request(sample("s", 0))
     assert again.forgotten and again.answer is None and again.request_id == drawn.request_id
     clock.now += 100
+    # no snapshot of the run: it stays
     assert store.expire_results(result_seconds=50, memory_seconds=50) == (
         0,
         1,
-    )  # no snapshot of the run: it stays
+    )
     assert (
         store.find_request(drawn.request_id) is None
         and store.find_request(made.request_id).forgotten
@@ -269,9 +269,8 @@ def test_limits_of_a_key(store, clock):
     with pytest.raises(KeyLimitExceeded):  # 4 of the last minute still count in full
         store.accept_request(mine(5))
     clock.now += 30
-    finish(
-        store, store.accept_request(mine(5)), store.accept_request(mine(6))
-    )  # now 2 of them, and 2 new ones
+    # now 2 of them, and 2 new ones
+    finish(store, store.accept_request(mine(5)), store.accept_request(mine(6)))
     with pytest.raises(KeyLimitExceeded):
         store.accept_request(mine(7))
 

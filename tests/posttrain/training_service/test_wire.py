@@ -117,7 +117,7 @@ def test_no_byte_that_is_turned_round_crashes():
 LIES = {
     "bytes that are no floats": (
         lambda: body(dense=b"123"),
-        "3 bytes are no whole number of float32",
+        "3 bytes are not a multiple of float32",
     ),
     "a shape that the values do not fill": (
         lambda: body(shape=[5]),
@@ -173,7 +173,7 @@ def test_other_parts_of_a_prompt_and_options_without_a_value():
         decoded(found.SerializeToString())
     found = body()
     found.loss_fn_config_v2["beta"].SetInParent()
-    with pytest.raises(ServiceError, match="'beta' holds neither"):
+    with pytest.raises(ServiceError, match="'beta' is neither"):
         decoded(found.SerializeToString())
 
 

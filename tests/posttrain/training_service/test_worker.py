@@ -260,9 +260,8 @@ def test_a_sampler_of_a_path_that_is_written_again_keeps_the_weights_of_its_day(
         save_again(4),
     )
     ask(store, worker, open_sampler("new", path=path))
-    again = EngineProcess(
-        settings_of(tmp_path, base_folder, samplers_in_memory=1), store
-    )  # as after a kill
+    # as after a kill
+    again = EngineProcess(settings_of(tmp_path, base_folder, samplers_in_memory=1), store)
     old, new, idle = asked(again, 1, "old", "new", "idle")
     assert [old] == [idle] == before and new != old
     assert (

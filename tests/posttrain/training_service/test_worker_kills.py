@@ -68,10 +68,11 @@ def undisturbed(tmp_path_factory, base_folder):
     service.close()
     assert service.deaths == 0 and len(found[1]) >= 4
     states = [state for state, *_ in found[0].values()]
+    # one of every client fails
     assert states.count("failed") == 2 and set(states) == {
         "done",
         "failed",
-    }  # one of every client fails
+    }
     return found
 
 

@@ -262,9 +262,8 @@ def test_the_same_answer_given_again_finishes_one_that_was_killed(tracking, mode
         ] == "approved" and moved == [2]
         tracking.set_champion(model, 3)
         decide_approval(tracking.output, uri, model, approve=True)
-    assert tracking.champion(model).version == 3 and moved == [
-        2
-    ]  # not moved back to what was approved before
+    # not moved back to what was approved before
+    assert tracking.champion(model).version == 3 and moved == [2]
 
 
 def test_a_run_that_is_gone_does_not_hinder(tracking, model):
@@ -322,9 +321,8 @@ def test_what_cannot_be_decided_is_said(tracking, model, tmp_path):
         find_pending_request(tracking, list_approval_requests(tracking), model)
     uri = tracking.store.uri
     with pytest.raises(SettingsError, match=r"is not pending: version 2 .* rejected by ada"):
-        decide_approval(
-            tracking.output, uri, model, approve=True
-        )  # another answer than the one that was given
+        # another answer than the one that was given
+        decide_approval(tracking.output, uri, model, approve=True)
     assert "answered before: version 2" in decide_approval(
         tracking.output, uri, model, approve=False, by="ada"
     )

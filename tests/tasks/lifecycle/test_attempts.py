@@ -34,13 +34,11 @@ def asked(challenger="a", champion="x", *, wins=3, first=0, draw=0, environment=
 def test_each_comparison_counts_once_however_often_it_is_made():
     tags = ModelTags()
     assert claim_attempt(tags, "m", asked("a")).number == 1
-    assert (
-        claim_attempt(tags, "m", asked("a")).number == 1
-    )  # the stage was resumed, retried, or run again
+    # the stage was resumed, retried, or run again
+    assert claim_attempt(tags, "m", asked("a")).number == 1
     assert claim_attempt(tags, "m", asked("b")).number == 2
-    assert (
-        claim_attempt(tags, "m", asked("a", version=9)).number == 1
-    )  # the same weights, registered once more
+    # the same weights, registered once more
+    assert claim_attempt(tags, "m", asked("a", version=9)).number == 1
     assert [a.number for a in sorted(read_attempts(tags, "m"), key=lambda a: a.number or 0)] == [
         1,
         2,
@@ -68,9 +66,8 @@ def test_a_claim_of_a_killed_process_counts_and_is_gone_on_with():
     record_attempt(tags, "m", asked("a"))  # killed before it was counted
     assert claim_attempt(tags, "m", asked("b")).number == 2
     resumed = claim_attempt(tags, "m", asked("a"))
-    assert (
-        resumed.number == 2 and len(read_attempts(tags, "m")) == 2
-    )  # two attempts; none gets more than its share
+    # two attempts; none gets more than its share
+    assert resumed.number == 2 and len(read_attempts(tags, "m")) == 2
     assert claim_attempt(tags, "m", asked("c")).number == 3
 
 
@@ -130,9 +127,8 @@ def test_sketches_meet_where_sets_overlap():
     sketch = sketch_episodes("e", whole)
     assert len(sketch) == SKETCH_SIZE and list(sketch) == sorted(set(sketch))
     assert set(sketch) & set(sketch_episodes("e", whole[:500]))  # a quarter of them
-    assert set(sketch) & set(
-        sketch_episodes("e", [("l", seed) for seed in range(1800, 3800)])
-    )  # a twentieth of both
+    # a twentieth of both
+    assert set(sketch) & set(sketch_episodes("e", [("l", seed) for seed in range(1800, 3800)]))
     assert not set(sketch) & set(sketch_episodes("e", [("l", seed) for seed in range(2000, 4000)]))
     assert not set(sketch) & set(sketch_episodes("e", [("k", seed) for seed in range(2000)]))
 
@@ -155,8 +151,7 @@ def test_a_real_store_keeps_them_for_other_pipelines_and_without_their_versions(
     record_attempt(
         first, "shared", dataclasses.replace(asked("c"), episodes=sketch_episodes("e", long))
     )
-    assert (
-        max(len(value) for value in first.read_model_tags("shared").values()) < 5000
-    )  # MLflow's column
+    # MLflow's column
+    assert max(len(value) for value in first.read_model_tags("shared").values()) < 5000
     stored = {attempt.id: attempt for attempt in read_attempts(second, "shared")}[asked("c").id]
     assert stored.episodes == sketch_episodes("e", long) and len(stored.episodes) == SKETCH_SIZE

@@ -56,9 +56,8 @@ def test_a_fall_within_the_noise_and_a_gain_are_none(wins):
 
 
 def test_few_episodes_prove_little():
-    assert not check_champion_regression(
-        evaluation(5, 10), rate(8, 10), 0.0
-    ).regressed  # the same shares as 50 and 80 of 100
+    # the same shares as 50 and 80 of 100
+    assert not check_champion_regression(evaluation(5, 10), rate(8, 10), 0.0).regressed
     assert check_champion_regression(evaluation(50, 100), rate(80, 100), 0.0).regressed
 
 

@@ -83,10 +83,11 @@ def journal(
     parent = home / "runs" / started.replace(" ", "-").replace(":", "-")
     folder = home / "stages" / stage / "0123456789abcdef.tracking" if stage else parent
     name = stage or f"{pipeline} · {started}"
+    # a process that is always there: its number says nothing
     host = {
         "host": os.uname().nodename,
         "pid": 1,
-    }  # a process that is always there: its number says nothing
+    }
     first = {
         "op": "start",
         "name": name,
@@ -204,13 +205,11 @@ def test_what_can_be_resumed_is_found_and_what_not_is_said(tmp_path):
     with pytest.raises(DataError, match=r"no runs in .*--output"):
         find_resumable_run(tmp_path / "elsewhere", None)
     (done / "run.json").write_text(json.dumps({"status": "waiting", "only": "promote"}))
-    assert (
-        find_resumable_run(tmp_path, None).only == "promote"
-    )  # the newest, which waits for approval
+    # the newest, which waits for approval
+    assert find_resumable_run(tmp_path, None).only == "promote"
     lines = LineLog(build_events_path(done))
-    lines.append_record(
-        {"op": "tags", "tags": {"approval": "waiting"}}
-    )  # stays in the journal; the answer stands beside it
+    # stays in the journal; the answer stands beside it
+    lines.append_record({"op": "tags", "tags": {"approval": "waiting"}})
     lines.close()
     assert find_resumable_run(tmp_path, None).status == "waiting"
     (done / "run.json").write_text(

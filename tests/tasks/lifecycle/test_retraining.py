@@ -160,9 +160,8 @@ def test_one_that_waits_for_approval_is_not_doubled_and_its_own_run_goes_on(file
     append(file, 1)
     waiting = dataclasses.replace(plan(typed, holder, flow_run_id="a").record, status="waiting")
     assert plan(typed, holder, [waiting]).reason.endswith("retraining 1, which waits for approval")
-    moved_on = champion(
-        4, typed
-    )  # champion and data have changed since: the run that was decided on stays the same
+    # champion and data have changed since: the run that was decided on stays the same
+    moved_on = champion(4, typed)
     own = plan(typed, moved_on, [waiting], flow_run_id="a")
     assert own.record == waiting
     assert own.settings.model.path == "models:/x/1"
@@ -174,9 +173,8 @@ def test_generated_episodes_are_never_new_but_force_plays_others():
     assert "generates its episodes" in plan(typed, holder).reason
     first = plan(typed, holder, force=True)
     assert first.settings.seed != 7
-    assert (
-        first.settings.stages.sft is None
-    )  # a demonstrator writes the same again: copying it would undo the reward
+    # a demonstrator writes the same again: copying it would undo the reward
+    assert first.settings.stages.sft is None
     assert first.record.dropped == ("sft",)
     rejected = dataclasses.replace(first.record, status="rejected")
     second = plan(typed, holder, [rejected], force=True)

@@ -126,9 +126,8 @@ def test_a_damaged_line_of_rank_0_is_named_and_ends_nothing(tmp_path, caplog):
     writer.sync()
     data = path.read_bytes()
     place = data.index(b'"step":2')
-    path.write_bytes(
-        data[:place] + bytes(8) + data[place + 8 :]
-    )  # zeros, as a power cut leaves them
+    # zeros, as a power cut leaves them
+    path.write_bytes(data[:place] + bytes(8) + data[place + 8 :])
     EventReader(path).forward_events(tracker)
     assert tracker.metrics == [(1, {"a": 1}), (3, {"a": 3})]
     assert "events.jsonl: the line of bytes" in caplog.text and "damaged" in caplog.text
@@ -162,9 +161,8 @@ def write_error(folder, rank, kind, when, **more):
 
 
 def test_the_error_of_the_process_that_failed_first_is_raised(tmp_path):
-    write_error(
-        tmp_path, 0, "RuntimeError", 1.0, ours=False, module="builtins"
-    )  # a broken connection
+    # a broken connection
+    write_error(tmp_path, 0, "RuntimeError", 1.0, ours=False, module="builtins")
     write_error(tmp_path, 1, "WorkerFailed", 2.0)  # what it heard of another
     write_error(tmp_path, 2, "NonFiniteError", 4.0)
     write_error(tmp_path, 3, "SettingsError", 5.0)

@@ -402,9 +402,8 @@ def test_killed_between_any_two_removals_the_next_one_leaves_nothing(pipeline, m
         monkeypatch.setattr(MlflowClient, name, until_killed(getattr(MlflowClient, name)))
     for module in (removal, housekeeping):
         monkeypatch.setattr(module, "remove_folder", until_killed(remove_folder))
-    monkeypatch.setattr(
-        shutil, "rmtree", until_killed(shutil.rmtree)
-    )  # a folder that is renamed, and stays
+    # a folder that is renamed, and stays
+    monkeypatch.setattr(shutil, "rmtree", until_killed(shutil.rmtree))
     kills, cut_off, steps = 0, [], random.Random(0)
     while True:
         left = steps.randint(1, 3)

@@ -60,9 +60,8 @@ def test_sinks_that_hang_or_raise_leave_the_run_as_it_is(tmp_path):
         BackgroundTracker("c", lambda: keeper),
     ]
     for step in range(50):
-        run.log_metrics(
-            {"train/loss": float(step)}, step
-        )  # comes back at once: a minute would end the test
+        # comes back at once: a minute would end the test
+        run.log_metrics({"train/loss": float(step)}, step)
     run._log_system_metrics({"system/x": 1.0}, 0)
     run.close("FINISHED", timeout_s=0.5)
     free.set()

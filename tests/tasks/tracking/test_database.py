@@ -25,9 +25,8 @@ def tables(path):
 
 @pytest.fixture
 def file_size_limit(monkeypatch):
-    monkeypatch.setattr(
-        sys, "dont_write_bytecode", True
-    )  # Python would keep compiled modules that are cut there
+    # Python would keep compiled modules that are cut there
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size):

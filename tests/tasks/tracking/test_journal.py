@@ -100,10 +100,11 @@ def test_a_torn_last_line_is_cut_off_and_logged_again(tmp_path_factory, cut):
     whole = path.read_bytes()
     last = len(whole.splitlines(keepends=True)[-1])
     path.write_bytes(whole[: -min(cut, last)])
+    # a reader tolerates it
     assert read_metrics(folder) == [
         (0, {"train/loss": 0.0}),
         (1, {"train/loss": 1.0}),
-    ]  # a reader tolerates it
+    ]
     again = MetricsJournal(folder)
     assert path.read_bytes() == whole[:-last]
     again.append_metrics({"train/loss": 2.0}, 2)
@@ -125,9 +126,8 @@ def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch):
     log = LineLog(tmp_path / "log.jsonl")
     log.append_record({"n": 0})
     real = os.pwrite
-    monkeypatch.setattr(
-        os, "pwrite", lambda fd, data, offset: real(fd, data[:4], offset)
-    )  # short writes
+    # short writes
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:4], offset))
     log.append_record({"n": 1})
     log.append_record({"n": 2})
     assert [record for record, _ in read_lines(log.path)] == [{"n": 0}]
@@ -157,9 +157,8 @@ def test_changed_digits_are_left_out_and_logged_again(tmp_path, caplog):
     assert read_metrics(tmp_path) == [(0, {"train/loss": 0.125}), (2, {"train/loss": 2.125})]
     assert "its checksum does not match" in caplog.text and caplog.text.count(str(path)) == 1
     again = MetricsJournal(tmp_path)
-    again.append_metrics(
-        {"train/loss": 1.125}, 1
-    )  # a run that resumes from step 0 measures it again
+    # a run that resumes from step 0 measures it again
+    again.append_metrics({"train/loss": 1.125}, 1)
     again.append_metrics({"train/loss": 2.125}, 2)
     again.close()
     assert [step for step, _ in read_metrics(tmp_path)] == [0, 2, 1] and again.num_repeated == 1

@@ -40,12 +40,13 @@ def versions(tracking, models, tmp_path_factory):
         reward = run.log_model(
             models["reward_model"], "reward_model", "rewards", input_example="a b"
         )
+    # the same bytes from the same run are the same version
     assert (first, same, second, reward) == (
         1,
         1,
         2,
         1,
-    )  # the same bytes from the same run are the same version
+    )
     return {"run": run, "other": other}
 
 
@@ -156,9 +157,8 @@ def test_aliases_move(tracking, versions):
     tracking.set_champion("policy", 2)
     assert tracking.champion("policy").version == 2
     assert [found.aliases for found in tracking.versions("policy")] == [(), ("champion",)]
-    assert not tracking.replace_champion(
-        "policy", 1, before=1
-    )  # it was compared with one that is champion no more
+    # it was compared with one that is champion no more
+    assert not tracking.replace_champion("policy", 1, before=1)
     assert not tracking.replace_champion("policy", 1, before=None)
     assert tracking.champion("policy").version == 2
     assert tracking.replace_champion("policy", 1, before=2)
@@ -178,9 +178,8 @@ def test_references(tracking, models, versions, tmp_path, monkeypatch):
     assert tracking.resolve_model(str(models["policy"]), tmp_path) == models["policy"].resolve()
     assert tracking.resolve_model("org/some-model", tmp_path) == "org/some-model"
     assert not list(tmp_path.iterdir())  # a local store's files are read where they are
-    monkeypatch.setattr(
-        "tasks.tracking.registry._resolve_local_folder", lambda location: None
-    )  # as from a server
+    # as from a server
+    monkeypatch.setattr("tasks.tracking.registry._resolve_local_folder", lambda location: None)
     for _ in range(2):
         copied = tracking.resolve_model("models:/policy@champion", tmp_path)
         assert tmp_path in copied.parents and digest_model(copied) == digest_model(models["policy"])

@@ -32,10 +32,11 @@ def test_models_of_a_store_that_was_away_become_versions_in_their_order(
     parent = away.start_run("pipeline", root / "runs" / "1")
     shas = {}
     before = None
+    # the second one's journal comes first by name
     for stage, folder in (
         ("sft", "z"),
         ("policy", "a"),
-    ):  # the second one's journal comes first by name
+    ):
         model = tmp_path / stage
         model.mkdir()
         for path in models["policy"].iterdir():
@@ -79,9 +80,8 @@ def test_models_of_a_store_that_was_away_become_versions_in_their_order(
         run.data.tags["parent_model_version"] == "models:/late/1" and run.info.status == "FINISHED"
     )
     assert run.data.tags["mlflow.parentRunId"] == DeliveryCursor.load(parent.folder).run_id
-    assert (
-        client.get_experiment(run.info.experiment_id).name == "elsewhere"
-    )  # not that of who delivers
+    # not that of who delivers
+    assert client.get_experiment(run.info.experiment_id).name == "elsewhere"
     assert DeliveryCursor.load(policy).versions.popitem()[1] == 2
     assert list((policy / ".tracking").rglob("*.safetensors")) == []  # the copy has gone
 
@@ -191,9 +191,8 @@ def test_the_same_database_at_another_address_is_sent_nothing_twice(tmp_path, si
     assert deliver_journal(store, tmp_path / "a") == 0
     assert sink.runs == {"first-0": ["start", "end"]}
     assert DeliveryCursor.load(tmp_path / "a").store == sink.store
-    events = LineLog(
-        build_events_path(tmp_path / "a")
-    )  # the run went on and was killed: the rest alone is sent
+    # the run went on and was killed: the rest alone is sent
+    events = LineLog(build_events_path(tmp_path / "a"))
     events.append_record({"op": "tags", "tags": {}})
     events.close()
     sink.store = store.label = "sqlite:///x"

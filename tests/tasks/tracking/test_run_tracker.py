@@ -74,9 +74,8 @@ def test_everything_arrives(tracking, tmp_path):
             (tmp_path / "tree" / "inner" / "a.txt").write_text("a")
             stage.log_artifact(tmp_path / "figure.png", "figures")
             stage.log_artifact(tmp_path / "tree", "data")
-            (tmp_path / "tree").rename(
-                tmp_path / "published"
-            )  # as a stage's folder is, while files still wait
+            # as a stage's folder is, while files still wait
+            (tmp_path / "tree").rename(tmp_path / "published")
             (tmp_path / "figure.png").unlink()
             stage.log_text("hello\u2028é", "notes/a.txt")
             stage.log_dict({"a": [1]}, "a.json")
@@ -96,10 +95,11 @@ def test_everything_arrives(tracking, tmp_path):
     assert run.data.tags["mlflow.parentRunId"] == parent.run_id and run.info.status == "FINISHED"
     assert outer.data.params == {"sft.learning_rate": "0.001"}
     tags = outer.data.tags
+    # on whatever port the page is shown
     assert (
         tags["mlflow.note.content"]
         == "[story](#/models/demo/versions/2?workflowType=machine_learning)"
-    )  # on whatever port the page is shown
+    )
     assert tags["pipeline"] == "demo" and "absent" not in tags
     assert tags["mlflow.source.git.commit"] == "abc"
     assert outer.data.metrics["system/process_memory_megabytes"] > 10
@@ -114,9 +114,8 @@ def test_everything_arrives(tracking, tmp_path):
     assert dataset.dataset.name == "demonstrations" and dataset.dataset.digest == ("ab" * 32)[:36]
     assert json.loads(dataset.dataset.profile) == {"num_rows": 5, "digest": "ab" * 32}
     assert dataset.tags[0].value == "training"
-    assert not list(
-        (build_events_path(stage.folder).parent / "files").iterdir()
-    )  # sent copies are removed
+    # sent copies are removed
+    assert not list((build_events_path(stage.folder).parent / "files").iterdir())
     assert tracking.cost.foreground_seconds > 0 and tracking.cost.background_seconds > 0
 
 
@@ -136,11 +135,12 @@ def test_a_resumed_run_is_the_same_run_without_gap_or_duplicate(tracking, tmp_pa
     ]
     run = tracking.store.client.get_run(first.run_id)
     assert run.info.status == "FINISHED"
+    # the first value stays, and the change is told
     assert run.data.params == {
         "a": "1",
         "b": "2",
         "c": "4",
-    }  # the first value stays, and the change is told
+    }
     assert json.loads(run.data.tags["changed_params"]) == {"b": "3"}
 
 
@@ -153,9 +153,8 @@ def test_a_run_whose_id_was_never_noted_is_found_again(tracking, tmp_path):
     again = tracking.start_run("r", tmp_path)
     again.close()
     assert again.run_id == first.run_id
-    assert history(tracking, first.run_id, "a") == [
-        (0, 1.0)
-    ]  # all was sent twice and is stored once
+    # all was sent twice and is stored once
+    assert history(tracking, first.run_id, "a") == [(0, 1.0)]
     found = tracking.store.client.search_traces(
         locations=[tracking.experiment_id], run_id=first.run_id
     )
@@ -210,10 +209,11 @@ def test_a_dead_store_neither_stops_nor_stalls_and_is_made_up_for(tracking, tmp_
         (step, float(step)) for step in range(10)
     ]
     assert artifacts(tracking, state.run_id) == ["x.txt"]
+    # once more changes nothing
     assert (
         tracking.deliver_all_journals(tmp_path) == 0
         and DeliveryCursor.load(tmp_path / "p") == outer
-    )  # once more changes nothing
+    )
 
 
 def test_threads_share_a_tracker(tracking, tmp_path):
@@ -237,10 +237,11 @@ def test_progress_is_noted_for_those_who_look_on_but_not_at_every_step(
     for done in (1, 2, 3, 4):
         run.progress(done, 4, f"step {done}")
         noted = json.loads(build_progress_path(tmp_path).read_text())
+        # the first and the end always are
         assert (noted["done"], noted["total"]) == (
             4 if done == 4 else 1,
             4,
-        )  # the first and the end always are
+        )
     assert noted["message"] == "step 4"
     run.close()
     assert [

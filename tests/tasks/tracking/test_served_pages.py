@@ -22,9 +22,8 @@ def test_links_follow_a_page_that_is_served(tmp_path, monkeypatch):
         [],
         None,
     ):
-        noted.write_text(
-            json.dumps(gone)
-        )  # another process with its number, no process, another version's file
+        # another process with its number, no process, another version's file
+        noted.write_text(json.dumps(gone))
         assert find_served_page(tmp_path, "mlflow") == ""
     noted.write_text("{")
     assert store.build_ui_url("models/demo").startswith("http://127.0.0.1:5000/")

@@ -185,6 +185,5 @@ def test_a_long_result_ends_with_a_whole_clause_or_word():
     assert cut.endswith("gain …") and len(cut) <= MAX_RESULT_LENGTH
     assert shorten_result("sft 59%; policy 98%; version 2 waits", 24) == "sft 59%; policy 98%; …"
     assert shorten_result("sft 59%; policy 98%; version 2 waits", 23) == "sft 59%; policy 98%; …"
-    assert (
-        shorten_result("a; policy 98 percent of all", 20) == "a; policy 98 …"
-    )  # the clause would leave too little
+    # the clause would leave too little
+    assert shorten_result("a; policy 98 percent of all", 20) == "a; policy 98 …"
