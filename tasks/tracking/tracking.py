@@ -61,10 +61,11 @@ class Tracking:
         return self.store.experiment_id
 
     def build_run_url(self, run_id: str, *, tab: str = "") -> str:
-        """Return the page of a run, on the server or where `posttrain ui` serves a local store; "" if it is unreachable.
+        """Return the page of a run, on the server or where `posttrain ui` serves a local store.
 
         Args:
             tab: tab of that page, such as model-metrics, traces or artifacts/report.html.
+        Returns: the address; "" if the store is unreachable.
         """
         return self._build_url(lambda: self.store.build_run_url(run_id, tab=tab)) if run_id else ""
 

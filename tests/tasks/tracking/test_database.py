@@ -41,7 +41,7 @@ def test_a_file_size_limit_leaves_no_half_made_database(tmp_path, file_size_limi
     tracking.store.import_mlflow()
     file_size_limit(100_000)
     with pytest.raises(
-        BackendError, match=r"mlflow\.db: the tracking database cannot be made: .*ulimit -f"
+        BackendError, match=r"mlflow\.db: the tracking database cannot be created: .*ulimit -f"
     ):
         _ = tracking.store.client
     file_size_limit(resource.RLIM_INFINITY)
