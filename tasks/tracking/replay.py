@@ -177,14 +177,13 @@ def deliver_journal(store: TrackingStore, folder: Path) -> int:
 def _is_delivered(store: TrackingStore, shipper: Shipper, knows_experiment: bool) -> bool:
     """Return whether this store accepted the whole journal, at whatever address: its experiment has the same mark."""
     state = shipper.state
-    is_moved = (
+    if (
         state.store != store.label
         and knows_experiment
         and state.run_id
         and state.identity == store.identity != ""
-    )
-    if is_moved:
-        # A copy of the database made before the run does not have it.
+    ):
+        # The store is now at another address. A copy of the database made before the run does not have it.
         if not connect_sink(store, shipper.folder).has_run_or_deleted(state.run_id):
             return False
         state.store = store.label
