@@ -254,7 +254,7 @@ def test_repair_says_what_it_did_and_how_to_go_on(tmp_path, monkeypatch, capsys)
     assert cli.main(["doctor", "--repair", "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert (
-        "run 'demo · 2026-01-01 10:00:00' was killed without a word: process 1 is gone; marked as killed"
+        "run 'demo · 2026-01-01 10:00:00' crashed: process 1 no longer exists; marked as killed"
         in out
     )
     assert f"posttrain resume 'demo · 2026-01-01 10:00:00' --output {tmp_path}" in out

@@ -193,7 +193,7 @@ def test_sft_runs_where_asked_for_or_where_nothing_else_trains():
 
 def test_a_champion_that_does_not_say_what_it_learned_from_is_retrained(file):
     found = plan(settings(file), ModelVersion("x", 2, None, None))
-    assert found.reason == "version 2 does not say what it was trained on"
+    assert found.reason == "version 2 has no record of its training data"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_what_was_half_made_before_is_set_aside(tmp_path, caplog):
     ensure_database(f"sqlite:///{path}")
     assert {"alembic_version", "model_versions", "trace_info"} <= tables(path)
     aside = next(tmp_path.glob("mlflow.db.half-made-*"))
-    assert tables(aside) == {"runs", "datasets"} and "never finished" in caplog.text
+    assert tables(aside) == {"runs", "datasets"} and "incomplete and empty" in caplog.text
 
     with contextlib.closing(sqlite3.connect(aside)) as database:
         database.executescript("INSERT INTO runs VALUES ('r')")
