@@ -73,7 +73,7 @@ def content(output: Path) -> dict[str, Any]:
 
 
 def _files(output: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for path in sorted(output.rglob("*")):
         name = STARTED.sub("STARTED", path.relative_to(output).as_posix())
         if (
@@ -84,10 +84,10 @@ def _files(output: Path) -> dict[str, Any]:
             continue
         # who held a lock last is in its file
         if path.name in NOTES or path.name.endswith((*TIMED_ENDINGS, ".lock")):
-            found[name] = "there"
+            results[name] = "there"
             continue
-        found[name] = _comparable(path)
-    return found
+        results[name] = _comparable(path)
+    return results
 
 
 def _comparable(path: Path) -> Any:
@@ -148,19 +148,19 @@ _TIMED_FILES = {
 
 def leftovers(output: Path, temporary: Path) -> list[str]:
     """Temporaries, open folders, held locks, undelivered records, shared memory."""
-    found = []
+    results = []
     for path in sorted(output.rglob("*")):
         name = path.relative_to(output).as_posix()
         if name.startswith(("mlflow/", "prefect/")):
             continue
         if LEFT.fullmatch(path.name) and not path.name.endswith(".lock"):
-            found.append(name)
+            results.append(name)
         elif path.name.endswith(".lock") and _is_held(path):
-            found.append(f"{name} is held")
+            results.append(f"{name} is held")
         elif "/.tracking/files/" in name and path.is_file():
-            found.append(f"{name} was kept for a delivery that is over")
-    found += [f"{path} in the folder of temporaries" for path in sorted(temporary.iterdir())]
-    return found
+            results.append(f"{name} was kept for a delivery that is over")
+    results += [f"{path} in the folder of temporaries" for path in sorted(temporary.iterdir())]
+    return results
 
 
 def _is_held(path: Path) -> bool:
@@ -292,7 +292,7 @@ def _tables(
 
 def _artifacts(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
     """Files of runs and models in the store, by the name of their run."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         if not path.is_file():
             continue
@@ -300,11 +300,11 @@ def _artifacts(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
             STARTED.sub("STARTED", names.get(part, part)) for part in path.relative_to(folder).parts
         ]
         name = "artifact: " + "/".join(parts)
-        while name in found:  # of a second model of the same run
+        while name in results:  # of a second model of the same run
             name += "'"
         is_timed = path.name in ("MLmodel", *NOTES) or path.name.endswith(TIMED_ENDINGS)
-        found[name] = "there" if is_timed else _comparable(path)
-    return found
+        results[name] = "there" if is_timed else _comparable(path)
+    return results
 
 
 def count_parents(output: Path) -> int:
@@ -319,19 +319,19 @@ def count_parents(output: Path) -> int:
 
 def problems_of_store(output: Path, parents: int) -> list[str]:
     """Doubled points, versions and parent runs, whatever the comparison says."""
-    found = []
+    results = []
     with sqlite3.connect(f"{(output / DATABASE).as_uri()}?mode=ro", uri=True) as database:
         doubled = "SELECT run_uuid, key, step, COUNT(*) FROM metrics GROUP BY run_uuid, key, step HAVING COUNT(*) > 1"
-        found += [f"doubled point: {row}" for row in _rows(database, doubled)]
+        results += [f"doubled point: {row}" for row in _rows(database, doubled)]
         twice = (
             "SELECT name, value, COUNT(*) FROM model_version_tags WHERE key = 'model_sha256' "
             "GROUP BY name, value HAVING COUNT(*) > 1"
         )
-        found += [f"a version twice: {row}" for row in _rows(database, twice)]
+        results += [f"a version twice: {row}" for row in _rows(database, twice)]
         if (count := count_parents(output)) != parents:
-            found.append(f"{count} parent runs in place of {parents}")
+            results.append(f"{count} parent runs in place of {parents}")
         open_runs = [
             row[0] for row in _rows(database, "SELECT name FROM runs WHERE status != 'FINISHED'")
         ]
-        found += [f"run '{name}' is not finished" for name in open_runs]
-    return found
+        results += [f"run '{name}' is not finished" for name in open_runs]
+    return results

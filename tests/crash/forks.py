@@ -149,8 +149,8 @@ def _run(request: Request) -> Ended:
     started = time.monotonic()
     pid = _spawned(request) if request.fresh else _forked(request)
     while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        results, status = os.waitpid(pid, os.WNOHANG)
+        if results:
             break
         if request.kill_after is not None and time.monotonic() - started >= request.kill_after:
             os.kill(pid, signal.SIGKILL)

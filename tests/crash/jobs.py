@@ -71,12 +71,12 @@ def trials(folder: Path) -> list[dict[str, Any]]:
 
 def facts(folder: Path) -> dict[str, Any]:
     """Seconds and hits of undisturbed runs, of each kind those of one process."""
-    found: dict[str, Any] = {"seconds": {}, "hits": {}}
+    results: dict[str, Any] = {"seconds": {}, "hits": {}}
     for path in (place / FACTS for place in _places(folder)):
         if path.exists():
             there = json.loads(path.read_text())
-            found = {key: there[key] | found[key] for key in found}
-    return found
+            results = {key: there[key] | results[key] for key in results}
+    return results
 
 
 def forget(folder: Path) -> None:

@@ -122,19 +122,19 @@ def write_inputs(folder: Path) -> Path:
 
 def command(config: Path, kind: str = "pipeline", version: int = 2) -> list[str]:
     """Arguments of the command line that runs it. `version`: to be promoted by hand."""
-    found = KINDS[kind]
+    result = KINDS[kind]
     named = {
         CONFIG: str(config),
         OUTPUT: str(config.parent / "work" / "outputs"),
         "VERSION": str(version),
     }
-    arguments = [named.get(part, part) for part in found.what]
-    if found.what[0] in ("gc", "approve", "evaluate-champion"):
+    arguments = [named.get(part, part) for part in result.what]
+    if result.what[0] in ("gc", "approve", "evaluate-champion"):
         return arguments
     changed = [
-        *(f"stages.{stage}=null" for stage in found.without),
-        f"seed={found.seed}",
-        *found.overrides,
+        *(f"stages.{stage}=null" for stage in result.without),
+        f"seed={result.seed}",
+        *result.overrides,
     ]
-    quiet = ["--quiet"] if found.what[0] in ("run", "retrain") else []
+    quiet = ["--quiet"] if result.what[0] in ("run", "retrain") else []
     return [*arguments, *quiet, *(part for setting in changed for part in ("--set", setting))]

@@ -88,22 +88,22 @@ def _median(values: list[float]) -> float | None:
 def by_group(rows: Iterable[Row]) -> list[tuple[str, int, int]]:
     """(group of points, points, kills)."""
     kills = collections.Counter(point for row in rows for point in points_of(row))
-    found = []
+    results = []
     for heading, points in FAULT_POINT_GROUPS.items():
         names = [point.name for point in points if kills[point.name]]
-        found.append((heading, len(names), sum(kills[name] for name in names)))
-    return found
+        results.append((heading, len(names), sum(kills[name] for name in names)))
+    return results
 
 
 def table(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
     """Summary for the terminal."""
     rows = list(rows)
-    found = figures(rows, facts)
+    result = figures(rows, facts)
     lines = [f"{'':42}{'points':>8}{'kills':>8}"]
     lines += [f"{heading:42}{points:8}{kills:8}" for heading, points, kills in by_group(rows)]
-    lines.append(f"{'at random times':42}{'':8}{found['random']['kills']:8}")
-    lines.append(f"{'all':42}{found['points']['points']:8}{found['kills']:8}")
-    lines.append(f"{found['trials']} runs, {found['failures']} failures")
+    lines.append(f"{'at random times':42}{'':8}{result['random']['kills']:8}")
+    lines.append(f"{'all':42}{result['points']['points']:8}{result['kills']:8}")
+    lines.append(f"{result['trials']} runs, {result['failures']} failures")
     bad = [row for row in rows if row["failures"]]
     lines += [
         f"FAILED {row['name']}\n    " + "\n    ".join(row["failures"][:6]) for row in bad[:40]
@@ -114,14 +114,14 @@ def table(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
 def markdown(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
     """Sections for docs/reliability.md."""
     rows = list(rows)
-    found = figures(rows, facts)
-    times = found["seconds"]
+    result = figures(rows, facts)
+    times = result["seconds"]
     plain = times["undisturbed"].get("prepared") or next(iter(times["undisturbed"].values()))
     lines = [
-        f"{found['kills']} kills in {found['trials']} runs, {found['failures']} failures. At fault points: "
-        f"{found['points']['kills']} kills at {found['points']['points']} points in {found['points']['kinds']} kinds "
-        f"of runs, one after the other in the same run. At random times: {found['random']['kills']} kills in "
-        f"{found['random']['trials']} runs. {found['fresh processes']} of the runs in fresh processes, the others "
+        f"{result['kills']} kills in {result['trials']} runs, {result['failures']} failures. At fault points: "
+        f"{result['points']['kills']} kills at {result['points']['points']} points in {result['points']['kinds']} kinds "
+        f"of runs, one after the other in the same run. At random times: {result['random']['kills']} kills in "
+        f"{result['random']['trials']} runs. {result['fresh processes']} of the runs in fresh processes, the others "
         "forked from a warm one.",
         "",
         "| at | points | kills |",
@@ -131,7 +131,7 @@ def markdown(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
         f"| {heading} | {points} | {kills} |" for heading, points, kills in by_group(rows) if kills
     ]
     lines += [
-        f"| random times | | {found['random']['kills']} |",
+        f"| random times | | {result['random']['kills']} |",
         "",
         "What may differ from the undisturbed run, and nothing else:",
         "",

@@ -94,16 +94,16 @@ class Round:
 
         def read() -> dict[str, Any]:
             store = ServiceStore(self._url)
-            found = answers(store, self.scripts)
+            results = answers(store, self.scripts)
             counts = store.read_worker_counters()
             steps = sum(
                 json.loads(answer or b"{}").get("metrics", {}).get("step:max", 0) > 0
-                for (kind, *_), (_, answer, _, _) in found.items()
+                for (kind, *_), (_, answer, _, _) in results.items()
                 if kind == "optim_step"
             )
             return {
                 "answers": {
-                    " ".join(map(str, key)): _digest(value) for key, value in found.items()
+                    " ".join(map(str, key)): _digest(value) for key, value in results.items()
                 },
                 "weights": {
                     path: _digest(value) for path, value in weights(store, self.folder).items()
@@ -205,19 +205,19 @@ def _played(one: Round, draw: random.Random | None, most: int) -> int:
 
 def compare(plain: dict[str, Any], killed: dict[str, Any]) -> list[str]:
     """Differences between an undisturbed round and one with kills."""
-    found = []
+    results = []
     for what in ("answers", "weights"):
         names = plain[what].keys() | killed[what].keys()
-        found += [
+        results += [
             f"{what}: {name}"
             for name in sorted(names)
             if plain[what].get(name) != killed[what].get(name)
         ]
     if plain["updates"] != killed["updates"]:
-        found.append(f"updates: {plain['updates']} and {killed['updates']}")
+        results.append(f"updates: {plain['updates']} and {killed['updates']}")
     if killed["differences"]:
-        found.append(f"{killed['differences']} answers computed again were others")
-    return found
+        results.append(f"{killed['differences']} answers computed again were others")
+    return results
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -250,9 +250,9 @@ def main(argv: list[str] | None = None) -> int:
         total += kills
         code_too, took = broken.stop_worker()
         stops.append(took)
-        wanted, found = plain.result(), broken.result()
-        problems = compare(wanted, found)
-        problems += [f"exit code {one} after SIGTERM" for one in (code, code_too) if one != 143]
+        wanted, results = plain.result(), broken.result()
+        problems = compare(wanted, results)
+        problems += [f"exit code {item} after SIGTERM" for item in (code, code_too) if item != 143]
         rows.append(
             {
                 "kills": kills,
@@ -260,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
                 "requests": len(wanted["answers"]),
                 "saved": len(wanted["weights"]),
                 "updates": wanted["updates"],
-                "replayed": found["replayed"],
+                "replayed": results["replayed"],
                 "problems": problems,
                 "seconds": round(time.monotonic() - began, 1),
                 "undisturbed": round(seconds, 1),

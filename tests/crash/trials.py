@@ -91,16 +91,16 @@ class Bench:
                 self._begin(kind)
                 ended = self._run(kind, Kill())
                 assert ended.code == 0, f"{kind}: {ended}\n{self.said.read_text()}"
-                found = content(self.output)
+                result = content(self.output)
                 if turn == 0:
-                    self.wanted[kind], self.seconds[kind] = found, ended.seconds
+                    self.wanted[kind], self.seconds[kind] = result, ended.seconds
                     self.order[kind] = list(
                         dict.fromkeys(name for _, _, name in reversed(self._reached()))
                     )[::-1]
                     self.hits[kind] = dict(
                         collections.Counter(name for _, _, name in self._reached())
                     )
-                assert (odd := differences(self.wanted[kind], found)) == [], (
+                assert (odd := differences(self.wanted[kind], result)) == [], (
                     f"two runs differ: {odd}"
                 )
                 assert (odd := self._odd(kind, ended)) == [], odd
@@ -221,8 +221,8 @@ class Bench:
         record = self.output / "small" / "run.json"
         if KINDS[kind].what[0] != "run" or not record.exists():
             return False
-        found = json.loads(record.read_text())
-        return found["status"] == "finished" and found["started"] != self.began_with
+        data = json.loads(record.read_text())
+        return data["status"] == "finished" and data["started"] != self.began_with
 
     def _finish(self, trial: Trial, open_stages: set[str]) -> Ended:
         for _ in range(RESTARTS):
@@ -245,17 +245,17 @@ class Bench:
         return next((when - ended.began for when, name in names if name == "stage.tracked"), None)
 
     def _odd(self, kind: str, ended: Ended) -> list[str]:
-        found = [
+        results = [
             f"left over: {name}"
             for name in leftovers(self.output, self.temporary)
             if name not in self.left
         ]
-        found += [f"outlived its parent: {name}" for name in ended.orphans]
+        results += [f"outlived its parent: {name}" for name in ended.orphans]
         problems = problems_of_store(
             self.output, self.parents.setdefault(kind, count_parents(self.output))
         )
         began_killed = KINDS[starts].ended if (starts := KINDS[kind].starts) in KINDS else ""
-        return found + [
+        return results + [
             each for each in problems if not (began_killed and each.endswith("is not finished"))
         ]
 

@@ -42,15 +42,15 @@ def losses(service, run):
             base_model="base", rank=run["rank"], seed=run["seed"], train_unembed=False
         )
     )
-    found = []
+    results = []
     for step in run["steps"]:
         data = [datum(row) for row in step["data"]]
         for _ in range(step["repeats"]):
             passed = training.forward_backward(data, run["loss_fn"], run["config"] or None)
             stepped = training.optim_step(types.AdamParams(**run["adam"]))
-            found.append(passed.result().metrics["loss:sum"])
+            results.append(passed.result().metrics["loss:sum"])
             stepped.result()
-    return found
+    return results
 
 
 def main():

@@ -58,7 +58,7 @@ def datum(ids=(3, 4, 5, 6)):
 
 
 def custom(data, logprobs):
-    return sum(-one.sum() for one in logprobs), {"custom": 1.0}
+    return sum(-logprob.sum() for logprob in logprobs), {"custom": 1.0}
 
 
 def traced(logprobs):
@@ -208,8 +208,8 @@ def outcome(owner, kind, name, scene):
     try:
         arguments, named = make(scene)
         call = getattr(owner, name)
-        found = inspect.signature(call).parameters
-        named = {key: value for key, value in named.items() if key in found}
+        result = inspect.signature(call).parameters
+        named = {key: value for key, value in named.items() if key in result}
         done(call(*arguments, **named))
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
@@ -229,13 +229,13 @@ def main():
     owners["ServiceClient"] = scene.service  # the end comes last
     others = {name for name in tinker.__all__ if name.endswith("Client")} - owners.keys()
     assert not others, f"clients of the SDK that nothing here calls: {others}"
-    found = {}
+    results = {}
     for kind, owner in owners.items():
         # the end comes last
         names = sorted(methods(type(owner)), key=lambda name: (name.startswith("close"), name))
         for name in names:
-            found[f"{kind}.{name}"] = outcome(owner, kind, name, scene)
-    print(json.dumps(found))
+            results[f"{kind}.{name}"] = outcome(owner, kind, name, scene)
+    print(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)
 

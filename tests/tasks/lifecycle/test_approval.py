@@ -61,9 +61,11 @@ def tags(tracking, name, version=2):
 
 def test_what_is_asked_is_on_the_version(tracking, model):
     request = asking(tracking, model, run="demo · 1", run_id="abcdef", flow_run_id="f")
-    found = tags(tracking, model)
-    assert found["approval.state"] == "waiting" and found["gate.decision"] == "awaiting approval"
-    assert found["approval.champion"] == "1" and found["approval.deadline"] == request.deadline_text
+    result = tags(tracking, model)
+    assert result["approval.state"] == "waiting" and result["gate.decision"] == "awaiting approval"
+    assert (
+        result["approval.champion"] == "1" and result["approval.deadline"] == request.deadline_text
+    )
     assert read_approval_request(tracking.registry.fetch_version(model, 2)) == dataclasses.replace(
         request, reason="gain +5"
     )
@@ -77,13 +79,13 @@ def test_yes_moves_the_champion_and_says_who_when_why(tracking, model):
     request = asking(tracking, model)
     done = answer_request(tracking, request, approve=True, answered_by="ada", note="fine")
     assert tracking.find_champion(model).version == 2
-    found = tags(tracking, model)
-    assert (found["approval.state"], found["approval.by"], found["approval.note"]) == (
+    result = tags(tracking, model)
+    assert (result["approval.state"], result["approval.by"], result["approval.note"]) == (
         "approved",
         "ada",
         "fine",
     )
-    assert found["gate.decision"] == "promoted" and found["approval.when"].endswith(" UTC")
+    assert result["gate.decision"] == "promoted" and result["approval.when"].endswith(" UTC")
     assert (
         done.summary
         == f"version 2 of {model} promoted: approved by ada on {done.when}: fine; gain +5"
@@ -151,11 +153,11 @@ def test_a_form_that_prefect_took_in_time_counts_though_it_arrives_late(
 def test_asking_again_forgets_the_old_answer(tracking, model):
     answer_request(tracking, asking(tracking, model), approve=False, answered_by="ada", note="no")
     asking(tracking, model)
-    found = tags(tracking, model)
+    result = tags(tracking, model)
     assert (
-        found["approval.state"] == "waiting"
-        and not found["approval.by"]
-        and not found["approval.note"]
+        result["approval.state"] == "waiting"
+        and not result["approval.by"]
+        and not result["approval.note"]
     )
 
 
@@ -172,11 +174,11 @@ def test_the_runs_that_asked_say_what_was_decided(tracking, model, tmp_path):
     done = answer_request(
         tracking, reload_request(tracking, request), approve=True, answered_by="ada"
     )
-    found = tracking.store.client.get_run(run_id).data.tags
+    result = tracking.store.client.get_run(run_id).data.tags
     assert (
-        found["result"] == f"policy 50%; {done.summary}"[:250] and found["approval"] == "approved"
+        result["result"] == f"policy 50%; {done.summary}"[:250] and result["approval"] == "approved"
     )
-    assert found["mlflow.note.content"] == f"| promote | {done.summary} |"
+    assert result["mlflow.note.content"] == f"| promote | {done.summary} |"
     answer_of_page = {"before": request.summary, "now": done.summary}
     left = {"run_id": run_id, "status": "finished", "only": None, "answer": answer_of_page}
     assert json.loads(record.read_text()) == left
@@ -199,8 +201,8 @@ def test_an_answer_that_was_cut_off_was_not_given(tracking, model, monkeypatch, 
             answer_request(tracking, request, approve=False, answered_by="ada")
     assert reload_request(tracking, request).is_waiting
     answer_request(tracking, request, approve=False, answered_by="ada")
-    found = tags(tracking, model)
-    assert (found["approval.by"], found["gate.decision"]) == ("ada", "rejected by hand")
+    result = tags(tracking, model)
+    assert (result["approval.by"], result["gate.decision"]) == ("ada", "rejected by hand")
 
 
 @pytest.mark.parametrize("end", ["", " …"], ids=["cut", "ellipsis"])
@@ -227,12 +229,12 @@ def test_an_answer_is_noted_on_the_run_by_whoever_finds_it_there(tracking, model
     )
     for _ in range(2):
         approval.record_answer(tracking, done)
-        found = tracking.store.client.get_run(run_id).data.tags
+        result = tracking.store.client.get_run(run_id).data.tags
         assert (
-            found["result"] == f"policy 50%; {done.summary}"[:250]
-            and found["approval"] == "rejected"
+            result["result"] == f"policy 50%; {done.summary}"[:250]
+            and result["approval"] == "rejected"
         )
-        assert found["mlflow.note.content"] == f"| promote | {done.summary} |"
+        assert result["mlflow.note.content"] == f"| promote | {done.summary} |"
 
 
 def test_the_same_answer_given_again_finishes_one_that_was_killed(tracking, model, tmp_path):
@@ -406,8 +408,8 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
         resumed=False,
         options=RunOptions(flow_run=FlowRunAddress(id="f", api="http://x")),
     )
-    found = promote._attach_approval_request(pipeline_run, result, 1)
-    assert len(calls) == asks and found.summary["decision"] == decision
+    results = promote._attach_approval_request(pipeline_run, result, 1)
+    assert len(calls) == asks and results.summary["decision"] == decision
     waits = decision == "awaiting approval"
     assert (waiting[0] is not None) is waits and (tags["approval"] == "waiting") is waits
     if asks:
@@ -426,8 +428,8 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
         "rejected": "rejected by hand",
         "timed out": "approval timed out",
     }
-    told = _describe_decision(SimpleNamespace(postponed="", results={"promote": found}))
-    assert told == words.get(found.summary["approval"], "awaiting approval")
+    told = _describe_decision(SimpleNamespace(postponed="", results={"promote": results}))
+    assert told == words.get(results.summary["approval"], "awaiting approval")
     assert (
         _describe_decision(SimpleNamespace(postponed="", results={"promote": plain})) == "promoted"
     )
@@ -449,9 +451,9 @@ def killed_at(point, tracking, request):
 
 def approved(tracking, name):
     """True = the version is champion and says who approved it."""
-    found = tags(tracking, name)
+    result = tags(tracking, name)
     assert tracking.list_versions(name)[1].aliases == ("champion",)  # challenger no more
-    return (found["approval.state"], found["approval.by"], found["approval.note"]) == (
+    return (result["approval.state"], result["approval.by"], result["approval.note"]) == (
         "approved",
         "ada",
         "fine",

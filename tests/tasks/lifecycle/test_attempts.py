@@ -101,9 +101,9 @@ def test_earlier_attempts_in_their_order():
     tags = ModelTags()
     made = [claim_attempt(tags, "m", asked(name)) for name in "abc"]
     claim_attempt(tags, "m", asked("z", first=100))
-    found = read_attempts(tags, "m")
-    assert [a.id for a in list_earlier_attempts(found, made[2])] == [made[0].id, made[1].id]
-    assert list_earlier_attempts(found, made[0]) == []
+    attempts = read_attempts(tags, "m")
+    assert [a.id for a in list_earlier_attempts(attempts, made[2])] == [made[0].id, made[1].id]
+    assert list_earlier_attempts(attempts, made[0]) == []
     record_attempt(
         tags, "m", dataclasses.replace(made[1], p_value=0.25, level=0.0083, decision="rejected")
     )

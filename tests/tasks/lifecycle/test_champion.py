@@ -62,8 +62,8 @@ def test_few_episodes_prove_little():
 
 
 def test_the_figure_of_a_version_comes_back_from_its_tags():
-    found = evaluation(30, 40)
-    figure = read_success_figure(build_figure_tags(found))
+    result = evaluation(30, 40)
+    figure = read_success_figure(build_figure_tags(result))
     assert figure.n == 40 and figure.rate == 0.75
     assert (figure.low, figure.high) == pytest.approx(wilson_interval(30, 40), abs=1e-6)
     assert (

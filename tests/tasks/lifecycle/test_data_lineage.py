@@ -43,8 +43,8 @@ def file(tmp_path):
 def test_the_record_names_digest_size_and_rows_of_every_file(file):
     records = record_sources(settings(file))
     assert list(records) == ["demonstrations"]
-    found = records["demonstrations"].files["mine.jsonl"]
-    assert (found.sha256, found.size, found.rows) == (digest_file(file), file.stat().st_size, 3)
+    result = records["demonstrations"].files["mine.jsonl"]
+    assert (result.sha256, result.size, result.rows) == (digest_file(file), file.stat().st_size, 3)
     assert record_sources(settings()) == {}
 
 

@@ -118,13 +118,13 @@ def test_a_dead_run_is_drained_and_marked_and_then_it_is_quiet(store, tmp_path):
     journal(tmp_path, end(), started="2026-01-02 10:00:00")
     looked = find_crashed_runs(tmp_path)
     assert [run.name for run in looked] == ["demo · 2026-01-01 10:00:00", "sft"]
-    found = close_crashed_runs(tracking, tmp_path)
-    assert [(run.is_pipeline, run.is_remote, run.num_undelivered) for run in found] == [
+    result = close_crashed_runs(tracking, tmp_path)
+    assert [(run.is_pipeline, run.is_remote, run.num_undelivered) for run in result] == [
         (True, False, 0),
         (False, False, 0),
     ]
-    assert found[0].journal_folder == parent and found[0].flow_run_id == "f1"
-    assert "process 1 is gone" in found[0].description
+    assert result[0].journal_folder == parent and result[0].flow_run_id == "f1"
+    assert "process 1 is gone" in result[0].description
     rows = {row.name: row for row in tracking.list_runs()}
     assert {row.status for row in rows.values()} == {"KILLED"}
     assert rows["sft"].metrics == {"train/loss": 2.0}
@@ -161,8 +161,8 @@ def test_another_machines_run_is_not_judged(store, tmp_path):
     tracking = Tracking(store, tmp_path, "elsewhere")
     folder = journal(tmp_path, {"op": "resume", "host": "far-away", "pid": 5})
     before = build_events_path(folder).read_bytes()
-    (found,) = close_crashed_runs(tracking, tmp_path)
-    assert found.is_remote and "it ran on far-away" in found.description
+    (results,) = close_crashed_runs(tracking, tmp_path)
+    assert results.is_remote and "it ran on far-away" in results.description
     assert build_events_path(folder).read_bytes() == before
     assert [record.status for record in list_recorded_runs(tmp_path)] == ["running"]
 
@@ -170,8 +170,8 @@ def test_another_machines_run_is_not_judged(store, tmp_path):
 def test_a_store_that_is_away_keeps_the_records(tmp_path):
     journal(tmp_path, metrics=(1.0,))
     tracking = Tracking("http://127.0.0.1:9", tmp_path, "x")
-    (found,) = close_crashed_runs(tracking, tmp_path)
-    assert found.num_undelivered > 0
+    (results,) = close_crashed_runs(tracking, tmp_path)
+    assert results.num_undelivered > 0
     assert list_recorded_runs(tmp_path)[0].status == "killed"
 
 
@@ -233,8 +233,8 @@ def test_the_settings_are_those_that_were_recorded(tmp_path, monkeypatch, caplog
     settings = config(policy={"group_size": 6})
     text = {"op": "text", "name": "config.json", "text": json.dumps(settings)}
     journal(tmp_path, text, {"op": "tags", "tags": {"code_version": "old"}}, end("FAILED"))
-    found = load_recorded_settings(find_resumable_run(tmp_path, None), tmp_path)
-    assert found.stages.policy.group_size == 6 and found.output == str(tmp_path)
+    result = load_recorded_settings(find_resumable_run(tmp_path, None), tmp_path)
+    assert result.stages.policy.group_size == 6 and result.output == str(tmp_path)
     assert "the code has changed" in caplog.text
     journal(tmp_path, end("KILLED"), pipeline="bare", started="2027-01-01 10:00:00")
     with pytest.raises(SettingsError, match="before its settings were recorded"):

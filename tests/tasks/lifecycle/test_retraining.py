@@ -54,32 +54,34 @@ def plan(typed, holder, earlier=(), **more):
 
 
 def test_without_a_champion_the_pipeline_runs_as_it_is(file):
-    found = plan(settings(file), None)
-    assert found.settings == settings(file)
-    assert found.record.start is None and found.record.number == 1
-    assert found.reason == "there is no champion yet"
+    result = plan(settings(file), None)
+    assert result.settings == settings(file)
+    assert result.record.start is None and result.record.number == 1
+    assert result.reason == "there is no champion yet"
 
 
 def test_nothing_new_is_skipped_and_says_so(file):
     typed = settings(file)
-    found = plan(typed, champion(3, typed))
-    assert found.record is None
-    assert found.reason == "skipped: nothing is new since champion version 3"
+    result = plan(typed, champion(3, typed))
+    assert result.record is None
+    assert result.reason == "skipped: nothing is new since champion version 3"
 
 
 def test_new_rows_start_from_the_champion_with_the_same_seed(file):
     typed = settings(file)
     holder = champion(3, typed)
     append(file, 2)
-    found = plan(typed, holder, reason="nightly")
+    result = plan(typed, holder, reason="nightly")
     assert (
-        found.reason
+        result.reason
         == "nightly: new since champion version 3: demonstrations: mine.jsonl: 2 rows appended"
     )
-    assert found.settings.model.path == "models:/x/3"
-    assert found.settings.seed == 7  # another one would hold out rows that the champion has learned
-    assert found.settings.stages == typed.stages  # there is something new for each of them
-    assert found.record.start == 3
+    assert result.settings.model.path == "models:/x/3"
+    assert (
+        result.settings.seed == 7
+    )  # another one would hold out rows that the champion has learned
+    assert result.settings.stages == typed.stages  # there is something new for each of them
+    assert result.record.start == 3
 
 
 def test_base_by_argument_or_setting(file):
@@ -109,10 +111,10 @@ def test_data_that_was_tried_and_rejected_is_not_tried_again_but_newer_is(file, 
     append(file, 1)
     first = plan(typed, holder).record
     rejected = record_outcome(tmp_path, first, status="rejected", version=2, note="no gain")
-    found = plan(typed, holder, [rejected])
-    assert found.record is None
+    result = plan(typed, holder, [rejected])
+    assert result.record is None
     assert (
-        found.reason
+        result.reason
         == "skipped: nothing is new since retraining 1, which made version 2 (rejected: no gain)"
     )
     append(file, 1)
@@ -146,9 +148,11 @@ def test_one_that_was_killed_behind_its_promotion_is_gone_on_with(file):
     promoted = champion(2, typed)
     ours = dataclasses.replace(promoted, tags={**promoted.tags, "retrain.number": "1"})
     for force in (True, False):
-        found = plan(typed, ours, [first], force=force, flow_run_id="b")
-        assert found.is_continuation and found.record == dataclasses.replace(first, flow_run_id="b")
-        assert found.settings.model.path == "models:/x/1"  # what it began with
+        result = plan(typed, ours, [first], force=force, flow_run_id="b")
+        assert result.is_continuation and result.record == dataclasses.replace(
+            first, flow_run_id="b"
+        )
+        assert result.settings.model.path == "models:/x/1"  # what it began with
     ended = dataclasses.replace(first, status="promoted")
     assert plan(typed, ours, [ended], force=True).record.number == 2
     assert plan(typed, promoted, [first], force=True).record.number == 2  # somebody else's champion
@@ -192,8 +196,8 @@ def test_sft_runs_where_asked_for_or_where_nothing_else_trains():
 
 
 def test_a_champion_that_does_not_say_what_it_learned_from_is_retrained(file):
-    found = plan(settings(file), ModelVersion("x", 2, None, None))
-    assert found.reason == "version 2 has no record of its training data"
+    result = plan(settings(file), ModelVersion("x", 2, None, None))
+    assert result.reason == "version 2 has no record of its training data"
 
 
 @pytest.mark.parametrize(
@@ -254,13 +258,13 @@ def test_an_answer_that_came_meanwhile_closes_what_waited(file, tmp_path, state,
         )
         for version in (7, 8)
     ]
-    found = settle_waiting_retrainings(
+    result = settle_waiting_retrainings(
         SimpleNamespace(versions=lambda name: versions), "m", tmp_path
     )
-    assert [entry.status for entry in found] == [status, "rejected"]
-    assert read_retrainings(tmp_path) == found
-    assert ("ada" in found[0].note) is (state in ("approved", "rejected"))
-    assert found[1].note == "no gain"
+    assert [entry.status for entry in result] == [status, "rejected"]
+    assert read_retrainings(tmp_path) == result
+    assert ("ada" in result[0].note) is (state in ("approved", "rejected"))
+    assert result[1].note == "no gain"
 
 
 def test_what_a_killed_record_left_is_removed_by_the_next(file, tmp_path):

@@ -239,13 +239,13 @@ def test_an_error_of_one_process_ends_all(tmp_path, monkeypatch):
 
 def processes_of(folder):
     """Pids of running processes whose command names this folder."""
-    found = []
+    results = []
     for process in psutil.process_iter(["pid", "cmdline", "status"]):
         if process.info["status"] != psutil.STATUS_ZOMBIE and any(
             str(folder) in a for a in process.info["cmdline"] or ()
         ):
-            found.append(process.info["pid"])
-    return sorted(found)
+            results.append(process.info["pid"])
+    return sorted(results)
 
 
 def environment():

@@ -63,7 +63,7 @@ class Pipeline:
         home = self.home / "sweeps" / name
         about = {"pipeline": self.name, "kind": "sweep"}
         parent = self.tracking.start_run(f"{self.name} · sweep {started}", home, tags=about)
-        found = []
+        results = []
         for number, stages in enumerate(trials):
             run = self.tracking.start_run(
                 f"trial {number}",
@@ -72,12 +72,12 @@ class Pipeline:
                 parent_run_id=delivered_run_id(parent),
                 parent_folder=parent.folder,
             )
-            found.append(delivered_run_id(run))
+            results.append(delivered_run_id(run))
             for stage in stages:
                 self.stage(run, *stage)
             run.close("FINISHED")
         parent.close("FINISHED")
-        return found
+        return results
 
     def stage(self, parent, name, key, inputs, finish=True):
         key = key * 16

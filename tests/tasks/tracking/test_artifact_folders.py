@@ -65,10 +65,10 @@ def test_a_model_whose_upload_was_killed_has_its_own_files_alone(
 
     def killed_in_upload(point):
         if point == "model.made" and not planted:
-            found = tracking.store.client.search_logged_models(
+            result = tracking.store.client.search_logged_models(
                 [tracking.experiment_id], "attributes.name = 'half'"
             )
-            place = Path(found[0].artifact_location.removeprefix("file://")) / "model"
+            place = Path(result[0].artifact_location.removeprefix("file://")) / "model"
             place.mkdir(parents=True)
             planted.append(place / f"{UPLOAD_PREFIX}x")
             planted[0].write_text("half")

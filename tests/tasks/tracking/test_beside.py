@@ -79,8 +79,8 @@ def test_gpus_are_read_without_a_context_of_our_own(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: 3 * 2**20)
     monkeypatch.setattr(torch.cuda, "utilization", lambda index: 40)
     monkeypatch.setattr(torch.cuda, "power_draw", lambda index: 250_000)
-    found = system.sample_system_metrics(system.psutil.Process(), tmp_path)
-    assert {name: value for name, value in found.items() if "gpu" in name} == {
+    result = system.sample_system_metrics(system.psutil.Process(), tmp_path)
+    assert {name: value for name, value in result.items() if "gpu" in name} == {
         "system/gpu_0_memory_usage_megabytes": 3.0,
         "system/gpu_0_utilization_percentage": 40.0,
         "system/gpu_0_power_usage_watts": 250.0,

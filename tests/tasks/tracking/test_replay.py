@@ -71,7 +71,7 @@ def test_models_of_a_store_that_was_away_become_versions_in_their_order(
     assert deliver_journal(tracking.store, policy) == 0  # alone it brings its parents along
     assert tracking.deliver_all_journals(root) == 0
     first, second = tracking.versions("late")
-    assert [one.tags["model_sha256"] for one in (first, second)] == [shas["sft"], shas["policy"]]
+    assert [item.tags["model_sha256"] for item in (first, second)] == [shas["sft"], shas["policy"]]
     assert second.tags["parent_version"] == "1" and "parent_version" not in first.tags
     client = tracking.store.client
     assert client.get_model_version("late", "2").description == "policy from version 1"
@@ -112,7 +112,9 @@ def test_models_of_a_store_that_was_away_become_versions_in_their_order(
     assert deliver_journal(tracking.store, policy) == 0
     again = DeliveryCursor.load(policy)
     assert again.run_id != run.info.run_id and again.versions.popitem()[1] == 4
-    assert [one.tags["model_sha256"] for one in tracking.versions("late")] == [*shas.values()] * 2
+    assert [version.tags["model_sha256"] for version in tracking.versions("late")] == [
+        *shas.values()
+    ] * 2
 
 
 class Sink:

@@ -31,10 +31,10 @@ def history(tracking, run_id, name):
 
 
 def artifacts(tracking, run_id, path=None):
-    found = []
+    results = []
     for entry in tracking.store.client.list_artifacts(run_id, path):
-        found += artifacts(tracking, run_id, entry.path) if entry.is_dir else [entry.path]
-    return sorted(found)
+        results += artifacts(tracking, run_id, entry.path) if entry.is_dir else [entry.path]
+    return sorted(results)
 
 
 def test_a_tag_with_a_name_that_the_store_does_not_take_loses_none_of_the_others(
@@ -155,10 +155,10 @@ def test_a_run_whose_id_was_never_noted_is_found_again(tracking, tmp_path):
     assert again.run_id == first.run_id
     # all was sent twice and is stored once
     assert history(tracking, first.run_id, "a") == [(0, 1.0)]
-    found = tracking.store.client.search_traces(
+    result = tracking.store.client.search_traces(
         locations=[tracking.experiment_id], run_id=first.run_id
     )
-    assert len(found) == 3 and sum(len(trace.data.spans) for trace in found) == 11
+    assert len(result) == 3 and sum(len(trace.data.spans) for trace in result) == 11
 
 
 @pytest.mark.slow
@@ -181,9 +181,9 @@ def test_how_a_run_ended(tracking, tmp_path):
     for status, error in endings.items():
         with pytest.raises(type(error)), tracking.start_run(status, tmp_path / status) as run:
             raise error
-        found = tracking.store.client.get_run(run.run_id)
-        assert found.info.status == status
-        assert found.data.tags.get("error") == (
+        result = tracking.store.client.get_run(run.run_id)
+        assert result.info.status == status
+        assert result.data.tags.get("error") == (
             "ValueError: no good" if status == "FAILED" else None
         )
 
@@ -309,11 +309,11 @@ def test_episodes_are_readable_as_traces(tracking, tmp_path):
     with tracking.start_run("traces", tmp_path) as run:
         assert run.log_traces(trajectories(), limit=2, model="policy") == 2
     client = tracking.store.client
-    found = client.search_traces(
+    result = client.search_traces(
         locations=[tracking.experiment_id], run_id=run.run_id, order_by=["timestamp ASC"]
     )
-    assert len(found) == 2
-    right, wrong = found
+    assert len(result) == 2
+    right, wrong = result
     assert right.info.tags["level"] == "easy" and right.info.tags["model"] == "policy"
     assert {entry.name: entry.value for entry in wrong.info.assessments} == {
         "model": "policy",
@@ -359,11 +359,11 @@ def test_traces_that_are_sent_again_are_there_once(tracking, tmp_path, point):
             run.log_traces(trajectories(), limit=2, model="policy")
     finally:
         faults.configure_faults(None)
-    found = tracking.store.client.search_traces(
+    result = tracking.store.client.search_traces(
         locations=[tracking.experiment_id], run_id=run.run_id
     )
-    assert sorted(len(trace.data.spans) for trace in found) == [3, 4]
-    for trace in found:
+    assert sorted(len(trace.data.spans) for trace in result) == [3, 4]
+    for trace in result:
         assert sorted(judgement.name for judgement in trace.info.assessments) == [
             "level",
             "model",
@@ -379,11 +379,11 @@ def test_what_a_policy_wrote_arrives_as_a_trace(tracking, tmp_path):
     row = Trajectory("pixel_grid", "easy", "colour", 3, evil, evil, turns, evil, False, 0.0)
     with tracking.start_run("hostile-traces", tmp_path) as run:
         assert run.log_traces([row], model="policy") == 1
-    (found,) = tracking.store.client.search_traces(
+    (results,) = tracking.store.client.search_traces(
         locations=[tracking.experiment_id], run_id=run.run_id
     )
-    assert found.info.request_preview == "?\ufffd</script>"
-    assert found.data.build_spans[1].outputs == {
+    assert results.info.request_preview == "?\ufffd</script>"
+    assert results.data.build_spans[1].outputs == {
         "action": "?\ufffd</script>",
         "observation": "?\ufffd</script>",
     }

@@ -85,12 +85,14 @@ def test_metric_names(name, clean):
 def test_the_environment_names_every_distribution():
     text = freeze_environment()
     assert text.startswith("# Python 3.")
-    found = {
-        f"{one.metadata['Name']}=={one.version}"
-        for one in metadata.distributions()
-        if one.metadata["Name"]
+    results = {
+        f"{distribution.metadata['Name']}=={distribution.version}"
+        for distribution in metadata.distributions()
+        if distribution.metadata["Name"]
     }
-    assert set(text.splitlines()[1:]) == found and any(line.startswith("torch==") for line in found)
+    assert set(text.splitlines()[1:]) == results and any(
+        line.startswith("torch==") for line in results
+    )
 
 
 def test_a_distribution_whose_egg_info_is_a_file_is_named(tmp_path, monkeypatch):
