@@ -400,10 +400,14 @@ def test_no_saved_folder_is_ahead_of_the_store_after_a_power_cut(store, worker, 
     """The update and the save request may be only in SQLite's log, which a power cut truncates."""
     execute(store, worker, create("r"), loss("r", 1, random_data(1)))
     events, engine = [], worker._executor._engine
-    sync, save_weights = store._database.sync, engine.save_weights
-    monkeypatch.setattr(store._database, "sync", lambda: (sync(), events.append("store"))[0])
+    sync, save_weights = store._database.sync_to_disk, engine.save_weights
     monkeypatch.setattr(
-        engine, "save_weights", lambda *how: (events.append("folder"), save_weights(*how))[1]
+        store._database, "sync_to_disk", lambda: (sync(), events.append("store"))[0]
+    )
+    monkeypatch.setattr(
+        engine,
+        "save_weights",
+        lambda *arguments: (events.append("folder"), save_weights(*arguments))[1],
     )
     store.accept_batch([update("r", 2), save("r", 3, "a")])
     run_worker(worker)

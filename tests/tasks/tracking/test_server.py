@@ -1,4 +1,4 @@
-"""Exactly once through a real MLflow server that is killed while a run goes on."""
+"""Exactly-once delivery through a real MLflow server that is killed during a run."""
 
 from __future__ import annotations
 

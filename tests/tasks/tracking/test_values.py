@@ -1,4 +1,4 @@
-"""Names and parameters as MLflow takes them."""
+"""Names and parameters in the form that MLflow accepts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_environment_names_every_distribution():
 
 
 def test_a_distribution_whose_egg_info_is_a_file_is_named(tmp_path, monkeypatch):
-    """As Debian installs some; `pip freeze` lists them."""
+    """Debian installs some packages like this; `pip freeze` lists them."""
     (tmp_path / "ufw-0.36.2.egg-info").write_text(
         "Metadata-Version: 1.1\nName: ufw\nVersion: 0.36.2\n"
     )
@@ -146,7 +146,8 @@ def test_links_between_pages_of_mlflow_name_no_server(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     store = TrackingStore(None, tmp_path, "e")
     other = "http://127.0.0.1:4200/runs/flow-run/f"
-    text = f"**sft**\n\n[Report]({store.build_run_url('r', '3', tab='artifacts/report.html')}) · [Prefect flow run]({other})"
+    report = store.build_run_url("r", "3", tab="artifacts/report.html")
+    text = f"**sft**\n\n[Report]({report}) · [Prefect flow run]({other})"
     assert store.convert_to_relative_links(text) == (
         "**sft**\n\n[Report](#/experiments/3/runs/r/artifacts/report.html?workflowType=machine_learning) · "
         f"[Prefect flow run]({other})"
