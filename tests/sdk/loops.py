@@ -1,4 +1,4 @@
-"""Training loops written against the tinker SDK, in its own environment; prints what the test looks at as JSON."""
+"""Training loops written with the tinker SDK, in its environment; prints the results for the test as JSON."""
 
 import json
 import os
@@ -17,12 +17,12 @@ from tinker import types  # noqa: E402
 STEP = types.AdamParams(learning_rate=2e-2, eps=1e-8)
 
 
-def done(value):
-    """The client behind a future; older SDKs give the client itself."""
+def resolve(value):
+    """Return the client behind a future; older SDKs return the client itself."""
     return value.result() if callable(getattr(value, "result", None)) else value
 
 
-def datum(tokens, **inputs):
+def make_datum(tokens, **inputs):
     inputs = {name: np.asarray(values) for name, values in inputs.items()}
     return types.Datum(
         model_input=types.ModelInput.from_ints(list(tokens[:-1])),
@@ -30,23 +30,23 @@ def datum(tokens, **inputs):
     )
 
 
-def supervised(service, results):
-    training = done(service.create_lora_training_client(base_model="base", rank=8, seed=3))
+def train_supervised(service, results):
+    training = resolve(service.create_lora_training_client(base_model="base", rank=8, seed=3))
     rng = np.random.default_rng(0)
     rows = [rng.integers(2, 60, 8).tolist() for _ in range(4)]
-    data = [datum(row, weights=np.ones(7, np.float32)) for row in rows]
+    data = [make_datum(row, weights=np.ones(7, np.float32)) for row in rows]
     losses = []
     for _ in range(8):
-        passed = training.forward_backward(data, "cross_entropy")
-        stepped = training.optim_step(STEP)  # in flight with the pass
-        losses.append(passed.result().metrics["loss:sum"])
-        stepped.result()
+        forward_future = training.forward_backward(data, "cross_entropy")
+        step_future = training.optim_step(STEP)  # in flight with the pass
+        losses.append(forward_future.result().metrics["loss:sum"])
+        step_future.result()
     results["sft_losses"] = losses
     before = training.forward(data, "cross_entropy").result()
     results["saved_loss"] = before.metrics["loss:sum"]
     results["logprobs"] = before.loss_fn_outputs[0]["logprobs"].tolist()
     path = training.save_state("done").result().path
-    resumed = done(service.create_training_client_from_state_with_optimizer(path))
+    resumed = resolve(service.create_training_client_from_state_with_optimizer(path))
     results["resumed_loss"] = resumed.forward(data, "cross_entropy").result().metrics["loss:sum"]
     seen = []
 
@@ -57,7 +57,7 @@ def supervised(service, results):
     resumed.forward_backward_custom(data, loss).result()
     results["custom_logprobs"] = seen[0]
     sampling = training.save_weights_and_get_sampling_client()
-    sampling = done(sampling)
+    sampling = resolve(sampling)
     prompt = types.ModelInput.from_ints(rows[0][:3])
     parameters = types.SamplingParams(max_tokens=5, seed=1, stop=[])
     sequence = (
@@ -65,23 +65,23 @@ def supervised(service, results):
         .result()
         .sequences[0]
     )
-    whole = types.ModelInput.from_ints(rows[0][:3] + list(sequence.tokens))
-    again = sampling.compute_logprobs(whole).result()[3:]
+    sequence_input = types.ModelInput.from_ints(rows[0][:3] + list(sequence.tokens))
+    recomputed = sampling.compute_logprobs(sequence_input).result()[3:]
     results["sampled_difference"] = float(
-        np.abs(np.array(again) - np.array(sequence.logprobs)).max()
+        np.abs(np.array(recomputed) - np.array(sequence.logprobs)).max()
     )
     many = data * 300  # more than one request
     results["chunked_loss"] = training.forward(many, "cross_entropy").result().metrics["loss:sum"]
     results["whole_loss"] = 300 * results["saved_loss"]
 
 
-def policy(service, results):
-    """Group-relative policy gradient: token 7 is wanted."""
-    training = done(service.create_lora_training_client(base_model="base", rank=8, seed=4))
+def train_policy(service, results):
+    """Train a group-relative policy gradient that rewards odd tokens."""
+    training = resolve(service.create_lora_training_client(base_model="base", rank=8, seed=4))
     prompt, parameters = [3, 4], types.SamplingParams(max_tokens=6, stop=[])
     rewards = []
     for _ in range(10):
-        sampling = done(training.save_weights_and_get_sampling_client())
+        sampling = resolve(training.save_weights_and_get_sampling_client())
         answer = sampling.sample(
             prompt=types.ModelInput.from_ints(prompt), num_samples=48, sampling_params=parameters
         ).result()
@@ -93,7 +93,7 @@ def policy(service, results):
             tokens, skipped = prompt + list(sequence.tokens), len(prompt) - 1
             zeros = [0.0] * skipped
             data.append(
-                datum(
+                make_datum(
                     tokens,
                     logprobs=np.array(zeros + list(sequence.logprobs), np.float32),
                     advantages=np.array(
@@ -101,16 +101,16 @@ def policy(service, results):
                     ),
                 )
             )
-        passed = training.forward_backward(data, "importance_sampling")
+        forward_future = training.forward_backward(data, "importance_sampling")
         training.optim_step(STEP).result()
-        passed.result()
+        forward_future.result()
     results["rewards"] = rewards
 
 
 def main():
     service, results = tinker.ServiceClient(), {}
-    supervised(service, results)
-    policy(service, results)
+    train_supervised(service, results)
+    train_policy(service, results)
     print(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)
