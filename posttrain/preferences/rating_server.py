@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.monitor.server import find_free_port
 from posttrain.preferences.rating_session import RatingSession, filter_ratable_items
+from posttrain.web.server_setup import find_free_port
 from posttrain.web.tokens import load_or_create_token
 from rl_core.errors import DataError
 from rl_core.preferences.items import RatedItem, load_items, read_items, write_items

@@ -45,7 +45,7 @@ def test_without_gradio_it_says_what_to_install(tmp_path, capsys, monkeypatch):
 
 def test_a_taken_port_gives_the_next_free_one():
     with socket.socket() as holder:
-        holder.bind((server.PAGE_HOST, 0))
+        holder.bind((server.LOOPBACK_HOST, 0))
         holder.listen()
         taken = holder.getsockname()[1]
         assert taken < server.find_free_port(taken) <= taken + server.MAX_PORTS_TRIED
