@@ -367,7 +367,7 @@ def test_the_report_and_the_live_page_say_what_was_learned(folder, tmp_path):
         "target 0.050",
     )  # of the last that has it
     assert build_online_tab(tmp_path / "nothing")[0]["kind"] == "note"
-    with pytest.raises(DataError, match="holds no record"):
+    with pytest.raises(DataError, match="contains no record"):
         read_service_record(tmp_path)
 
 
