@@ -272,6 +272,7 @@ def _convert_optimizer(value: Any) -> Any:
 
 
 def convert_checkpoint_limit(value: Any) -> Any:
+    """Return the number of checkpoints to keep, which is at least 2 here."""
     return max(2, int(value))
 
 

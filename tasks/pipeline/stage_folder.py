@@ -59,7 +59,7 @@ from tasks.tracking import RunTracker
 logger = logging.getLogger(__name__)
 
 # These packages log from INFO on; other packages log at their configured level.
-LOGGED_PACKAGES = ("rl_core", "tasks", "flows")
+LOGGED_PACKAGES = ("rl_core", "tasks", "flows", "posttrain")
 PART_BYTES = 1 << 20
 PROGRESS_SECONDS = 10.0  # between two lines about progress
 TAIL_BYTES = 1 << 18  # sent to the tracking store
