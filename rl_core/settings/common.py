@@ -171,8 +171,8 @@ class ModelSettings(Settings):
         None,
         ge=1,
         le=16_777_216,
-        doc="only for models whose rotary frequencies depend on the length (longrope, dynamic): longest sequence (tokens), "
-        "whose frequencies are used for every row; default: sequences end where the frequencies would change",
+        doc="only for models whose rotary frequencies depend on the length (longrope, dynamic): longest sequence "
+        "(tokens), whose frequencies are used for every row; default: sequences end where the frequencies would change",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = setting(
         "float32", doc="dtype of the weights in memory"
@@ -244,13 +244,15 @@ class SamplingSettings(Settings):
         1.0,
         gt=0,
         le=1,
-        doc="draw from the most likely tokens that together reach this probability; refused for rollouts that train a policy",
+        doc="draw from the most likely tokens that together reach this probability; refused for rollouts that train a "
+        "policy",
     )
     min_p: float = setting(
         0.0,
         ge=0,
         le=1,
-        doc="draw from tokens of at least this share of the highest probability; refused for rollouts that train a policy",
+        doc="draw from tokens of at least this share of the highest probability; refused for rollouts that train a "
+        "policy",
     )
     repetition_penalty: float = setting(
         1.0,
@@ -336,8 +338,8 @@ class SamplingSettings(Settings):
             if value != neutral:
                 raise SettingsError(
                     f"sampling.{name}: {value} samples from a different distribution than the one that is trained, "
-                    "softmax(logits / temperature) over the whole vocabulary, so ratios, KL and gradients would belong to "
-                    f"another policy; leave it at {neutral} here (evaluation and generation support it)"
+                    "softmax(logits / temperature) over the whole vocabulary, so ratios, KL and gradients would "
+                    f"belong to another policy; leave it at {neutral} here (evaluation and generation support it)"
                 )
 
 
@@ -370,13 +372,13 @@ class DataSettings(Settings):
     )
     long_rows: Literal["refuse", "drop", "cut"] = setting(
         "refuse",
-        doc="rows longer than max_tokens or the context; refuse: bad rows (on_bad_row); drop: left out and counted; cut: "
-        "truncated to the first tokens of each sequence",
+        doc="rows longer than max_tokens or the context; refuse: bad rows (on_bad_row); drop: left out and counted; "
+        "cut: truncated to the first tokens of each sequence",
     )
     deduplicate: Literal["off", "rows", "prompts"] = setting(
         "off",
-        doc="rows: leave out exact copies of earlier rows; prompts: keep the first row of each prompt (ignoring case and white "
-        "space)",
+        doc="rows: leave out exact copies of earlier rows; prompts: keep the first row of each prompt (ignoring case "
+        "and white space)",
     )
 
 

@@ -61,8 +61,8 @@ class RollbackSettings(Settings):
     )
     level: Literal["first_window", "before"] = setting(
         "first_window",
-        doc="reference level: mean over the first full window in the stage, or over the last window before it (comparable "
-        "only for metrics that do not depend on the level mix, such as success_rate_by_level)",
+        doc="reference level: mean over the first full window in the stage, or over the last window before it "
+        "(comparable only for metrics that do not depend on the level mix, such as success_rate_by_level)",
     )
     margin: float = setting(0.2, gt=0, doc="allowed deterioration from the reference level")
     patience: int = setting(
