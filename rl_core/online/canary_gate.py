@@ -282,9 +282,8 @@ class CanaryGate:
             None,
             live,
         )
-        if (
-            is_gone or self.snapshots.load_weights_if_valid(self.newest_tested) is None
-        ):  # costs no share of the error
+        # costs no share of the error
+        if is_gone or self.snapshots.load_weights_if_valid(self.newest_tested) is None:
             self.save_state()
             return False
         self.gate.open_candidate(self.newest_tested)

@@ -39,9 +39,8 @@ class SumTree:
             raise DataError(f"capacity: {capacity} must be at least 1")
         self.capacity = capacity
         self.leaves = 1 << (capacity - 1).bit_length()
-        self.nodes = np.zeros(
-            2 * self.leaves
-        )  # node i has the children 2 i and 2 i + 1; leaf l is node leaves + l
+        # node i has the children 2 i and 2 i + 1; leaf l is node leaves + l
+        self.nodes = np.zeros(2 * self.leaves)
 
     @property
     def total(self) -> float:

@@ -35,9 +35,8 @@ class ExperienceLogRecord(NamedTuple):
 
     number: int  # from 1, rising by 1
     kind: str  # experience, label or control
-    value: dict[
-        str, Any
-    ]  # plain values of the experience, of {"request_id", "label"}, or of the order
+    # plain values of the experience, of {"request_id", "label"}, or of the order
+    value: dict[str, Any]
     size: int = 0  # bytes in the log
 
     def parse_experience(self) -> Experience:
@@ -195,9 +194,8 @@ class ExperienceLogReader:
             return
         while True:
             assert self._path is not None
-            following = (
-                self._find_following_segment()
-            )  # looked for first: a segment that has a successor grows no more
+            # looked for first: a segment that has a successor grows no more
+            following = self._find_following_segment()
             yield from self._read_rest_of_segment()
             if following is None:
                 return

@@ -42,9 +42,8 @@ class ExperienceReader:
         self.buffer = ExperienceBuffer(settings.buffer)
         self.drift = DriftMonitor(settings.drift)
         self.precision = PseudoLabelPrecision()
-        self.trusts_consensus = (
-            settings.labels.use_consensus
-        )  # False = pseudo-labels are measured alone
+        # False = pseudo-labels are measured alone
+        self.trusts_consensus = settings.labels.use_consensus
         self.counts: Counter[str] = Counter()
         self.records = 0  # answers and labels read so far
         self.read_bytes = 0  # of all records read so far
@@ -58,9 +57,8 @@ class ExperienceReader:
         Args:
             place: of the log, for the warning. version: the worker's newest update. live: version that answers.
         """
-        self.records += (
-            record.kind != "control"
-        )  # orders follow from updates, and must not cause any
+        # orders follow from updates, and must not cause any
+        self.records += record.kind != "control"
         self.read_bytes += record.size
         self.last_digest = digest_record(record)
         try:

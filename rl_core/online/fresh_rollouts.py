@@ -37,11 +37,12 @@ from rl_core.types import Rollout
 
 logger = logging.getLogger(__name__)
 
+# a prompt without room, an environment, an unknown level
 _REQUEST_ERRORS = (
     DataError,
     EnvironmentFault,
     SettingsError,
-)  # a prompt without room, an environment, an unknown level
+)
 
 
 def has_right_answer(buffered: BufferedExperience) -> bool:

@@ -49,9 +49,8 @@ class RewardTable:
     raw_RC: NDArray[np.float64]  # 0 where a rollout is masked
     weighted_RC: NDArray[np.float64]  # contributions to the total
     totals_R: NDArray[np.float64]
-    is_known_R: NDArray[
-        np.bool_
-    ]  # False = the label says nothing of this rollout, or a component failed on it
+    # False = the label says nothing of this rollout, or a component failed on it
+    is_known_R: NDArray[np.bool_]
     success_R: NDArray[np.bool_]  # under the label
 
     def to_json(self) -> dict[str, Any]:

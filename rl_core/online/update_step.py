@@ -254,9 +254,8 @@ def _fill_exact_distributions(
         MemoryFit("old distributions").compute_batches(batches, fill)
 
 
-_UNLIMITED_STEPS = (
-    2**31
-)  # optimizer steps of a service without an end; its schedule is constant after the warm-up
+# optimizer steps of a service without an end; its schedule is constant after the warm-up
+_UNLIMITED_STEPS = 2**31
 
 
 @dataclass(slots=True)
@@ -268,9 +267,8 @@ class UpdateReport:
     learning_rate: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)  # rl, kl (with its coefficient), total
     gradients: dict[str, float] = field(default_factory=dict)  # norm, clipped
-    kl_control: dict[str, float] = field(
-        default_factory=dict
-    )  # coefficient, mean_kl, target_kl, before
+    # coefficient, mean_kl, target_kl, before
+    kl_control: dict[str, float] = field(default_factory=dict)
     is_lower_bound: bool = False  # True = the KL is of recorded tokens, in part at least
     num_tokens: int = 0  # loss tokens
     num_rollouts: int = 0
@@ -468,9 +466,8 @@ class GuardedLearner:
         if not self.settings.dropout:
             return self.optimizer_step.run_step(batches, loss)
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(
-            devices=devices
-        ):  # masks follow from the update, so a resumed worker draws the same
+        # masks follow from the update, so a resumed worker draws the same
+        with torch.random.fork_rng(devices=devices):
             torch.manual_seed(number)
             return self.optimizer_step.run_step(batches, loss)
 

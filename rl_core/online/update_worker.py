@@ -212,9 +212,8 @@ def _load_buffered_experiences(
 
 logger = logging.getLogger(__name__)
 
-_LEARNING_SIGNALS = (
-    "kl",
-)  # signals about the weights that learn; the others are about the ones that answer
+# signals about the weights that learn; the others are about the ones that answer
+_LEARNING_SIGNALS = ("kl",)
 _MAX_PAST_VERSIONS = 100  # versions that were live before, kept to go back to
 
 
@@ -265,9 +264,8 @@ class UpdateWorker:
         self.paused = ""  # why nothing is learned; "" = learning
         self.last_report: UpdateReport | None = None
         self.signals: list[tuple[str, float]] = []  # of the present update, for the alarms
-        self.referenced: set[int] = (
-            set()
-        )  # versions that the checkpoint before the last one referred to
+        # versions that the checkpoint before the last one referred to
+        self.referenced: set[int] = set()
         self.first_needed_record = 0  # first record that it needs
 
     def __enter__(self) -> UpdateWorker:
@@ -406,9 +404,8 @@ class UpdateWorker:
             self._pause_learning(
                 f"{self.learner.refused_in_row} updates in a row were refused, the last one: {report.refused}"
             )
-        is_new = (
-            self.learner.num_taken > self.in_snapshot
-        )  # the gate must not spend its error on what it knows already
+        # the gate must not spend its error on what it knows already
+        is_new = self.learner.num_taken > self.in_snapshot
         if self.updates % settings.snapshot_every == 0 and not self.paused and is_new:
             self._publish_snapshot()
         if self.updates % settings.checkpoint_every == 0:

@@ -31,9 +31,8 @@ class Ballot:
 class VoteOutcome:
     """Result of a vote, with every ballot and its weight."""
 
-    answer: (
-        str | None
-    )  # as the winner's first ballot wrote it; None = nobody answered, or a tie that abstains
+    # as the winner's first ballot wrote it; None = nobody answered, or a tie that abstains
+    answer: str | None
     confidence: float  # share of the weights, answerless ballots included; 0 without an answer
     low: float  # Wilson interval of that share
     high: float

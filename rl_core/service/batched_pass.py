@@ -53,9 +53,8 @@ class PassResult:
 
     loss: float
     gradient: Mapping[str, torch.Tensor]  # by the run's parameter names; {} without backward
-    columns: list[
-        dict[str, np.ndarray]
-    ]  # of each row: per-token arrays, or [1] where there is one number a row
+    # of each row: per-token arrays, or [1] where there is one number a row
+    columns: list[dict[str, np.ndarray]]
 
 
 def run_pass(parts: Sequence[PassPart], *, backward: bool) -> list[PassResult]:

@@ -154,9 +154,8 @@ class EvaluationArguments(TypedDict, total=False):
     seed: int  # of samples and intervals; 0
     confidence: float  # of intervals; 0.95
     resamples: int  # of the bootstrap over texts or prompts; 2000
-    evaluation_id: (
-        str | None
-    )  # the same id again is the same evaluation, after a crash of either side, too
+    # the same id again is the same evaluation, after a crash of either side, too
+    evaluation_id: str | None
 
 
 def _build_record_parser(kind: type[T]) -> Callable[[Any], T]:

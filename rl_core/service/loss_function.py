@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 RequiredOutput = Literal["entropy", "values", "scores"]
-TokenTable = Mapping[
-    str, np.ndarray
-]  # columns over all tokens of a request; `rows` says of which datum
+# columns over all tokens of a request; `rows` says of which datum
+TokenTable = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +52,8 @@ class LossInputs:
 
     mask_BT: torch.Tensor  # bool, True = a position of the datum
     options: Mapping[str, float]
-    inputs: Mapping[
-        str, torch.Tensor
-    ]  # optional ones that were not given are left out; of shape "one": [B]
+    # optional ones that were not given are left out; of shape "one": [B]
+    inputs: Mapping[str, torch.Tensor]
     logprobs: torch.Tensor | None = (
         None  # [B, T] or [B, T, K], nats, with gradient; None = no target_tokens
     )
@@ -64,9 +62,8 @@ class LossInputs:
     scores_B: torch.Tensor | None = (
         None  # by the run's score head at the last position, with gradient
     )
-    outputs: dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # what the loss adds to outputs and metrics
+    # what the loss adds to outputs and metrics
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def single_logprobs(self) -> torch.Tensor:

@@ -47,9 +47,8 @@ class CheckedRequest:
     loss: LossFunction
     options: dict[str, float]
     tokens: list[np.ndarray]  # int64 [T]
-    inputs: list[
-        dict[str, np.ndarray]
-    ]  # float32 or int64; optional ones are given for all datums or for none
+    # float32 or int64; optional ones are given for all datums or for none
+    inputs: list[dict[str, np.ndarray]]
     reference: str = (
         ""  # model whose log-probabilities are put into `compute_reference_logprobs`; "" = none
     )

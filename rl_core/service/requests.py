@@ -38,9 +38,8 @@ class CreateModel:
 
     model_id: str
     base: str  # name in the engine's settings
-    adapter: AdapterConfig | None = (
-        AdapterConfig()
-    )  # None = all weights are trained, on a copy of its own
+    # None = all weights are trained, on a copy of its own
+    adapter: AdapterConfig | None = AdapterConfig()
     optimizer: OptimizerKind = "adamw"
     seed: int = 0  # of the score head of `reward_modeling`
 
@@ -50,9 +49,8 @@ class Datum:
     """One sequence and what its loss needs. Position i predicts `inputs["target_tokens"][i]`: nothing is shifted."""
 
     tokens: np.ndarray  # integers [T]
-    inputs: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # by name, see `service.losses_by_name`
+    # by name, see `service.losses_by_name`
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,9 +48,8 @@ class ModelInfo:
 class ForwardBackwardResult:
     """Loss, per-token outputs of every datum in order, and metrics `name:reduction`, `loss:sum` among them."""
 
-    outputs: tuple[
-        Mapping[str, np.ndarray], ...
-    ]  # "logprobs" float32 of the shape of target_tokens, and more by loss
+    # "logprobs" float32 of the shape of target_tokens, and more by loss
+    outputs: tuple[Mapping[str, np.ndarray], ...]
     metrics: Mapping[str, float]
 
     @property

@@ -234,9 +234,8 @@ def _generate_sequences(
             )
             for index in range(job.request.num_samples)
         ]
-        if base.limits.context > len(
-            job.prompt
-        ):  # else nothing can follow, and each is cut off at once
+        # else nothing can follow, and each is cut off at once
+        if base.limits.context > len(job.prompt):
             groups.setdefault(parameters, []).extend(job.sequences)
     for parameters, sequences in groups.items():
         base.generate_sequences(

@@ -177,14 +177,14 @@ class TrainingRun:
             if self.head_update is None
             else {f"{base.head_name}.{part}.weight" for part in ("lora_A", "lora_B")}
         )
+        # with adapters: parameters that are in none of the model's layers, those of the output and scalar heads
         self.parameters_outside_layers = {
             name: parameter
             for name, parameter in self.parameters.items()
             if name in head or name not in trained
-        }  # with adapters: parameters that are in none of the model's layers, those of the output and scalar heads
-        self.gradient: Mapping[
-            str, torch.Tensor
-        ] = {}  # by name; what no loss has touched is left out
+        }
+        # by name; what no loss has touched is left out
+        self.gradient: Mapping[str, torch.Tensor] = {}
         self.kl_limit_checks: list[KLLimitCheck] = []
         self.steps = 0
         self.data_digest = (
@@ -352,9 +352,8 @@ class TrainingRun:
                 )
             self._load_moments(state["optimizer"])
             self.steps = int(state["run"]["steps"])
-        self.data_digest = str(
-            state["run"].get("data_digest", "")
-        )  # the weights' past, whatever is taken along
+        # the weights' past, whatever is taken along
+        self.data_digest = str(state["run"].get("data_digest", ""))
         self.reset_data_digest()
         self.gradient, self.kl_limit_checks = {}, []
         if gradient:
