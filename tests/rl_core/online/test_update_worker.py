@@ -140,7 +140,7 @@ def test_another_setting_or_log_is_refused(traffic, tmp_path):
     with pytest.raises(ResumeRefused, match="another settings"):
         make_worker(tmp_path, traffic, fingerprint={"settings": "2"}).__enter__()
     write_traffic(tmp_path / "other", range(13), seed=5)
-    with pytest.raises(CheckpointError, match="another one than was learned from"):
+    with pytest.raises(CheckpointError, match="differs from the one that was learned from"):
         make_worker(tmp_path, tmp_path / "other").__enter__()
     with pytest.raises(CheckpointError, match="are gone"):
         make_worker(tmp_path, tmp_path / "nothing").__enter__()
@@ -234,9 +234,9 @@ def test_pseudo_labels_that_feedback_refutes_are_taken_back(tmp_path, caplog):
             worker.counts["pseudo_labels_taken_back"] == 4 and worker.counts["pseudo_labels"] == 8
         )
         assert "feedback confirmed 0 of 4" in caplog.text
-        lost = worker._collect_state()
+        lost = collect_worker_state(worker)
     with make_worker(tmp_path, tmp_path / "log", chosen) as worker:  # distrust survives a restart
-        assert worker._collect_state() == lost and not worker.experience_reader.trusts_consensus
+        assert collect_worker_state(worker) == lost and not worker.experience_reader.trusts_consensus
         with ExperienceLog(tmp_path / "log") as log:
             for number in voted[4:6]:
                 log.append_label(*told(number, True))

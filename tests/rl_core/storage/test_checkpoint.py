@@ -143,7 +143,7 @@ def test_a_forged_or_stale_pointer_leads_nowhere(tmp_path, caplog, pointer):
     with caplog.at_level(logging.WARNING):
         check(store.load_latest(), 2)
     if not pointer.startswith("checkpoint-0000009"):
-        assert "no checkpoint's name" in caplog.text
+        assert "not a checkpoint name" in caplog.text
     assert (tmp_path / "run" / "LATEST").read_text() == "checkpoint-00000002\n"
 
 
