@@ -124,10 +124,9 @@ def compute_value_advantages(
     rho_cap: float = 1.0,
     c_cap: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute advantages and the critic's targets [R, S] by GAE over each row's loss tokens, or by V-trace; not whitened.
-
-    The reward is placed on the last loss token. A truncated row is bootstrapped from the value of its last state; the value
-    after a terminal state is 0.
+    """Compute unwhitened advantages and the critic's targets [R, S], by GAE over each row's loss tokens or by V-trace.
+    The reward is placed on the last loss token. A truncated row is bootstrapped from the value of its last state; the
+    value after a terminal state is 0.
 
     Args:
         kl_penalty_RS: subtracted from each token's reward (kl_coef times k1); None = none.

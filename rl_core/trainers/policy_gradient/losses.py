@@ -165,8 +165,8 @@ def compute_importance_weights(
     """Compute importance weights [B, S] over the sampler, truncated, 0 where `importance_mask` drops; None = all 1.
 
     They are weights of the old policy, because the loss contains the ratio of the current policy to it; of the current
-    policy for reinforce, whose loss has no ratio. V-trace's weights are already part of the advantages. Weights are never
-    negative, so multiplying the advantages by them multiplies every loss.
+    policy for reinforce, whose loss has no ratio. V-trace's weights are already part of the advantages. Weights are
+    never negative, so multiplying the advantages by them multiplies every loss.
     """
     target_BS = old_logprobs_BS
     if settings.algorithm == "reinforce" and settings.loss is None:

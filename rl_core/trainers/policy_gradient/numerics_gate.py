@@ -169,7 +169,7 @@ class NumericsGate:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict`. {} comes from a run without rollbacks: the first snapshot is then that of the current weights."""
+        """Load a `state_dict`. After {} (of a run without rollbacks), the current weights become the first snapshot."""
         if self.settings.action != "rollback" or not state:
             return
         self.rollbacks = int(state["rollbacks"])

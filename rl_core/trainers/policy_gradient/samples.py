@@ -1,8 +1,8 @@
 """Training samples of an iteration, dynamic sampling, and the replay buffer of past iterations.
 
-A sample keeps its sampling temperature. The log-probs of policy, reference and sampler are all computed at it, also when
-the sample is replayed in another curriculum stage: the gradient is that of the policy that acted, and importance weights
-measure the change of the weights, not of the temperature.
+A sample keeps its sampling temperature. The log-probs of policy, reference and sampler are all computed at it, also
+when the sample is replayed in another curriculum stage: the gradient is that of the policy that acted, and importance
+weights measure the change of the weights, not of the temperature.
 
 Dynamic sampling replaces groups whose rollouts all earn the same reward, which carry no signal, by new episodes.
 Source: DAPO, arXiv:2503.14476, section 3.2; here with a bounded number of rounds.
@@ -55,8 +55,8 @@ def build_sample_groups(
     """Build one sample per rollout, in the groups of the rollouts.
 
     Args:
-        bootstrap_limits: a rollout that reached a limit of the sampler (tokens, turns, context) counts as truncated, as a
-            rollout truncated by its environment always does. False = such a limit is part of the task and ends it.
+        bootstrap_limits: a rollout that reached a limit of the sampler (tokens, turns, context) counts as truncated,
+            as a rollout truncated by its environment always does. False = such a limit is part of the task and ends it.
         mask_truncated: the tokens of a rollout that was cut by the token limit or the context carry no loss; its reward
             still counts in its group.
     """
@@ -113,7 +113,7 @@ def is_cut_by_token_limit(rollout: Rollout) -> bool:
 
 
 class ReplayBuffer:
-    """Groups of the last iterations, drawn uniformly. A group keeps the advantages of its own iteration."""
+    """Groups of the last iterations, drawn uniformly. A group keeps the advantages of its iteration."""
 
     def __init__(self, settings: ReplaySettings) -> None:
         self.settings = settings

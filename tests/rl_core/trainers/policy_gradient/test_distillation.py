@@ -344,7 +344,7 @@ def test_a_teacher_goes_with_a_distillation_alone(tokenizer):
     with pytest.raises(SettingsError, match="a distillation needs one"):
         trainer_of(tokenizer, None)
     plain = make_trainer(tokenizer)
-    with pytest.raises(SettingsError, match="nothing else takes one"):
+    with pytest.raises(SettingsError, match="no other algorithm takes one"):
         PolicyGradientTrainer(
             plain.policy,
             None,
