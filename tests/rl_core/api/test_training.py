@@ -177,7 +177,7 @@ def test_a_loss_of_the_user_s_by_path_and_by_hand(tmp_path, monkeypatch):
     )
     by_hand.run()
     assert by_hand.settings.loss == "plain"
-    with pytest.raises(rl_core.SettingsError, match="loss: 'nowhere' is no import path"):
+    with pytest.raises(rl_core.SettingsError, match="loss: 'nowhere' is not an import path"):
         train(loss="nowhere")
 
 

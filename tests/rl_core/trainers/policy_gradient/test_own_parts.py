@@ -220,7 +220,7 @@ def test_signatures_and_paths_are_checked():
         CustomLoss(SAPO, {"tau": 1.0})
     with pytest.raises(SettingsError, match="no function 'sapo' there"):
         CustomLoss("rl_core.losses.policy:sapo", {})
-    with pytest.raises(SettingsError, match="is no import path"):
+    with pytest.raises(SettingsError, match="is not an import path"):
         CustomLoss("sapo", {})
     with pytest.raises(SettingsError, match=r"raised DataError|tau_positive"):
         CustomLoss(SAPO, {"tau_positive": -1.0})
