@@ -296,7 +296,7 @@ class _AddLowRank(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[Any, ...]:
         x_NI, *saved = ctx.saved_tensors
-        grad_x_NI = ctx.gradients.take(
+        grad_x_NI = ctx.gradients.accumulate_layers(
             ctx.names,
             lambda flat: write_low_rank_grads(
                 flat, grad_NO.contiguous(), x_NI, saved, ctx.spans, with_x=ctx.needs_input_grad[1]

@@ -64,7 +64,7 @@ def test_every_stage_leaves_a_verified_folder_and_a_row_in_the_table(first):
     _, result = first
     assert list(result.results) == STAGES
     assert not any(stage.cached for stage in result.results.values())
-    table = result.table(width=120)
+    table = result.format_table(width=120)
     for name, stage in result.results.items():
         manifest = verify_folder(stage.path)
         assert {"summary.json", "metrics.jsonl"} <= set(manifest["files"])
@@ -89,7 +89,7 @@ def test_the_policy_asks_the_reward_model_and_the_result_says_what_it_added(firs
     assert len({row["rewards"]["weighted/learned"] for row in rows}) > 1
     assert summary["rewards"].startswith("reward differences within a prompt: task ")
     assert f"; {summary['rewards']}" in next(
-        line for line in result.table().splitlines() if line.startswith("policy: ")
+        line for line in result.format_table().splitlines() if line.startswith("policy: ")
     )
     tracking = Tracking(None, output, "test")
     parent = next(row for row in tracking.list_runs() if row.parent_run_id is None)
@@ -446,8 +446,8 @@ def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(
 # The command line on a machine where two processors are free.
 TWO_FREE = """
 import sys
-from rl_core.cpu import waiting
-waiting.free_processors = lambda: 2
+from rl_core.cpu import openmp_spin
+openmp_spin.free_processors = lambda: 2
 from posttrain.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

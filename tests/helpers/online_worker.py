@@ -126,7 +126,7 @@ def run_to_end(worker):
     """Everything that the log holds by now, then save."""
     while worker.step():
         pass
-    worker.save()
+    worker.save_checkpoint()
 
 
 def outcome(worker):
@@ -146,7 +146,7 @@ def outcome(worker):
                 collect(one)
 
     collect(worker.learner.model.state_dict())
-    collect(worker.learner.served_weights())
+    collect(worker.learner.copy_served_weights())
     collect(worker.learner.state_dict())
     collect(worker.scorer.rewards.state_dict())
     state = worker._state()

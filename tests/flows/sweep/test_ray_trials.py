@@ -49,13 +49,13 @@ class StandInSession:
         )
         self.is_closed = self.is_silent = False
 
-    def begin(self):
+    def connect_ray(self):
         pass
 
     def check_versions(self):
         pass
 
-    def nodes(self):
+    def list_node_resources(self):
         return NODES
 
     def create_actor(self, kind, *arguments, **options):
