@@ -366,14 +366,15 @@ def _build_validator(
         rows = environment.list_heldout_episodes()
         if not rows:
             raise SettingsError("eval_every: needs heldout_prompts to evaluate on")
-        levels = environment.levels
-        training_rows = {seed for level in levels for seed in environment.held_out(level).shared}
+        training_rows = {
+            seed for level in environment.levels for seed in environment.held_out(level).shared
+        }
         if len(training_rows) < len(rows):
             rows = [(level, row) for level, row in rows if row not in training_rows]
         requests = [EpisodeRequest(level, row) for level, row in rows[: settings.eval_episodes]]
     else:
-        levels = sorted({level for stage in settings.curriculum for level in stage.levels})
-        levels = levels or environment.levels
+        stage_levels = sorted({level for stage in settings.curriculum for level in stage.levels})
+        levels = stage_levels or environment.levels
         requests = draw_validation_requests(environment, settings.eval_episodes, levels, seed, ())
     rewards = None
     if functions:
