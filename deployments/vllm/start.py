@@ -13,6 +13,7 @@ import shlex
 import sys
 from pathlib import Path
 
+# highest ranks of adapters that vLLM can be started for
 RANKS = (
     1,
     8,
@@ -23,7 +24,7 @@ RANKS = (
     256,
     320,
     512,
-)  # highest ranks of adapters that vLLM can be started for
+)
 NAME = "policy"  # of the model, for requests
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3")
-FIXED_ROPE = (
-    "fixed"  # in place of a type whose frequencies follow the length (`rl_core.models.rotary`)
-)
+# in place of a type whose frequencies follow the length (`rl_core.models.rotary`)
+FIXED_ROPE = "fixed"
+# do not depend on the sequence's length
 STATIC_ROPES = (
     "default",
     "linear",
     "llama3",
     "yarn",
     FIXED_ROPE,
-)  # do not depend on the sequence's length
+)
 
 
 @dataclass(frozen=True, slots=True)

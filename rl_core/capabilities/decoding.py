@@ -21,9 +21,8 @@ from rl_core.capabilities.decision import (
 )
 from rl_core.cpu import fused_decode, packed_gemm
 
-PACKED_BYTES = (
-    1 << 30
-)  # larger copies cost memory that people miss, and their products are bound by reading anyway
+# larger copies cost memory that people miss, and their products are bound by reading anyway
+PACKED_BYTES = 1 << 30
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _SILU = ("SiLU", "SiLUActivation")
 

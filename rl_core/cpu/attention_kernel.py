@@ -29,9 +29,8 @@ class _AttentionArguments(ctypes.Structure):
 class AttentionRows:
     """Rows as indices of their tokens. All int64 on the CPU."""
 
-    starts_R: (
-        torch.Tensor
-    )  # [R + 1] where each row's tokens begin among the T, and where the last row ends
+    # [R + 1] where each row's tokens begin among the T, and where the last row ends
+    starts_R: torch.Tensor
     tokens_T: torch.Tensor  # the token, of N, at each place
     first_R: torch.Tensor  # the first token of each row that is in no row before it
     ends_N: torch.Tensor  # [N + 1] where the places of each token begin in `indices_T`

@@ -210,12 +210,13 @@ class FusedStep:
         self._one.argtypes = (place, place, place, number, place, place, place)
         self._some.argtypes = (place, place, place, number, *(place,) * 6)
         self._one.restype = self._some.restype = None
+        # what the compiled code points to
         self._referenced_tensors = (
             layers,
             head,
             embedding_VH,
             cache,
-        )  # what the compiled code points to
+        )
         self._layers = (_Layer * len(layers))()
         for fields, layer, part in zip(self._layers, layers, cache, strict=True):
             for name in ("heads", "out", "gate_up", "down"):

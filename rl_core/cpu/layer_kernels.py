@@ -186,9 +186,6 @@ def apply_gated_silu(both_NI: torch.Tensor) -> torch.Tensor:
     return out
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
-
-
 def compute_linear(x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """x W^T of several weights [O_i, I], side by side; without gradient."""
     found = _select_gemm(x_NI, *weights)
@@ -284,9 +281,6 @@ class _Linear(torch.autograd.Function):
             None,
             *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)),
         )
-
-
-# -- norms and gates ---------------------------------------------------------------------------------------------------
 
 
 def _select_norm_and_gate(x: torch.Tensor, width: int) -> NormAndGateKernels | None:

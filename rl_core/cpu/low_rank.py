@@ -269,9 +269,6 @@ def _select_code(
     return load_low_rank() if table.is_contiguous else None
 
 
-# -- code for ranks ------------------------------------------------------------------------------------------------
-
-
 class LowRankKernels:
     """The compiled functions of `low_rank.c`; all tensors are float32 on the CPU, rows of factors without gaps."""
 
@@ -357,9 +354,6 @@ def load_low_rank() -> LowRankKernels | None:
     """The functions, or None where nothing is compiled or vectors have fewer than 8 numbers."""
     code = build.load_library()
     return LowRankKernels(code) if code is not None and code.vectors_ready() else None
-
-
-# -- tiles ---------------------------------------------------------------------------------------------------------
 
 
 def _add_by_tiles(
@@ -459,9 +453,6 @@ def _list_update_columns(span: AdapterSpan) -> list[tuple[int, int]]:
         places.append((at, rank))
         at += rank
     return places
-
-
-# -- torch, span by span -------------------------------------------------------------------------------------------
 
 
 def _add_to_span(out_NO: torch.Tensor, x_NI: torch.Tensor, span: AdapterSpan) -> torch.Tensor:

@@ -23,10 +23,11 @@ from rl_core.cpu.build import find_loaded_openmp
 logger = logging.getLogger(__name__)
 
 _CHECK_INTERVAL_S = 0.5  # between two looks at the threads
+# of our threads that have to queue for a processor: waiting is bounded, or not again
 _BUSY_THRESHOLD, _QUIET_THRESHOLD = (
     0.2,
     0.1,
-)  # of our threads that have to queue for a processor: waiting is bounded, or not again
+)
 _NUM_QUIET_CHECKS = 4  # quiet looks before threads may spin again
 _USER_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _lock = threading.Lock()
@@ -161,9 +162,8 @@ class _ThreadSurplus:
         self._parallel = ctypes.CDLL(libgomp).GOMP_parallel
         place, number = ctypes.c_void_p, ctypes.c_uint
         self._parallel.argtypes, self._parallel.restype = (place, place, number, number), None
-        self._nothing = ctypes.cast(
-            ctypes.CDLL(None).sched_yield, ctypes.c_void_p
-        )  # takes no notice of arguments
+        # takes no notice of arguments
+        self._nothing = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p)
         self._end_event: threading.Event | None = None
 
     def set_active(self, is_there: bool) -> None:

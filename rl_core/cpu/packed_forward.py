@@ -56,9 +56,8 @@ class RowGroups:
     """Consecutive rows of a batch that go through other adapters than the rest; no state is shared between groups."""
 
     rows: list[int]  # rows of each group, in order
-    tokens: list[int] = field(
-        default_factory=list
-    )  # of each group, as layers get them now; kept by the forward pass
+    # of each group, as layers get them now; kept by the forward pass
+    tokens: list[int] = field(default_factory=list)
 
 
 def find_shared_prefixes(
@@ -133,12 +132,10 @@ def _list_fields(shared: SharedPrefixes) -> tuple[torch.Tensor, torch.Tensor, to
     return shared.unique_T, shared.first_N, shared.repeated_R
 
 
-_MIN_FILLED_SHARE = (
-    0.85  # a row shorter than this share of its rectangle's width opens the next rectangle,
-)
-_MIN_RECTANGLE_ROWS = (
-    8  # if there are this many rows in it: a call of the attention kernel has a price of its own
-)
+# a row shorter than this share of its rectangle's width opens the next rectangle,
+_MIN_FILLED_SHARE = 0.85
+# if there are this many rows in it: a call of the attention kernel has a price of its own
+_MIN_RECTANGLE_ROWS = 8
 
 
 class PackedAttention(abc.ABC):
@@ -175,9 +172,6 @@ def select_rows(x_N: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Some rows of x, each at most once."""
     found: torch.Tensor = _Join.apply(x_N, indices)
     return found
-
-
-# -- compiled ----------------------------------------------------------------------------------------------------------
 
 
 class _KernelAttention(PackedAttention):
@@ -244,9 +238,6 @@ class _KernelAttentionFunction(torch.autograd.Function):
         )
 
 
-# -- by torch's kernel -------------------------------------------------------------------------------------------------
-
-
 class _RectangleAttention(PackedAttention):
     def __init__(self, rows: _RowRectangles, cos_ND: torch.Tensor, sin_ND: torch.Tensor) -> None:
         super().__init__(cos_ND, sin_ND)
@@ -275,13 +266,11 @@ class _RowRectangles:
     """The rectangles in which attention sees the real tokens: rows of similar length together."""
 
     shapes: list[tuple[int, int]]  # rows and width of each rectangle
-    tokens_P: (
-        torch.Tensor
-    )  # int64, which of the N stands at each place of all rectangles; at padding, any of them
+    # int64, which of the N stands at each place of all rectangles; at padding, any of them
+    tokens_P: torch.Tensor
     indices_N: torch.Tensor  # int64, one place of each
-    repeated: tuple[torch.Tensor, torch.Tensor] | None = (
-        None  # int64, the other places of some, and which they are
-    )
+    # int64, the other places of some, and which they are
+    repeated: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def spread_tokens(self, x_NhD: torch.Tensor) -> list[torch.Tensor]:
         """[N, h, D] -> [rows, h, width, D] of each rectangle; no gradient comes back from padding."""
@@ -438,10 +427,11 @@ def run_packed_forward(
     )
     flat_T = mask_BS.reshape(-1).nonzero().squeeze(1)  # place of each real token in the batch
     flat_N = flat_T if shared is None else flat_T[shared.first_N]
+    # where the result goes, and which goes there
     out_T, from_T = (
         flat_T,
         None if shared is None else shared.unique_T,
-    )  # where the result goes, and which goes there
+    )
     x_NH = trunk.embed_tokens(ids_BS.reshape(-1)[flat_N])
     _count_tokens(groups, flat_N, ids_BS)
     layers = trunk.layers[: trunk.config.num_hidden_layers]

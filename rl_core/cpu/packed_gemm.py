@@ -123,13 +123,11 @@ def load_packed_vectors() -> PackedProducts | None:
     return PackedProducts(code, "vector") if code is not None and code.vectors_ready() else None
 
 
-MAX_LINE_RATIO = (
-    16.0  # times the typical weight of its line: above that three digits lose what float32 keeps
-)
+# times the typical weight of its line: above that three digits lose what float32 keeps
+MAX_LINE_RATIO = 16.0
 _TYPICAL_OF_NORMAL = 0.6069  # (mean |z|^(1/4))^4 of normal z with rms 1
-_WEIGHTS_PER_PART = (
-    2**18
-)  # weights that are looked at together: their temporaries stay in the processor's cache
+# weights that are looked at together: their temporaries stay in the processor's cache
+_WEIGHTS_PER_PART = 2**18
 _LINES_PER_BLOCK = 16  # lines of a block, as in int8_gemm.c
 
 

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_PASS_TOKENS = (
-    512  # tokens of one pass of compiled code, at least one prompt; more at once are not faster
-)
+# tokens of one pass of compiled code, at least one prompt; more at once are not faster
+_PASS_TOKENS = 512
 _MIN_SHARED_TOKENS = 16  # tokens that a prompt has in common with one that is read first, so that it is copied from there
 _PADDED_TOKENS = 8192  # of one pass of torch's kernels
 _PAD_MULTIPLE = 32  # their prompts are padded to a multiple of it, so that a row's width does not depend on other rows
@@ -72,12 +71,10 @@ class SlotPrompts:
             context: longest prompt; `pad_id`: any token; `advice`: see `MemoryFit`.
         """
         self._decoder, self._lengths, self._pad_id, self._advice = decoder, lengths, pad_id, advice
-        self._ids = np.zeros(
-            (len(lengths), context), dtype=np.int32
-        )  # of the sequence in a slot, or before
-        self._counts = np.zeros(
-            len(lengths), dtype=np.int64
-        )  # of them; those beyond `lengths` are not in the cache
+        # of the sequence in a slot, or before
+        self._ids = np.zeros((len(lengths), context), dtype=np.int32)
+        # of them; those beyond `lengths` are not in the cache
+        self._counts = np.zeros(len(lengths), dtype=np.int64)
 
     @property
     def slot_arrays(self) -> tuple[np.ndarray, ...]:
@@ -156,15 +153,13 @@ class SlotPrompts:
         """By compiled code: prompts of any lengths in one pass, without padding."""
         for reading in readings:
             self._counts[reading.slot] = 0  # until it is read
-        parts: dict[
-            tuple[int, int], list[int]
-        ] = {}  # slot and number of its tokens -> slots that get them
+        # slot and number of its tokens -> slots that get them
+        parts: dict[tuple[int, int], list[int]] = {}
         for reading in readings:
             if reading.common and reading.source != reading.slot:
                 parts.setdefault((reading.source, reading.common), []).append(reading.slot)
-        taken = [
-            self._decoder.copy_slot_prefix(*part) for part in parts
-        ]  # all are read before any is written
+        # all are read before any is written
+        taken = [self._decoder.copy_slot_prefix(*part) for part in parts]
         for slots, kv in zip(parts.values(), taken, strict=True):
             self._decoder.fill_slots(
                 torch.tensor(slots), kv, torch.zeros(len(slots), dtype=torch.int64)
@@ -229,9 +224,8 @@ def _count_common_tokens(one: np.ndarray, other: np.ndarray) -> int:
     return int(is_other.argmax()) if is_other.any() else size
 
 
-PROMPT_PIECE_TOKENS = (
-    512  # tokens of a prompt that are read at once; of a longer one, the rest while others decode
-)
+# tokens of a prompt that are read at once; of a longer one, the rest while others decode
+PROMPT_PIECE_TOKENS = 512
 _MEMORY_ADVICE = "lower serving.slots or serving.context, or serve a smaller model"
 _DEFAULT_SAMPLING = SamplingSettings()
 
@@ -293,8 +287,6 @@ class ContinuousBatcher(SlotTable):
         self._paused: dict[ServedRequest, _PausedRequest] = {}
         self._ended: list[ServedRequest] = []
         self._progress: list[RequestProgress] = []
-
-    # -- coming and going ----------------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
@@ -414,8 +406,6 @@ class ContinuousBatcher(SlotTable):
         self._decoder.release_cache()
         self._stack.close()
 
-    # -- decoding ------------------------------------------------------------------------------------------------------
-
     def step(self) -> tuple[list[ServedRequest], list[RequestProgress]]:
         """Sample in every slot that can go on: one token, or several where nothing has to be done between them.
 
@@ -428,9 +418,8 @@ class ContinuousBatcher(SlotTable):
             has_own_ends = any(
                 request.end_ids is not None for request in self._iter_active_requests()
             )
-            self._is_eos = (
-                self._no_eos if has_own_ends else self._model_eos
-            )  # `_stopped` looks for the ends then
+            # `_stopped` looks for the ends then
+            self._is_eos = self._no_eos if has_own_ends else self._model_eos
             self._step_slots()
             for slot in range(self._count):
                 self._report_progress(slot)

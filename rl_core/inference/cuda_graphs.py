@@ -20,9 +20,8 @@ logger = logging.getLogger(__name__)
 Compute = Callable[[torch.Tensor], torch.Tensor]
 Replay = Callable[[], torch.Tensor]
 
-_MIN_STEPS_TO_RECORD = (
-    8  # steps of a size before it is recorded, which takes as long as some dozens of them
-)
+# steps of a size before it is recorded, which takes as long as some dozens of them
+_MIN_STEPS_TO_RECORD = 8
 _MAX_RECORDINGS = 64  # recordings
 _ROW_MULTIPLE, _LENGTH_MULTIPLE = 8, 128  # sizes are multiples of these
 

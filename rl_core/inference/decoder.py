@@ -92,10 +92,11 @@ class Decoder:
                 OutputHead(self._base),
             )
         self._fused: FusedStep | None = None
+        # that of the last `sample_steps`
         self._sampling_step: tuple[DecodeStep | None, SlotStates | None] = (
             None,
             None,
-        )  # that of the last `sample_steps`
+        )
         self._products: list[PackedLinear] = []
         self._updates: list[list[AdapterSpan | None]] = []  # of each adapter, those of all products
         self.device, self.dtype = self._embedding.device, self._embedding.dtype

@@ -63,9 +63,8 @@ class AppendedTokens:
         count, width = self.rows_XW.shape
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
         q_XWKGD = q_NQD[self.rows_XW.view(-1)].view(count, width, kv_heads, -1, head_dim)
-        q_XKrD = q_XWKGD.permute(0, 2, 3, 1, 4).reshape(
-            count, kv_heads, -1, head_dim
-        )  # r = G * W rows
+        # r = G * W rows
+        q_XKrD = q_XWKGD.permute(0, 2, 3, 1, 4).reshape(count, kv_heads, -1, head_dim)
         out_XKrD = functional.scaled_dot_product_attention(
             q_XKrD,
             keys[self.slots_X, :, : self.length],

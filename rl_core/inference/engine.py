@@ -53,9 +53,8 @@ if TYPE_CHECKING:
 
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
-_LOOKAHEAD_TOKENS = (
-    1024  # a refill prefills prompts of waiting sequences with it, up to this many tokens
-)
+# a refill prefills prompts of waiting sequences with it, up to this many tokens
+_LOOKAHEAD_TOKENS = 1024
 
 
 class AdaptedPrompt(NamedTuple):
@@ -78,9 +77,8 @@ class PromptCache:
     ) -> None:
         """`queue`: the sequences that have not begun, which the caller takes out; `advice`: see `MemoryFit`."""
         self._decoder, self._queue, self._pad_id, self._advice = decoder, queue, pad_id, advice
-        self._prefilled: dict[
-            AdaptedPrompt, tuple[torch.Tensor, int]
-        ] = {}  # -> (keys and values, row)
+        # -> (keys and values, row)
+        self._prefilled: dict[AdaptedPrompt, tuple[torch.Tensor, int]] = {}
         self._waiting = Counter(map(read_adapted_prompt, queue))  # sequences that have not begun
 
     def fill_slots(self, slots: Sequence[int], prompts: Sequence[AdaptedPrompt]) -> None:
@@ -164,9 +162,8 @@ SPARE_TOKENS = 256  # of the cache of a run to which sequences are added: prompt
 class EngineRun(SlotTable):
     """One call of `Engine.run`: the host's side of every slot."""
 
-    _reports_ends_early = (
-        False  # True = that a sequence has ended is told before others' environments are waited for
-    )
+    # True = that a sequence has ended is told before others' environments are waited for
+    _reports_ends_early = False
 
     def __init__(
         self,
@@ -324,9 +321,8 @@ class EngineRun(SlotTable):
             self._seen[self._to_tensor(self._rows[:n]), tokens_n] = True
         if tokens_n.device.type == "cpu":
             return tokens_n.numpy(), logprobs_n.numpy()
-        both_2n = (
-            torch.stack([tokens_n.double(), logprobs_n.double()]).cpu().numpy()
-        )  # token ids are exact in float64
+        # token ids are exact in float64
+        both_2n = torch.stack([tokens_n.double(), logprobs_n.double()]).cpu().numpy()
         return both_2n[0].astype(np.int64), both_2n[1]
 
 
@@ -359,9 +355,8 @@ class Engine:
         self._model = model
         self._pad_id = pad_id
         self._decoder = Decoder(model)
-        self._fit = MemoryFit(
-            "slots of the rollout engine", _MEMORY_ADVICE
-        )  # limit: slots that are decoded together
+        # limit: slots that are decoded together
+        self._fit = MemoryFit("slots of the rollout engine", _MEMORY_ADVICE)
         self.set_end_tokens(eos_ids)
 
     def set_end_tokens(self, eos_ids: Collection[int]) -> None:

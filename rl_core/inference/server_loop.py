@@ -84,15 +84,13 @@ class FairQueue:
 
 logger = logging.getLogger(__name__)
 
-_PREFILL_TOKENS = (
-    4096  # of the prompts that begin between two steps, above which no further one begins
-)
+# of the prompts that begin between two steps, above which no further one begins
+_PREFILL_TOKENS = 4096
 _POLL_S = 0.25  # between two looks at deadlines and environments, where nothing else happens
 _RATE_WINDOW = 256  # ended requests that the rate is taken over
 _MAX_STALE_DEADLINES = 1000  # deadlines of requests that have ended, above which they are forgotten
-_MAX_WEIGHT_VERSIONS = (
-    3  # sets of weights in memory; a newer one waits until the oldest has answered its requests
-)
+# sets of weights in memory; a newer one waits until the oldest has answered its requests
+_MAX_WEIGHT_VERSIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +147,8 @@ class ServerLoop:
         self._paused: dict[ServedRequest, _WeightsVersion] = {}
         self._cancelled: deque[ServedRequest] = deque()
         self._published_weights: tuple[SlotsFactory, int] | None = None  # weights to be taken over
-        self._pending_weights: tuple[SlotsFactory, int] | None = (
-            None  # the same, once there is memory for them
-        )
+        # the same, once there is memory for them
+        self._pending_weights: tuple[SlotsFactory, int] | None = None
         self._weights_by_request: dict[ServedRequest, _WeightsVersion] = {}
         self._deadlines: list[tuple[float, int, ServedRequest]] = []  # heap of deadlines
         self._numbers = itertools.count()
@@ -159,11 +156,8 @@ class ServerLoop:
         self._events: list[RequestProgress | RequestEnded] = []
         self._ends: deque[float] = deque(maxlen=_RATE_WINDOW)
         self._parkings = self._reloads = self._sampled = 0
-        self._weights = [
-            _WeightsVersion(version, open_slots(self._woken.set), open_slots)
-        ]  # the newest last
-
-    # -- on any thread -------------------------------------------------------------------------------------------------
+        # the newest last
+        self._weights = [_WeightsVersion(version, open_slots(self._woken.set), open_slots)]
 
     def submit_requests(self, requests: Sequence[ServedRequest]) -> None:
         """Queue requests, all or none of them.
@@ -233,8 +227,6 @@ class ServerLoop:
         """Time after which the queue is likely to have room."""
         rate = self._compute_rate()
         return min(60.0, max(1.0, self._num_waiting / rate / 2)) if rate else 1.0
-
-    # -- on the loop's thread ------------------------------------------------------------------------------------------
 
     def serve_until_closed(self) -> None:
         """Serve until `close`."""
@@ -317,8 +309,6 @@ class ServerLoop:
                 DeadlineExceeded(f"the request was not answered in the time that it had{limit}"),
             )
 
-    # -- weights -------------------------------------------------------------------------------------------------------
-
     def _open_published_weights(self) -> None:
         """Open the weights that were published; where memory has no room for two sets, once the present one is idle."""
         if self._pending_weights is not None:
@@ -381,8 +371,6 @@ class ServerLoop:
         events, self._events = self._events, []
         if events:
             self._deliver(events)
-
-    # -- slots ---------------------------------------------------------------------------------------------------------
 
     def _count_free_slots(self) -> int:
         """Free slots, of as many as one set of weights has."""

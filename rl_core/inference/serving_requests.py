@@ -116,25 +116,21 @@ class ServedRequest:
     streams: bool = False  # True = `Progress` is delivered while it runs
     has_stops: bool = False  # True = `should_stop` is asked after every token
     end_ids: frozenset[int] | None = None  # tokens that end an action; None = the model's
-    drawn: int = (
-        0  # random numbers of the seed that earlier requests of the same sequence have used
-    )
+    # random numbers of the seed that earlier requests of the same sequence have used
+    drawn: int = 0
     owner: Any = None  # of whoever submitted it
     policy_version: int | None = None  # of the weights that it runs on, from its first token on
-    top_rows: list[tuple[np.ndarray, np.ndarray, float]] = field(
-        default_factory=list
-    )  # see `TopTokens.stacked`
+    # see `TopTokens.stacked`
+    top_rows: list[tuple[np.ndarray, np.ndarray, float]] = field(default_factory=list)
     error: BaseException | None = None  # why it ended without an answer
     is_cancelled: bool = False
     has_ended: bool = False
-    unread: list[int] = field(
-        default_factory=list
-    )  # tokens of a long prompt that the model has not read
+    # tokens of a long prompt that the model has not read
+    unread: list[int] = field(default_factory=list)
     num_reported_tokens: int = 0  # tokens of this turn that `Progress` has told
     num_sampled_at_start: int = 0  # tokens that it had sampled when it took its slot
-    drawing: SamplingSettings = field(
-        init=False
-    )  # what decides the draw of a token, and nothing else
+    # what decides the draw of a token, and nothing else
+    drawing: SamplingSettings = field(init=False)
     prompt_ids: list[int] = field(init=False)
     seed: int = field(init=False)
 
@@ -228,9 +224,8 @@ class RequestSlots(Protocol):
         """Let go of memory."""
 
 
-SlotsFactory = Callable[
-    [Callable[[], None]], RequestSlots
-]  # is given `wake`; opens slots over weights
+# is given `wake`; opens slots over weights
+SlotsFactory = Callable[[Callable[[], None]], RequestSlots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +242,8 @@ class ServedAnswer:
     text: str
     finish_reason: str  # stop, length or tool_calls
     caller: str = ""
-    top: TopTokens | None = (
-        None  # the most likely tokens and the mass of the rest, where they were recorded
-    )
+    # the most likely tokens and the mass of the rest, where they were recorded
+    top: TopTokens | None = None
     rollout: Rollout | None = None  # of a session with an environment
     seed: int = 0  # of its samples
     is_restricted: bool = False  # True = drawn from a part of the vocabulary

@@ -79,9 +79,8 @@ class SlotTable(ABC):
             logprobs=self._logprobs,
             temperatures=self._temperatures,
         )
-        self._seen: torch.Tensor | None = (
-            None  # bool [slots, V]: tokens of each sequence, where repeating them costs
-        )
+        # bool [slots, V]: tokens of each sequence, where repeating them costs
+        self._seen: torch.Tensor | None = None
 
     @abstractmethod
     def _count_compiled_steps(self) -> int:
@@ -100,8 +99,6 @@ class SlotTable(ABC):
     def _refuse_logprob(self, slot: int, logprob: float) -> None:
         """Raise NonFiniteTensor for a slot's newest log-probability."""
         check_logprob(logprob, int(self._sampled[slot]) - 1, self._decoder.dtype)
-
-    # -- beginning, waiting and ending ---------------------------------------------------------------------------------
 
     def _reserve_slots(self, slots: int, length: int) -> int:
         """Reserve the cache of as many slots as fit into memory; returns their number."""
@@ -201,8 +198,6 @@ class SlotTable(ABC):
             self._logprobs,
         )
 
-    # -- one token for every slot --------------------------------------------------------------------------------------
-
     def _step_slots(self) -> tuple[bool, list[int]]:
         """Sample in every active slot: one token, or several where its turn does not end before; fewer slots where
         memory ends.
@@ -260,9 +255,8 @@ class SlotTable(ABC):
                 np.concatenate([positions, extra_positions]),
             )
         rows, acted = self._rows[:n], self._acted[:n]
-        chosen, logprobs = self._sample_tokens(
-            tokens, positions, n, appended
-        )  # may raise: the run's state is as it was
+        # may raise: the run's state is as it was
+        chosen, logprobs = self._sample_tokens(tokens, positions, n, appended)
         for slot in to_append:
             self._length[slot] += len(self._to_append.pop(slot))
         self._logprobs[rows, acted] = logprobs

@@ -99,9 +99,8 @@ class TransformersBackend:
                     self._fit.compute_batches(
                         [rows], functools.partial(play_turn, sampling=sampling)
                     )
-                    turns = [
-                        row.end_turn(self._eos_ids) for row in rows
-                    ]  # all start before the first is waited for
+                    # all start before the first is waited for
+                    turns = [row.end_turn(self._eos_ids) for row in rows]
                     rows = [
                         row
                         for row, turn in zip(rows, turns, strict=True)

@@ -15,9 +15,8 @@ from torch.autograd.function import once_differentiable
 from rl_core.cpu.layer_kernels import add_weight_grad, compute_input_grad, compute_linear
 from rl_core.cpu.low_rank import AdapterSpan, AdapterSpans, add_low_rank, compute_low_rank_grads
 
-_MIN_LOGPROB = (
-    -1e30
-)  # for -inf, which a bias may hold (tokens taken out): its product with exp(-inf) = 0 would be NaN
+# for -inf, which a bias may hold (tokens taken out): its product with exp(-inf) = 0 would be NaN
+_MIN_LOGPROB = -1e30
 _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MiB and 1 GiB
 
 
@@ -119,9 +118,8 @@ class _SelectedLogprobs(torch.autograd.Function):
             hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *kept
         )
         ctx.chunk, ctx.spans, ctx.count = chunk, spans, len(factors)
-        ctx.set_materialize_grads(
-            False
-        )  # an entropy that is only looked at costs the backward pass nothing
+        # an entropy that is only looked at costs the backward pass nothing
+        ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N

@@ -32,12 +32,10 @@ if TYPE_CHECKING:
     from rl_core.settings import SamplingSettings
 
 
-TRAINED_LOGPROBS_FILE = (
-    "trained_logprobs.json"  # in the folder of a training stage: {"trained": [...], "base": [...]}
-)
-EVALUATED_LOGPROBS_FILE = (
-    "evaluated_logprobs.json"  # in the folder of an evaluation: {model: [...]}
-)
+# in the folder of a training stage: {"trained": [...], "base": [...]}
+TRAINED_LOGPROBS_FILE = "trained_logprobs.json"
+# in the folder of an evaluation: {model: [...]}
+EVALUATED_LOGPROBS_FILE = "evaluated_logprobs.json"
 NUM_FIXED_SEQUENCES, NUM_FIXED_TOKENS = 8, 16  # of the fixed ones
 MAX_EVALUATED_SEQUENCES, MAX_EVALUATED_TOKENS = 16, 512  # of the evaluated ones
 

@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_SHAPE = (
-    "reward_head"  # of a model's config: {"layers", "width"} of a head that is no single matrix
-)
+# of a model's config: {"layers", "width"} of a head that is no single matrix
+_SHAPE = "reward_head"
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,8 @@ def _compute_sequence_states(
     real_BS = batch.attention_mask_BS
     check_needed_positions(real_BS, needed_BS)
     place_N = positions_BS[real_BS]
-    sequence_N = (place_N == 0).cumsum(
-        0
-    ) - 1  # a row begins a sequence, so the real tokens of all rows can be counted
+    # a row begins a sequence, so the real tokens of all rows can be counted
+    sequence_N = (place_N == 0).cumsum(0) - 1
     shape = (int(sequence_N[-1]) + 1, int(place_N.max()) + 1)
     ids_RW, mask_RW = batch.input_ids_BS.new_zeros(shape), real_BS.new_zeros(shape)
     ids_RW[sequence_N, place_N] = batch.input_ids_BS[real_BS]
@@ -107,9 +106,8 @@ def build_model_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, t
 class TurnEmbeddings:
     """The policy's states along one rollout. float32, on the CPU, without gradient."""
 
-    states_NH: (
-        torch.Tensor
-    )  # [1 + turns, H] mean over the prompt, then over each turn: its action and what came back
+    # [1 + turns, H] mean over the prompt, then over each turn: its action and what came back
+    states_NH: torch.Tensor
     actions_NH: torch.Tensor  # [turns, H] mean over each turn's action
     is_observed: list[bool]  # [turns] True = something came back
 

@@ -40,9 +40,8 @@ class TokenOutputs:
     """Outputs of a model at the tokens that carry loss. All [B, S], 0 where the mask is False, with gradient."""
 
     logprobs_BS: torch.Tensor  # nats
-    entropy_BS: torch.Tensor | None = (
-        None  # nats, of the distribution over the vocabulary before the token
-    )
+    # nats, of the distribution over the vocabulary before the token
+    entropy_BS: torch.Tensor | None = None
     values_BS: torch.Tensor | None = None  # value of the state before the token
     value_after_B: torch.Tensor | None = None  # value of the state after each row's last real token
     # of a mixture of experts: how evenly its routers load them over the batch's real tokens, scalar

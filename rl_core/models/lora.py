@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+# of bitsandbytes, which is imported only where it is used
 _QUANTIZED_KINDS = (
     "Params4bit",
     "Int8Params",
-)  # of bitsandbytes, which is imported only where it is used
+)
 
 
 def find_quantized_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
@@ -105,9 +106,8 @@ def drop_quantization_config(model: Any) -> Iterator[None]:
 
 
 ALL_LINEAR = "all-linear"
-_MODULES_TO_SAVE = re.compile(
-    r"\.modules_to_save\.[^.]+\."
-)  # within the name of a weight of a module trained as a whole
+# within the name of a weight of a module trained as a whole
+_MODULES_TO_SAVE = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 
 def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:

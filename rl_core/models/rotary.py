@@ -49,9 +49,8 @@ def fix_frequencies(model: PreTrainedModel, rope_context: int | None) -> None:
         )
         part.inv_freq = torch.nn.Buffer(frequencies.to(part.inv_freq.dtype), persistent=False)
         part.rope_type = FIXED_ROPE  # transformers then leaves the frequencies alone
-    base.base_model._posttrain_rope_context = (
-        rope_context  # a plain attribute: copied with the trunk, in no state dict
-    )
+    # a plain attribute: copied with the trunk, in no state dict
+    base.base_model._posttrain_rope_context = rope_context
 
 
 def read_config_max_length(config: Any, rope_context: int | None = None) -> int:

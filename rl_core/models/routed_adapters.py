@@ -61,9 +61,8 @@ class AdapterRouter:
         self.groups = RowGroups([])
         self._gradients: AdapterGradients | None = None
         self._routes = _Routes([])
-        self._cached_routes: dict[
-            tuple[int, ...], _Routes
-        ] = {}  # by the adapters; the one used last is the last
+        # by the adapters; the one used last is the last
+        self._cached_routes: dict[tuple[int, ...], _Routes] = {}
         self._routed_layers: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         for name in names:
             owner, _, attribute = name.rpartition(".")
@@ -139,9 +138,8 @@ class AdapterGradients:
     def __init__(self, size: int, device: torch.device) -> None:
         """size: numbers of all adapters' factors."""
         self.flat = torch.empty(size, device=device)
-        self.anchor = torch.zeros(
-            (), requires_grad=True, device=device
-        )  # the input by which autograd finds the way
+        # the input by which autograd finds the way
+        self.anchor = torch.zeros((), requires_grad=True, device=device)
         self.written_layers: set[str] = set()  # layers whose gradients have been written
 
     def accumulate_layers(
@@ -163,9 +161,8 @@ class _Routes:
     def __init__(self, adapters: Sequence[Adapter | None]) -> None:
         self._adapters = list(adapters)
         self._cached_spans: dict[tuple[bool | str, ...], tuple[tuple[int, ...], AdapterSpans]] = {}
-        self._factor_offsets: list[
-            dict[str, tuple[int, int]]
-        ] = []  # of A and B of each layer among all gradients
+        # of A and B of each layer among all gradients
+        self._factor_offsets: list[dict[str, tuple[int, int]]] = []
         place = 0
         for adapter in self._adapters:
             self._factor_offsets.append({})

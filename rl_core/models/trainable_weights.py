@@ -36,9 +36,8 @@ def collect_trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[s
         return _collect_sharded_weights(model, weights, copy=copy)
     if not copy:
         return weights
-    copies: dict[
-        tuple[Any, ...], torch.Tensor
-    ] = {}  # tied weights: one copy for all names of one parameter
+    # tied weights: one copy for all names of one parameter
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
     snapshot = {}
     for name, tensor in weights.items():
         memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())

@@ -178,9 +178,8 @@ class AsyncRolloutWorker(RolloutWorker):
         self._thread: threading.Thread | None = None
         self._is_ended = False
         self._sampling, self._max_concurrent = SamplingSettings(), 1
-        self._deferred_groups: list[
-            RolloutTaskEpisodes
-        ] = []  # begun, for the next run: the cache of the last one was too short
+        # begun, for the next run: the cache of the last one was too short
+        self._deferred_groups: list[RolloutTaskEpisodes] = []
         self._partial: Literal["keep", "drop"] = "keep"
 
     # Called by the trainer, on any thread

@@ -60,9 +60,8 @@ logger = logging.getLogger(__name__)
 
 DrawTask = Callable[[int], RolloutTask]  # the ticket of a number
 MAX_STALE_PLAYS = 2  # times that a group may become too old before an iteration waits for it
-COLLECT_TIMEOUT_S = (
-    5.0  # for a worker to wait for something finished, until it answers that there is nothing
-)
+# for a worker to wait for something finished, until it answers that there is nothing
+COLLECT_TIMEOUT_S = 5.0
 
 
 @dataclass
@@ -73,21 +72,18 @@ class AsyncWorkerGroup(WorkerGroup):
     stale_groups: int = 0  # since the beginning: became too old, and were played again
     dropped_rollouts: int = 0  # since the beginning: begun anew because of new weights
     iteration: int = -1
-    _is_schedule_truncated: bool = (
-        False  # the schedule of an interrupted run ends before this one's first iteration
-    )
+    # the schedule of an interrupted run ends before this one's first iteration
+    _is_schedule_truncated: bool = False
     _part: int = -1  # times that this iteration has taken groups before
-    _steps_by_version: dict[int, int] = field(
-        default_factory=dict
-    )  # optimizer steps behind each version
+    # optimizer steps behind each version
+    _steps_by_version: dict[int, int] = field(default_factory=dict)
     _next_number: int = 0
     _queue: deque[RolloutTask] = field(default_factory=deque)  # drawn, with no worker
     _running_tasks: dict[int, tuple[RolloutTask, _WorkerSlot]] = field(default_factory=dict)
     _finished: list[FinishedRolloutTask] = field(default_factory=list)
     _versions: dict[int, tuple[str, list[ProbeCompletion]]] = field(default_factory=dict)
-    _last_workers: dict[int, int] = field(
-        default_factory=dict
-    )  # number of a group that was played -> its worker's
+    # number of a group that was played -> its worker's
+    _last_workers: dict[int, int] = field(default_factory=dict)
     _staleness: dict[str, float] = field(default_factory=dict)
 
     def take_groups(
@@ -335,9 +331,8 @@ class AsyncWorkerGroup(WorkerGroup):
             _truncate_schedule(self.schedule, self.iteration)
             self._is_schedule_truncated = True
         line = json.dumps({"iteration": self.iteration, "part": self._part, "groups": groups})
-        append_bytes(
-            self.schedule, line.encode() + b"\n", synced=True
-        )  # before the checkpoint that follows
+        # before the checkpoint that follows
+        append_bytes(self.schedule, line.encode() + b"\n", synced=True)
 
     def collect_metrics(self) -> dict[str, float]:
         """Those of every team, the age of what was learned from, and the state of the queue."""

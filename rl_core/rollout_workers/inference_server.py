@@ -28,17 +28,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+# of a question; of an order about weights or sleep
 QUERY_TIMEOUT_S, COMMAND_TIMEOUT_S = (
     10.0,
     600.0,
-)  # of a question; of an order about weights or sleep
-CACHE_RESET_TIMEOUT_S = 60.0  # for requests that hold blocks of the prefix cache to end
-IMPOSSIBLE_LOGPROB = (
-    -9999.0
-)  # the dialect's number for the log-probability of a token that cannot come
-PROCESSED_LOGPROBS = (
-    "processed_logprobs"  # of the distribution that tokens are drawn from, temperature included
 )
+CACHE_RESET_TIMEOUT_S = 60.0  # for requests that hold blocks of the prefix cache to end
+# the dialect's number for the log-probability of a token that cannot come
+IMPOSSIBLE_LOGPROB = -9999.0
+# of the distribution that tokens are drawn from, temperature included
+PROCESSED_LOGPROBS = "processed_logprobs"
 POSTTRAIN_ENGINE, VLLM_ENGINE = "posttrain", "vllm"  # engines
 _MAX_STOP_TEXTS = 16  # stop texts of one request that `posttrain serve` takes; the trainer looks for all of them itself
 
@@ -385,9 +384,8 @@ _SHAPE_UNITS = {
     "hidden_size": "hidden units",
     "num_hidden_layers": "layers",
 }
-_NUM_COMPARED_TOKENS = (
-    64  # of the vocabulary, spread over it, in the text that both tokenizers read
-)
+# of the vocabulary, spread over it, in the text that both tokenizers read
+_NUM_COMPARED_TOKENS = 64
 
 
 def check_server_at_start(

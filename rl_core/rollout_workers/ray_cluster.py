@@ -29,14 +29,14 @@ from rl_core.storage.session_resources import SessionFolder, remove_stale_sessio
 MIN_OBJECT_STORE_BYTES = 80 * 2**20  # Ray refuses less than 75 MiB
 MAX_START_ATTEMPTS = 3  # attempts to start Ray, which gives up after 30 s where the machine is busy
 COMPARED_PACKAGES = ("torch", "transformers")  # whose versions have to be the same on every node
-NODE_REPLY_TIMEOUT_S = (
-    120.0  # for nodes to say what they have installed: each starts a process for it
-)
+# for nodes to say what they have installed: each starts a process for it
+NODE_REPLY_TIMEOUT_S = 120.0
 CONNECT_TIMEOUT_S = 3.0  # for a cluster's address to take a connection
+# in the text of a start that a busy machine was too slow for
 _BUSY_MESSAGES = (
     "timed out",
     "connect to GCS",
-)  # in the text of a start that a busy machine was too slow for
+)
 # Ray listens on the address that it finds for this machine; a Ray of our own stays on the loopback interface.
 _LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -286,9 +286,8 @@ def _preserve_signal_handlers() -> Iterator[None]:
 
 
 MIB = 2**20
-_PING_GROUP = (
-    "watch"  # group of the actor's methods that are answered beside a call that takes long
-)
+# group of the actor's methods that are answered beside a call that takes long
+_PING_GROUP = "watch"
 _BLOCKING_GROUP = "beside"  # group of those that wait
 OBJECT_STORE_SLACK = 64 * MIB  # tasks, rollouts on their way back
 

@@ -73,9 +73,8 @@ class ServerBackend:
         self.settings = settings.server
         self.server = InferenceServer(settings)
         self.recoveries = 0  # since the beginning
-        self.on_event: Callable[[str], None] | None = (
-            None  # told of every loss, in words for people
-        )
+        # told of every loss, in words for people
+        self.on_event: Callable[[str], None] | None = None
         self._recoveries_left = MAX_RECOVERIES  # of the present run
         self.set_end_tokens(eos_ids)
         self.description: ServerDescription = self._retry_until_available(
@@ -285,9 +284,8 @@ class _ServerRun:
     _ready_rows: deque[BackendRow] = field(default_factory=deque)
     _pending_requests: dict[Future[ServedTokens], BackendRow] = field(default_factory=dict)
     _in_environment: dict[BackendRow, PendingTurn] = field(default_factory=dict)
-    _unanswered_rows: list[BackendRow] = field(
-        default_factory=list
-    )  # their request was lost, or not sent after a loss
+    # their request was lost, or not sent after a loss
+    _unanswered_rows: list[BackendRow] = field(default_factory=list)
     _unavailable_error: ServerUnavailable | None = None
 
     def run_sequences(self, sequences: Sequence[RolloutSequence]) -> None:

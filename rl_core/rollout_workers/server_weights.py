@@ -144,21 +144,18 @@ class ServerWeights:
         self.server, self.model, self.description = server, model, description
         self.sent_bytes = 0  # of the newest version
         self.difference = 0.0  # of the newest comparison, nats
-        self.is_exact = (
-            True  # False = the trainer's forward pass rounds to half the digits (autocast)
-        )
+        # False = the trainer's forward pass rounds to half the digits (autocast)
+        self.is_exact = True
         self._folders, self._bound = folders, bound
         self._prefix = f"posttrain-{secrets.token_hex(4)}"  # of adapters' names: other runs may share the server
         self._versions = 0
-        self._sent_digests: dict[
-            str, str
-        ] = {}  # digest of each trained tensor, as the server has it
+        # digest of each trained tensor, as the server has it
+        self._sent_digests: dict[str, str] = {}
         self._folder: WeightFolder | None = None
         self._state: ServerState | None = None  # of the server, once it had them
         self._adapter: str | None = None
-        self._verified_temperatures: set[float] = (
-            set()
-        )  # temperatures at which these weights were compared
+        # temperatures at which these weights were compared
+        self._verified_temperatures: set[float] = set()
         self._may_have_changed = True
 
     @property

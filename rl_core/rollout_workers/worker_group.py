@@ -84,9 +84,8 @@ class TaskQueue:
     clock: Callable[[], float] = time.monotonic
     _rows: list[_BatchProgress] = field(init=False)
     _waiting: deque[int] = field(init=False)
-    _longest_s: float | None = (
-        None  # seconds of the longest finished task; None = none has finished
-    )
+    # seconds of the longest finished task; None = none has finished
+    _longest_s: float | None = None
 
     def __post_init__(self) -> None:
         self._rows = [_BatchProgress(task) for task in self.tasks]
@@ -155,13 +154,11 @@ class TaskQueue:
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES_PER_WORKER = 3  # of each worker's place within one collection; more, and the run ends
-BATCHES_PER_WORKER = (
-    2  # of a collection for each of several workers: a slow one keeps less from the others
-)
+# of a collection for each of several workers: a slow one keeps less from the others
+BATCHES_PER_WORKER = 2
 _POLL_INTERVAL_S = 0.2  # between two looks at signals while workers play
-_MAX_SHARED_VERSIONS = (
-    3  # in shared memory at a time: the present, the next, and one that is being let go
-)
+# in shared memory at a time: the present, the next, and one that is being let go
+_MAX_SHARED_VERSIONS = 3
 
 
 @dataclass
@@ -191,12 +188,10 @@ class _WorkerSlot:
     worker: Any
     losses: int = 0  # within the present collection
     version: int = -1  # of the weights that it was verified with
-    late_call: Any = (
-        None  # its call for a task that another worker has played meanwhile; None = it is free
-    )
-    collect_call: Any = (
-        None  # asynchronous: its call that waits for finished groups; None = not asked
-    )
+    # its call for a task that another worker has played meanwhile; None = it is free
+    late_call: Any = None
+    # asynchronous: its call that waits for finished groups; None = not asked
+    collect_call: Any = None
 
 
 @dataclass
@@ -211,12 +206,10 @@ class WorkerGroup:
     sent_bytes: int = 0  # of weights, by the newest transfer
     on_event: Callable[[str], None] | None = None  # told of every lost worker, in words for people
     _slots: list[_WorkerSlot] = field(default_factory=list)
-    _shared: tuple[Any, Any] | None = (
-        None  # spec and weights of the start, as the cluster keeps them
-    )
-    _sent_digests: dict[str, str] = field(
-        default_factory=dict
-    )  # digest of each tensor that the workers have
+    # spec and weights of the start, as the cluster keeps them
+    _shared: tuple[Any, Any] | None = None
+    # digest of each tensor that the workers have
+    _sent_digests: dict[str, str] = field(default_factory=dict)
     _update: WeightUpdate | None = None  # the newest, and what a new worker needs in its place:
     _answers: list[ProbeCompletion] = field(default_factory=list)
     _probe: SamplerProbe | None = None
@@ -299,9 +292,8 @@ class WorkerGroup:
         return board.results
 
     def _requeue_batch(self, board: TaskQueue, number: int, seat: _WorkerSlot, how: str) -> None:
-        groups = (
-            len(board.tasks[number].plans) if board.record_lost_worker(number) else 0
-        )  # 0 = another one plays them, too
+        # 0 = another one plays them, too
+        groups = len(board.tasks[number].plans) if board.record_lost_worker(number) else 0
         self.replayed_groups += groups
         self._replace_worker(seat, how, f"{groups} groups are played again")
 
@@ -412,9 +404,8 @@ class WorkerGroup:
                     self._verify_worker(seat, self._unwrap_result(call))
                 except WorkerLost as lost:
                     self._replace_worker(seat, str(lost), "it was taking new weights")
-            known = {
-                seat.number: call for call, seat in calls.items() if seat.version >= 0
-            }  # not one that begins
+            # not one that begins
+            known = {seat.number: call for call, seat in calls.items() if seat.version >= 0}
             for number in self._heartbeats.list_unresponsive(
                 (n, calls[call].worker) for n, call in known.items()
             ):

@@ -27,12 +27,10 @@ class TrainRow:
     completion_ids: Sequence[int]  # [T]
     loss_mask: Sequence[bool]  # [T] True = token carries loss
     sampler_logprobs: Sequence[float] | None = None  # [T] nats, of the policy that sampled it
-    temperature: float = (
-        1.0  # of its sampling, and of all its log-probs; 0 = greedy: log-probs are taken at 1
-    )
-    context_starts: Sequence[
-        int
-    ] = ()  # indices into completion_ids at which a context of its own begins
+    # of its sampling, and of all its log-probs; 0 = greedy: log-probs are taken at 1
+    temperature: float = 1.0
+    # indices into completion_ids at which a context of its own begins
+    context_starts: Sequence[int] = ()
 
     @property
     def positions(self) -> list[int]:

@@ -28,9 +28,8 @@ from rl_core.settings import SamplingSettings
 from rl_core.storage.faults import inject_fault
 from rl_core.types import RolloutGroup, ToolCall
 
-MAX_EPOCH_SEEDS = (
-    2**20
-)  # levels of up to so many seeds are traversed in epochs; larger ones are sampled
+# levels of up to so many seeds are traversed in epochs; larger ones are sampled
+MAX_EPOCH_SEEDS = 2**20
 
 
 def list_training_seeds(environment: Environment, level: str) -> Sequence[int]:

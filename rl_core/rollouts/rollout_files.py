@@ -64,9 +64,8 @@ class FailedEpisodeFile:
     def __init__(self, path: Path, stage: str) -> None:
         self.path = path
         self.stage = stage
-        self._num_episodes: int | None = (
-            None  # None = the file of an interrupted run has not been looked at
-        )
+        # None = the file of an interrupted run has not been looked at
+        self._num_episodes: int | None = None
 
     def clear_file(self) -> None:
         """Remove the episodes of an earlier attempt."""
