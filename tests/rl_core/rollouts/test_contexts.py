@@ -476,6 +476,6 @@ def test_a_context_that_cannot_go_on_is_refused():
     trajectory = Trajectory("e", "l", "k", 0, "", "")
     wrong = Rollout([1], [2, 3], [True, True], [0.0, 0.0], trajectory, context_starts=[2])
     with pytest.raises(
-        DataError, match=r"row 0: context_starts \[2\] have to rise within 2 tokens"
+        DataError, match=r"row 0: context_starts \[2\] must be increasing and within 2 tokens"
     ):
         build_batches([wrong], 100, 0)
