@@ -243,7 +243,7 @@ def test_another_temperature_is_refused(tokenizer, server, monkeypatch):
             self, name, ids, most, dataclasses.replace(sampling, temperature=1.0), seed, eos
         ),
     )
-    with pytest.raises(SamplerMismatch, match="temperature that are trained"):
+    with pytest.raises(SamplerMismatch, match="trained weights, adapter and temperature"):
         served.step()
 
 
@@ -267,7 +267,7 @@ def test_somebody_elses_weights_are_noticed(tokenizer, server, tmp_path):
         return play(*arguments)
 
     served.server.server.sample_completion = changed
-    with pytest.raises(SamplerMismatch, match="changed by somebody else"):
+    with pytest.raises(SamplerMismatch, match="another client changed its weights"):
         served.step()
 
 

@@ -173,7 +173,7 @@ def test_an_adapter_on_whole_weights_of_an_earlier_run(tokenizer, server):
     model = add_adapter(compiled_model(tokenizer), LoraSettings(rank=4))
     late = with_vllm(letters_trainer(tokenizer, model=model), server)
     with pytest.raises(
-        SettingsError, match=r"holds whole weights of an earlier run .* start it again"
+        SettingsError, match=r"holds full weights of an earlier run .* restart it"
     ):
         late.step()
 
@@ -246,7 +246,7 @@ def test_a_server_that_does_not_say_who_answers(tokenizer, server):
     """Started by hand with our workers, and vLLM's usual fingerprint."""
     server.instance = "vllm-0.30.0-0a1b2c3d"
     with pytest.raises(
-        SettingsError, match=r"cannot be told .* start it with deployments/vllm/start.py"
+        SettingsError, match=r"cannot be attributed to their weights; start it with deployments/vllm/start.py"
     ):
         with_vllm(letters_trainer(tokenizer), server).step()
 
@@ -367,7 +367,7 @@ def test_a_prefix_cache_that_is_held_by_requests_of_a_stopped_run(tokenizer, ser
         (200, {"success": False}) if path == "/reset_prefix_cache" else None
     )
     with pytest.raises(
-        BackendError, match=r"keeps what it computed .* give each run a server of its own"
+        BackendError, match=r"could not empty its prefix cache .* use one server per run"
     ):
         trainer.step()
 
@@ -436,7 +436,7 @@ def test_weights_that_are_others_right_after_an_update(tokenizer, server, weight
     server.before = others
     if weights_then:
         with pytest.raises(
-            SamplerMismatch, match=r"changed by somebody else \(digest 000000000000, ours"
+            SamplerMismatch, match=r"another client changed its weights \(digest 000000000000, ours"
         ):
             trainer.step()
     else:

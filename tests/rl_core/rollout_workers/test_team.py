@@ -210,7 +210,7 @@ class HeadlessWorker(RolloutWorker):
     [
         (
             DeafWorker,
-            "after weight update 1 its weights have the digest .* the transfer did not arrive",
+            "after weight update 1 its weights have the digest .* the weight transfer failed",
         ),
         (HotWorker, r"its log-probs differ by up to \d[\d.e-]* nats from the trainer's sampler"),
         (HeadlessWorker, "does not sample from the weights that were sent"),
