@@ -18,7 +18,6 @@ from rl_core.environments.step_pool import ReplacementContext, TurnOutcome
 from rl_core.errors import DataError, NonFiniteTensor
 from rl_core.settings import SamplingSettings
 
-
 _PARTIAL_SORT_SIZE = 1024  # a CPU sorts this many top tokens before it sorts the whole vocabulary
 
 

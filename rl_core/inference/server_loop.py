@@ -30,7 +30,6 @@ from rl_core.inference.serving_requests import (
 )
 from rl_core.out_of_memory import format_first_line
 
-
 logger = logging.getLogger(__name__)
 
 _PREFILL_TOKENS = (

@@ -253,10 +253,11 @@ class ServerWeights:
         assert self._folder is not None
         self._verified_temperatures.clear()
         try:
-            if self._folder.is_adapter:
-                loaded = self._load_adapter()
-            else:
-                loaded = self.server.load_weights(self._folder.path)
+            loaded = (
+                self._load_adapter()
+                if self._folder.is_adapter
+                else self.server.load_weights(self._folder.path)
+            )
         except ServerErrorResponse as refusal:
             self.server.read_state()  # raises ServerUnavailable if the engine has failed
             raise ServerErrorResponse(
