@@ -135,7 +135,7 @@ def _run_file(path: str) -> ModuleType:
 
 
 _IMPORT_PATH = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:\s]+\.py):\S+")
-_PROJECT_PACKAGES = ("rl_core", "tasks", "flows")
+_PROJECT_PACKAGES = ("rl_core", "tasks", "flows", "posttrain")
 _INSTALLED = ("site-packages", "dist-packages")
 _STDLIB = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
 _IMPORT_CALLS = ("import_module", "importlib.import_module", "__import__")

@@ -10,6 +10,7 @@ A stage of the user's is an `CustomStage` that the config names under `stages.ow
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -263,3 +264,11 @@ def import_stage_task(stage: PipelineStage) -> Callable[..., Any]:
     module, _, function = path.partition(":")
     task: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return task if stage.custom is None else task(stage)
+
+
+def __getattr__(name: str) -> Any:
+    """Return `CustomStage` for its former name `OwnStage`, with a warning; removed in 0.3."""
+    if name == "OwnStage":
+        warnings.warn("OwnStage is now called CustomStage", FutureWarning, stacklevel=2)
+        return CustomStage
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -50,7 +50,7 @@ LEVELS = {
         {""},
     ],
     "flows": [
-        {"runtime", "parameters"},
+        {"runtime", "parameters", "serving"},  # serving: former import path of one release
         {"post_training"},
         {"consolidate", "evaluate_champion", "retrain", "single_stage", "sweep"},
         {""},

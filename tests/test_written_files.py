@@ -185,7 +185,7 @@ def found() -> list[tuple[str, int, str]]:
     """(file, line, name) outside of the storage room."""
     paths = [
         path
-        for floor in ("rl_core", "tasks", "flows")
+        for floor in ("rl_core", "tasks", "flows", "posttrain")
         for path in sorted((ROOT / floor).rglob("*.py"))
     ]
     names = [path.relative_to(ROOT).as_posix() for path in paths]

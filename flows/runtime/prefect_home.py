@@ -44,7 +44,7 @@ def build_prefect_environment(output: Path | None = None) -> dict[str, str]:
         "PREFECT_API_REQUEST_TIMEOUT": "30",
         # A server with our automations takes three missing heartbeats for a crash (deployments/automations.yaml).
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
-        "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows",
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows,posttrain",
         # The terminal shows our own progress and errors (flows/runtime/progress.py); the Prefect UI has the full log.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         # Prefect's threads say of every event that a server which went away does not take it; we say it once.

@@ -133,7 +133,7 @@ def _read_modification_time(path: Path) -> float:
         return 0.0
 
 
-LOGGERS = ("rl_core", "tasks", "flows")
+LOGGERS = ("rl_core", "tasks", "flows", "posttrain")
 PLAIN_LINE_SECONDS = 10.0  # between plain lines of a stage
 NARROW_COLUMNS = 100  # columns of a terminal below which the bars are short
 

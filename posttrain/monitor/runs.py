@@ -280,7 +280,7 @@ def estimate_seconds_left(stage: StageView, now: float) -> float | None:
         (series for name, series in _list_training_series(stage.table) if series.count > 2), None
     )
     if found is not None and stage.total > 1:
-        _, times, _ = found.arrays()
+        _, times, _ = found.read_arrays()
         recent = times[-max(5, len(times) // 5) :]
         if len(recent) > 1 and recent[-1] > recent[0]:
             per_point = float(recent[-1] - recent[0]) / (len(recent) - 1)

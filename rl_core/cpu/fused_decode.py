@@ -221,7 +221,7 @@ class FusedStep:
         for fields, layer, part in zip(self._layers, layers, cache, strict=True):
             for name in ("heads", "out", "gate_up", "down"):
                 packed, bias = getattr(layer, name)
-                setattr(fields, name, packed.place)
+                setattr(fields, name, packed.address)
                 setattr(fields, f"{name}_bias", bias.data_ptr() if bias is not None else None)
             for name in ("q", "k"):
                 norm: RmsNormWeights | None = getattr(layer, f"{name}_norm")

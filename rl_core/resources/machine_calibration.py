@@ -60,7 +60,9 @@ _ONE_STEP_CODE = (
     "from rl_core.resources.machine_calibration import train_and_sample as work; work()"
 )
 _HEAP_CODE = "from rl_core.resources.machine_calibration import train_for_heap as work; work({recomputed}, {adapters})"
-_PEAK_CODE = "; from rl_core.machine_memory import peak_resident_bytes as peak; print(peak())"
+_PEAK_CODE = (
+    "; from rl_core.machine_memory import measure_peak_resident_bytes as peak; print(peak())"
+)
 
 
 Clock = Callable[[], float]

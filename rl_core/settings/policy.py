@@ -577,7 +577,7 @@ def resolve_defaults(settings: S, model: ModelSettings, context: int | None = No
             except SettingsError as error:
                 raise SettingsError(f"{field.name}.{error}") from error
         elif is_unresolved(value):
-            changed[field.name] = field.metadata["by_model"].value(kind, context)
+            changed[field.name] = field.metadata["by_model"].select_value(kind, context)
     if (
         isinstance(settings, PolicySettings)
         and is_unresolved(settings.learning_rate)

@@ -57,11 +57,8 @@ from tasks.pipeline.stage_result import (
 from tasks.processes.launch import WORKERS_FOLDER
 from tasks.tracking import RunTracker
 
-LOGGED_PACKAGES = (
-    "rl_core",
-    "tasks",
-    "flows",
-)  # whose messages count from INFO on; those of others as they are set up
+# Packages whose log messages are recorded from INFO on; other packages keep their own level.
+LOGGED_PACKAGES = ("rl_core", "tasks", "flows", "posttrain")
 PART_BYTES = 1 << 20
 PROGRESS_SECONDS = 10.0  # between two lines about progress
 TAIL_BYTES = 1 << 18  # of what the tracking store gets

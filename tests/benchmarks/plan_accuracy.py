@@ -138,8 +138,8 @@ def main():
 def calibration(machine):
     """Arguments of a process that calibrates."""
     code = (
-        "import sys, time; from pathlib import Path; from posttrain.cli.doctor import calibrate_machine; "
-        f"print(calibrate_machine(Path(sys.argv[1]), as_json=False, clock=time.{CLOCK}))"
+        "import sys, time; from pathlib import Path; from posttrain.cli.doctor import write_machine_calibration; "
+        f"print(write_machine_calibration(Path(sys.argv[1]), as_json=False, clock=time.{CLOCK}))"
     )
     return ["-c", code, str(machine)]
 

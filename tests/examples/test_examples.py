@@ -37,7 +37,7 @@ def test_every_example_is_tested():
     assert len(names) == 11
     for name in names - {"service_grpo", "service_preferences", "service_client"}:
         assert f'"{name}"' in tests
-    of_service = Path(__file__).parents[1] / "flows" / "service"
+    of_service = Path(__file__).parents[1] / "posttrain" / "training_service"
     tests = "".join(
         (of_service / f"{name}.py").read_text() for name in ("test_sdk_examples", "test_evaluate")
     )

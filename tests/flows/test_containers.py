@@ -44,6 +44,7 @@ def test_what_is_copied_exists_passes_dockerignore_and_is_all_that_the_packages_
         "rl_core",
         "tasks",
         "flows",
+        "posttrain",
         "configs",
     } <= set(copied)
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-NAMES = ("tasks", "flows", "rl_core")
+NAMES = ("tasks", "flows", "rl_core", "posttrain")
 # As setuptools' editable installation finds the packages: by a hook behind all folders of the path.
 EDITABLE = f"""
 import sys
@@ -25,13 +25,13 @@ own = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "
 sys.meta_path[:] = [*own, Finder]
 """
 PARENT = """
-from posttrain.cli.main import find_own_code
-find_own_code()
-from rl_core.user_code import child_import_path
+from posttrain.cli.main import append_working_directory
+append_working_directory()
+from rl_core.user_code import build_child_import_path
 import os, subprocess
 done = subprocess.run(
     [sys.executable, "-P", "-c", "import tasks.shipped, posttrain.cli.main, rl_core.errors, mine; print(tasks.__file__)"],
-    env={**os.environ, "PYTHONPATH": child_import_path()},
+    env={**os.environ, "PYTHONPATH": build_child_import_path()},
 )
 sys.exit(done.returncode)
 """

@@ -12,10 +12,10 @@ from tasks.config import ConfigError, build_settings, dump_settings, load_settin
 TWIN = '''
 from dataclasses import dataclass
 
-from rl_core.api.recipes.sft import sft as sft_recipe
+from rl_core.api.recipes.sft import build_sft_recipe as sft_recipe
 from rl_core.data.training_sequences import TokenRows
 from rl_core.settings import SFTSettings, setting
-from tasks.stage_registry import OwnStage
+from tasks.stage_registry import CustomStage
 from tasks.stages.loading import load_policy
 from twin_text import NOTE
 
@@ -40,9 +40,9 @@ def body(context):
     return {"note": context.settings.note, "steps": outcome.steps, "metrics": outcome.metrics}
 
 
-STAGE = OwnStage(body, TwinSettings, takes=("model", "data"), needs=("data",), gives="policy", before="preference")
-LAST = OwnStage(lambda context: {"note": str(sorted(context.inputs))}, TwinSettings, takes=("models", "evaluation"))
-NO_MODEL = OwnStage(lambda context: {"note": "nothing"}, TwinSettings, gives="policy")
+STAGE = CustomStage(body, TwinSettings, takes=("model", "data"), needs=("data",), gives="policy", before="preference")
+LAST = CustomStage(lambda context: {"note": str(sorted(context.inputs))}, TwinSettings, takes=("models", "evaluation"))
+NO_MODEL = CustomStage(lambda context: {"note": "nothing"}, TwinSettings, gives="policy")
 '''
 
 

@@ -446,8 +446,8 @@ def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(
 # The command line on a machine where two processors are free.
 TWO_FREE = """
 import sys
-from rl_core.cpu import waiting
-waiting.free_processors = lambda: 2
+from rl_core.cpu import openmp_spin
+openmp_spin.free_processors = lambda: 2
 from posttrain.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -195,8 +195,8 @@ def test_libraries_are_imported_while_the_server_starts_and_not_where_nothing_is
 def test_what_a_run_started_ends_with_it_even_after_kill_9():
     script = (
         "import subprocess, time\n"
-        "from flows.runtime.embedded_server import own_session\n"
-        "print(own_session()(['sleep', '600']).pid, flush=True)\n"
+        "from flows.runtime.embedded_server import build_session_popen\n"
+        "print(build_session_popen()(['sleep', '600']).pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen(

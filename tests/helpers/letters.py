@@ -118,7 +118,7 @@ def weights_of(model):
 
 def sample_with(trainer, change):
     """The sampler plays with weights that `change` has altered; the trainer keeps its own."""
-    run = trainer.backend.run
+    run = trainer.backend.run_sequences
 
     def changed(*arguments):
         own = weights_of(trainer.policy)
@@ -127,7 +127,7 @@ def sample_with(trainer, change):
         run(*arguments)
         trainer.policy.load_state_dict(own)
 
-    trainer.backend.run = changed
+    trainer.backend.run_sequences = changed
 
 
 def kept_update(monkeypatch):

@@ -126,7 +126,7 @@ def run_to_end(worker):
     """Everything that the log holds by now, then save."""
     while worker.step():
         pass
-    worker.save()
+    worker.save_checkpoint()
 
 
 def outcome(worker):

@@ -67,7 +67,7 @@ def teach(renderer):
                     {"role": "user", "content": f"q {digit}"},
                     {"role": "assistant", "content": f"{thought}answer {answer}"},
                 ]
-                rows.append(renderer.conversation(turn + turn))
+                rows.append(renderer.encode_conversation(turn + turn))
     settings = SFTSettings(
         epochs=100, max_steps=40, batch_size=36, learning_rate=2e-2, warmup_steps=2
     )

@@ -79,7 +79,9 @@ class Typist:
         self.script = script
         self.sequences: list[RolloutSequence] = []
 
-    def run(self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings) -> None:
+    def run_sequences(
+        self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings
+    ) -> None:
         self.sequences = list(sequences)
         for sequence in sequences:
             turn = 0

@@ -82,7 +82,7 @@ class Scripted:
     def refresh(self):
         """It has no weights."""
 
-    def run(self, sequences, sampling):
+    def run_sequences(self, sequences, sampling):
         seen = {}
         for sequence in sequences:
             prompt = "".join(map(chr, sequence.prompt_ids))

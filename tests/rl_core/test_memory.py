@@ -163,7 +163,9 @@ def play(backend, kind=ScriptedSequence, slots=100, **options):
                 generator.integers(3, VOCAB, generator.integers(1, 8)).tolist() for _ in range(3)
             ]
             sequences.append(kind(prompt, 1000 * index + sample, observations, room=ROOM))
-    backend.run(sequences, SamplingSettings(max_completion_tokens=ROOM, slots=slots, **options))
+    backend.run_sequences(
+        sequences, SamplingSettings(max_completion_tokens=ROOM, slots=slots, **options)
+    )
     return [(sequence.completion_ids, sequence.turns, sequence.logprobs) for sequence in sequences]
 
 
@@ -387,7 +389,9 @@ def test_evaluation_in_halves_gives_the_same_metrics(monkeypatch, kind):
     calls = []
     for module in (logprobs, heads):
         monkeypatch.setattr(
-            module, "hidden_states", limited(module.hidden_states, rows_of_batch, 4, calls)
+            module,
+            "compute_hidden_states",
+            limited(module.compute_hidden_states, rows_of_batch, 4, calls),
         )
     found = trainer.evaluate()
     assert max(calls) > 4

@@ -152,7 +152,7 @@ EMBEDDED = """
 import json, urllib.error, urllib.request
 import sys
 from flows.runtime import embedded_server
-from flows.runtime.prefect_home import prefect_defaults
+from flows.runtime.prefect_home import apply_prefect_defaults
 
 def answer(path, **headers):
     request = urllib.request.Request(embedded_server._server.url + path, headers=headers)
@@ -162,7 +162,7 @@ def answer(path, **headers):
     except urllib.error.HTTPError as error:
         return error.code
 
-with prefect_defaults():
+with apply_prefect_defaults():
     embedded_server.start_embedded_server()
     embedded_server.start_embedded_server()  # it runs already
     from prefect.client.orchestration import get_client

@@ -15,9 +15,9 @@ from rl_core.errors import BackendError
 
 SCRIPT = """
 import logging, os, prefect
-from flows.runtime.prefect_home import prefect_defaults
+from flows.runtime.prefect_home import apply_prefect_defaults
 before = dict(os.environ)
-with prefect_defaults():
+with apply_prefect_defaults():
     extra = prefect.settings.get_current_settings().logging.extra_loggers
     levels = {type(h).__name__: h.level for h in logging.getLogger().handlers}
 print(sorted(extra), levels, before == dict(os.environ))
@@ -41,7 +41,7 @@ def run(**environment):
 def test_the_console_is_quiet_and_the_environment_stays(tmp_path):
     assert (
         run(home=str(tmp_path))
-        == "['flows', 'rl_core', 'tasks'] {'PrefectConsoleHandler': 50} True"
+        == "['flows', 'posttrain', 'rl_core', 'tasks'] {'PrefectConsoleHandler': 50} True"
     )
 
 

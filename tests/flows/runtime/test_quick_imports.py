@@ -26,11 +26,11 @@ def test_collection_is_as_before_afterwards_also_after_an_error(collects):
 def test_what_a_command_imports_is_frozen_once_and_nothing_of_other_processes():
     script = """
 import gc
-from flows.runtime.import_setup import freeze_imports, without_collection
+from flows.runtime.import_setup import freeze_imported_objects, pause_garbage_collection
 def frozen(of_command):
-    with without_collection(of_command=of_command):
+    with pause_garbage_collection(of_command=of_command):
         kept = [[number] for number in range(1000)]
-        freeze_imports()
+        freeze_imported_objects()
     return gc.get_freeze_count()
 own = frozen(False)
 first = frozen(True)

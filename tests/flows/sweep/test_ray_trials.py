@@ -49,7 +49,7 @@ class StandInSession:
         )
         self.is_closed = self.is_silent = False
 
-    def begin(self):
+    def connect_ray(self):
         pass
 
     def check_versions(self):

@@ -15,7 +15,7 @@ STAND_IN = """
 import os, resource, sys
 from posttrain.cli import main as cli
 from rl_core.errors import SettingsError
-from rl_core.storage.faults import fault
+from rl_core.storage.faults import inject_fault
 def runs(arguments):
     DOES
     return 0

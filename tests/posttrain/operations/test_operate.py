@@ -46,6 +46,7 @@ class Week(Team):
     def __init__(self, folder: Path):
         super().__init__(folder, "")
         (self.project / "flows").symlink_to(ROOT / "flows")
+        (self.project / "posttrain").symlink_to(ROOT / "posttrain")
         self.data, self.home = folder / "mine.jsonl", self.output / "test"
         self.write(0, 40)
         settings = str(ROOT / "configs/test.yaml")

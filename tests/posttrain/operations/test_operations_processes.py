@@ -118,8 +118,8 @@ def test_a_server_that_ends_takes_what_it_started_along(tmp_path):
 
 def test_sigkill_of_the_supervisor_ends_everything(tmp_path):
     code = (
-        "import os, sys, time; from pathlib import Path; from posttrain.operations.processes import spawn\n"
-        "spawn([sys.executable, '-c', sys.argv[1], 'pass'], dict(os.environ), Path(sys.argv[2]), "
+        "import os, sys, time; from pathlib import Path; from posttrain.operations.processes import spawn_server\n"
+        "spawn_server([sys.executable, '-c', sys.argv[1], 'pass'], dict(os.environ), Path(sys.argv[2]), "
         "Path(sys.argv[2]) / 'log', soft=0.1)\ntime.sleep(100)"
     )
     supervisor = subprocess.Popen(

@@ -107,7 +107,7 @@ def test_a_crash_is_followed_by_starts_with_growing_waits(world):
     world.processes[-1].returncode = 3
     server.step(112.0)
     assert (state.retry_at, state.restarts, state.message) == (114.0, 2, "ended with exit code 3")
-    server.at_once()
+    server.skip_restart_delay()
     server.step(112.1)
     assert len(world.processes) == 3
 

@@ -189,7 +189,7 @@ def test_a_server_sleeps_during_updates(tokenizer, server):
 
 def no_op(orders, monkeypatch):
     """Reads the weights and does not take them over."""
-    monkeypatch.setattr(orders, "_publish", lambda orders, model: None)
+    monkeypatch.setattr(orders, "_publish_model", lambda orders, model: None)
 
 
 def half(orders, monkeypatch):

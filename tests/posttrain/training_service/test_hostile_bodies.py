@@ -65,7 +65,7 @@ def run(service):
 
 @pytest.fixture
 def next_seq(service, run):
-    return service.store.run(run).next_seq
+    return service.store.find_run(run).next_seq
 
 
 def error_of(service, promise):

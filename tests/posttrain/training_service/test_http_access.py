@@ -47,7 +47,7 @@ def test_requests_without_a_valid_key_are_refused(idle):
         assert "posttrain service key create" in found["detail"]
     assert idle.post("client/config")["parallel_fwdbwd_chunks"] is False
     assert idle.call("GET", "healthz", headers={"X-API-Key": ""}) == {"status": "ok"}
-    assert idle.store.keys()[0].key_id == idle.call("GET", "auth/apikey/me")["key_id"]
+    assert idle.store.list_keys()[0].key_id == idle.call("GET", "auth/apikey/me")["key_id"]
     headers = other_key(idle)
     idle.post("client/config", headers=headers)
     idle.call("DELETE", "auth/apikey/me", headers=headers, status=204)
@@ -156,7 +156,9 @@ def test_a_result_is_waited_for(idle, started):
     )
     answer = ResultBody(b'{"metrics": {}}', "json")
     object.__setattr__(idle.settings.server, "poll_seconds", 30.0)
-    later = threading.Timer(0.3, lambda: idle.store.finish([(promise["request_id"], answer)]))
+    later = threading.Timer(
+        0.3, lambda: idle.store.finish_requests([(promise["request_id"], answer)])
+    )
     later.start()
     assert idle.post("retrieve_future", promise) == {"metrics": {}}
     later.join()
@@ -171,10 +173,10 @@ def test_a_thousand_idle_polls_cost_no_look_and_hold_nobody_up(idle, started):
         idle.post("optim_step", {"model_id": run, "seq_id": 1 + n, "adam_params": {}})
         for n in range(4)
     ]
-    room, looks = idle.client.app.app.state.server.room, []
-    result, results = idle.store.result, idle.store.results
+    room, looks = idle.client.app.app.state.server.result_waiter, []
+    result, results = idle.store.result, idle.store.find_results
     idle.store.result = lambda request_id: looks.append(request_id) or result(request_id)
-    idle.store.results = lambda ids: looks.append(list(ids)) or results(ids)
+    idle.store.find_results = lambda ids: looks.append(list(ids)) or results(ids)
 
     async def poll():
         transport = httpx.ASGITransport(app=idle.client.app)
@@ -196,7 +198,9 @@ def test_a_thousand_idle_polls_cost_no_look_and_hold_nobody_up(idle, started):
             await asyncio.sleep(0.3)
             assert (await send("client/config", {})).status_code == 200
             assert looks == [] and not any(poll.done() for poll in polls)
-            idle.store.finish([(promises[1]["request_id"], ResultBody(b'{"metrics": {}}', "json"))])
+            idle.store.finish_requests(
+                [(promises[1]["request_id"], ResultBody(b'{"metrics": {}}', "json"))]
+            )
             answered = await asyncio.gather(*polls[1::4])
             assert not any(poll.done() for poll in polls[0::4]) and looks == [
                 [promises[1]["request_id"]]
@@ -229,7 +233,7 @@ def test_nobody_is_told_what_the_disk_has_not_taken(idle, started):
         raise BackendError("the service's store: the disk fails")
 
     idle.store.sync = refuse
-    idle.store.finish([(promise["request_id"], ResultBody(b"{}", "json"))], synced=False)
+    idle.store.finish_requests([(promise["request_id"], ResultBody(b"{}", "json"))], synced=False)
     step = {"model_id": run, "seq_id": 1, "adam_params": {}}
     for _ in range(2):
         assert "the disk fails" in idle.post("optim_step", step, status=503)["detail"]
@@ -241,14 +245,14 @@ def test_nobody_is_told_what_the_disk_has_not_taken(idle, started):
         promise["request_id"]
     ]
     assert (
-        idle.post("optim_step", step)["model_id"] == run and len(idle.store.requests_of(run)) == 2
+        idle.post("optim_step", step)["model_id"] == run and len(idle.store.list_requests(run)) == 2
     )
 
 
 def test_a_fetched_result_is_held_until_it_is_forgotten(idle, started):
     _, run = started
     promise = idle.forward_backward(run, 1, random_data(1))
-    idle.store.finish([(promise["request_id"], ResultBody(b"1", "protobuf"))])
+    idle.store.finish_requests([(promise["request_id"], ResultBody(b"1", "protobuf"))])
     looks, result = [], idle.store.result
     idle.store.result = lambda request_id: looks.append(request_id) or result(request_id)
     assert [idle.post("retrieve_future", promise) for _ in range(3)] == [b"1"] * 3 and len(
@@ -280,10 +284,12 @@ def test_a_result_that_could_not_be_read_at_first_is_told_later(idle, started, m
     object.__setattr__(idle.settings.server, "poll_seconds", 30.0)
     _, run = started
     promise = idle.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
-    results, faults = idle.store.results, [BackendError("the service's store: disk I/O error")]
-    idle.store.results = lambda ids: results(ids) if not faults else raise_(faults.pop())
+    results, faults = idle.store.find_results, [BackendError("the service's store: disk I/O error")]
+    idle.store.find_results = lambda ids: results(ids) if not faults else raise_(faults.pop())
     answer = ResultBody(b'{"metrics": {}}', "json")
-    later = threading.Timer(0.1, lambda: idle.store.finish([(promise["request_id"], answer)]))
+    later = threading.Timer(
+        0.1, lambda: idle.store.finish_requests([(promise["request_id"], answer)])
+    )
     later.start()
     assert idle.post("retrieve_future", promise) == {"metrics": {}} and not faults
     later.join()
@@ -297,8 +303,8 @@ def test_a_result_whose_end_was_missed_is_found_by_the_second_poll(idle, started
     """Such as one that has expired since, while nobody asked for anything."""
     _, run = started
     promise = idle.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
-    idle.client.app.app.state.server.room._cursor = 1 << 40
-    idle.store.finish([(promise["request_id"], ResultBody(b'{"metrics": {}}', "json"))])
+    idle.client.app.app.state.server.result_waiter._cursor = 1 << 40
+    idle.store.finish_requests([(promise["request_id"], ResultBody(b'{"metrics": {}}', "json"))])
     idle.post("retrieve_future", promise, status=408)
     assert idle.post("retrieve_future", promise) == {"metrics": {}}
 
@@ -325,10 +331,12 @@ def test_requests_that_come_together_are_accepted_whatever_their_number_and_what
         )
 
     async def ask():
-        first = asyncio.ensure_future(server.accept(request(0)))
+        first = asyncio.ensure_future(server.store_request(request(0)))
         await asyncio.to_thread(begun.wait, 30)
-        others = [asyncio.ensure_future(server.accept(request(seq))) for seq in range(1, 1500)]
-        wrong = asyncio.ensure_future(server.accept(request(1 << 70)))
+        others = [
+            asyncio.ensure_future(server.store_request(request(seq))) for seq in range(1, 1500)
+        ]
+        wrong = asyncio.ensure_future(server.store_request(request(1 << 70)))
         await asyncio.sleep(0)
         go_on.set()
         return await asyncio.gather(first, *others, wrong, return_exceptions=True)
@@ -342,7 +350,7 @@ def test_requests_that_come_together_are_accepted_whatever_their_number_and_what
 def test_large_results_are_announced_once(idle, started):
     _, run = started
     promise = idle.forward_backward(run, 1, random_data(1))
-    idle.store.finish([(promise["request_id"], ResultBody(bytes(2 * MIB), "protobuf"))])
+    idle.store.finish_requests([(promise["request_id"], ResultBody(bytes(2 * MIB), "protobuf"))])
     found = idle.post("retrieve_future", {**promise, "allow_metadata_only": True})
     assert found == {"status": "complete_metadata", "response_payload_size": 2 * MIB}
     assert idle.post("retrieve_future", promise) == bytes(2 * MIB)
@@ -355,7 +363,7 @@ def test_a_waiting_request_is_cancelled(idle, started):
     found = idle.post("retrieve_future", promise)
     assert (found["error"], found["category"]) == ("cancelled", "user")
     assert idle.post("cancel_future", promise)["cancelled"] is False
-    actions = [entry.action for entry in idle.store.audit().items]
+    actions = [entry.action for entry in idle.store.list_audit_entries().items]
     assert actions[:2] == ["request_cancel"] * 2 and {"run_create", "session_create"} <= set(
         actions
     )
@@ -493,9 +501,9 @@ def test_own_interface(idle, started):
     promise = idle.forward_backward(run, 1, random_data(1))
     found = idle.client.get(f"/runs/{run}/requests/{promise['request_id']}/status").json()
     assert (found["state"], found["kind"], found["seq"]) == ("waiting", "forward_backward", 1)
-    creation = next(one for one in idle.store.requests_of(run) if one.kind == "create_model")
+    creation = next(one for one in idle.store.list_requests(run) if one.kind == "create_model")
     idle.store.claim_requests([creation.request_id])
-    idle.store.finish([(creation.request_id, ResultBody(b"{}", "json"))])
+    idle.store.finish_requests([(creation.request_id, ResultBody(b"{}", "json"))])
     stats = idle.client.get(f"/runs/{run}/queue/stats").json()
     assert stats["depth"] == 1 and stats["kinds"]["forward_backward"]["waiting"] == 1
     made = stats["kinds"]["create_model"]

@@ -426,7 +426,7 @@ def test_a_database_that_is_away_is_an_error_with_a_name_for_those_who_watch_it(
 
     store.read_change_counter()
     store._database._change_connection.close()
-    monkeypatch.setattr(store._database, "_watched", Away())
+    monkeypatch.setattr(store._database, "_change_connection", Away())
     with pytest.raises(BackendError, match="the service's store: disk I/O error"):
         store.read_change_counter()
 

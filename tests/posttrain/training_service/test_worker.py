@@ -50,7 +50,7 @@ def go(worker):
 
 def ask(store, worker, *requests):
     """The stored requests with their answers."""
-    ids = [store.accept(request).request_id for request in requests]
+    ids = [store.accept_request(request).request_id for request in requests]
     go(worker)
     return [store.request(request_id) for request_id in ids]
 
@@ -149,7 +149,7 @@ def test_a_request_that_fails_is_final_and_the_run_goes_on(store, worker):
 
 def test_a_request_that_ends_every_worker_fails_and_the_others_go_on(store, worker):
     ask(store, worker, create("r"))
-    deadly, good = (store.accept(loss("r", seq, random_data(seq))) for seq in (1, 2))
+    deadly, good = (store.accept_request(loss("r", seq, random_data(seq))) for seq in (1, 2))
     for _ in range(24):
         assert [one.seq for one in store.claim([deadly.request_id])] == [1]
         store.reset_running_requests()

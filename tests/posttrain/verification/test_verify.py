@@ -32,7 +32,7 @@ SCRIPT = """
 import json, os, random, shutil, signal, sys, time
 from pathlib import Path
 from rl_core.storage import faults
-from rl_core.storage.line_logs import sealed
+from rl_core.storage.line_logs import encode_checked_line
 
 home = Path(next(a for a in sys.argv if a.startswith("output=")).removeprefix("output=")) / "t"
 signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
@@ -51,7 +51,7 @@ for step in range(done, 4):
     time.sleep(0.15)
     (tracking / ".tracking/progress.json").write_text(json.dumps({"done": step + 1, "total": 4}))
     with (tracking / "metrics.jsonl").open("ab") as file:
-        file.write(sealed({"step": step, "metrics": {"train/loss": LOSS, "perf/step_seconds": 0.15}}))
+        file.write(encode_checked_line({"step": step, "metrics": {"train/loss": LOSS, "perf/step_seconds": 0.15}}))
     if step % 2:
         state.with_suffix(".new").write_text(json.dumps({"loop": {"iteration": step + 1}}))
         state.with_suffix(".new").replace(state)
@@ -227,13 +227,13 @@ def test_wrong_options(arguments, capsys):
 def test_a_process_stops_itself_after_a_time():
     script = """
         import time
-        from flows.runtime.stopping import Terminated, asked, stop_after, unwind_on_sigterm
+        from flows.runtime.stopping import TerminatedBySignal, stop_requested, schedule_sigterm, unwind_on_sigterm
         unwind_on_sigterm()
-        stop_after(0.2)
+        schedule_sigterm(0.2)
         try:
             time.sleep(60)
-        except Terminated:
-            raise SystemExit(143 if asked.is_set() else 1)
+        except TerminatedBySignal:
+            raise SystemExit(143 if stop_requested.is_set() else 1)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, timeout=60, check=False

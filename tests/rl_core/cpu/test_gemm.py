@@ -50,7 +50,7 @@ def test_products_are_those_of_float32(products, numbers, rows, inputs, outputs)
     grad = torch.randn(rows, 2 * outputs + 5, generator=numbers)
     joined = torch.cat(weights)
     pairs = [
-        (products.linear(x, weights), x @ joined.t(), x.double() @ joined.double().t()),
+        (products.compute_linear(x, weights), x @ joined.t(), x.double() @ joined.double().t()),
         (
             products.compute_input_grad(grad, weights),
             grad @ joined,
@@ -68,15 +68,19 @@ def test_all_24_bits_count(products, numbers):
     one = 1.0 + torch.randint(0, 2**23, (40, 64), generator=numbers) * 2.0**-23
     x, weight = torch.cat([one, -torch.ones(40, 64)], dim=1), torch.ones(8, 128)
     left_over = (one.double() - 1.0).sum(1, keepdim=True).expand(40, 8)
-    assert error(products.linear(x, [weight]), left_over) < 1e-6
-    assert torch.equal(products.linear(one[:, :1], [torch.ones(3, 1)]), one[:, :1].expand(40, 3))
+    assert error(products.compute_linear(x, [weight]), left_over) < 1e-6
+    assert torch.equal(
+        products.compute_linear(one[:, :1], [torch.ones(3, 1)]), one[:, :1].expand(40, 3)
+    )
 
 
 def test_a_row_does_not_depend_on_the_others(products, numbers):
     x, weight = torch.randn(150, 600, generator=numbers), torch.randn(70, 600, generator=numbers)
-    everything = products.linear(x, [weight])
+    everything = products.compute_linear(x, [weight])
     for rows in (slice(0, 1), slice(3, 40), slice(100, 150)):
-        assert torch.equal(products.linear(x[rows].contiguous(), [weight]), everything[rows])
+        assert torch.equal(
+            products.compute_linear(x[rows].contiguous(), [weight]), everything[rows]
+        )
 
 
 def test_the_number_of_threads_changes_no_bit(products, numbers, monkeypatch):
@@ -90,7 +94,7 @@ def test_the_number_of_threads_changes_no_bit(products, numbers, monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         found.append(
             [
-                products.linear(x, weights),
+                products.compute_linear(x, weights),
                 products.input_grad(grad, weights),
                 products.weight_grad(grad, x),
             ]
@@ -103,7 +107,8 @@ def test_rows_that_do_not_lie_together(products, numbers):
     x, weight = torch.randn(50, 100, generator=numbers), torch.randn(20, 30, generator=numbers)
     part = x[:, 40:70]
     assert torch.equal(
-        products.linear(part, [weight]), products.linear(part.contiguous(), [weight])
+        products.compute_linear(part, [weight]),
+        products.compute_linear(part.contiguous(), [weight]),
     )
     grad = torch.randn(50, 60, generator=numbers)[:, 7:27]
     assert torch.equal(
@@ -114,28 +119,28 @@ def test_rows_that_do_not_lie_together(products, numbers):
 def test_what_is_not_finite_stays_where_it_is(products, numbers):
     """A model that has diverged must be found out by what its loss is."""
     x, weight = torch.randn(40, 50, generator=numbers), torch.randn(20, 50, generator=numbers)
-    clean = products.linear(x, [weight])
+    clean = products.compute_linear(x, [weight])
     for bad in (torch.nan, torch.inf, -torch.inf, float.fromhex("0x1.fffffep127")):
         x[7, 3] = bad
-        found = products.linear(x, [weight])
+        found = products.compute_linear(x, [weight])
         assert not found[7].isfinite().all() or bad == x[7, 3] == torch.finfo(torch.float32).max
         assert torch.equal(found[:7], clean[:7]) and torch.equal(found[8:], clean[8:])
     x[7, 3] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(
         torch.float32
     )  # the largest of all NaN
-    assert products.linear(x, [weight])[7].isnan().all()
+    assert products.compute_linear(x, [weight])[7].isnan().all()
 
 
 def test_threads_of_python_do_not_meet(products, numbers, in_threads):
     """Each has its own room for packed operands."""
     x = [torch.randn(200, 256, generator=numbers) for _ in range(4)]
     weight = torch.randn(128, 256, generator=numbers)
-    expected = [products.linear(part, [weight]) for part in x]
+    expected = [products.compute_linear(part, [weight]) for part in x]
     wrong = []
 
     def work(index):
         for _ in range(30):
-            if not torch.equal(products.linear(x[index], [weight]), expected[index]):
+            if not torch.equal(products.compute_linear(x[index], [weight]), expected[index]):
                 wrong.append(index)
 
     in_threads(work, 4)

@@ -27,7 +27,7 @@ intr 5
 PROGRAM = """
 import ctypes, os, time, torch
 torch.set_num_threads(2)
-from rl_core.cpu import waiting
+from rl_core.cpu import openmp_spin
 x, before = torch.randn(2**16), set(os.listdir("/proc/self/task"))
 x.exp()
 (worker,) = set(os.listdir("/proc/self/task")) - before
@@ -41,7 +41,7 @@ def count():
         end = time.thread_time() + 0.0005  # of processor time: far more than 100 turns, far less than 300,000
         while time.thread_time() < end: pass
     return switches() - start
-crowd = waiting._Crowd(waiting._libgomp())
+crowd = openmp_spin._Crowd(openmp_spin._libgomp())
 found = []
 for is_there in (False, True, False):
     crowd.set(is_there)
@@ -98,8 +98,8 @@ def test_the_watcher_bounds_waiting_while_threads_queue(monkeypatch: pytest.Monk
 QUEUEING = """
 import os, subprocess, sys, time
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from rl_core.cpu import waiting
-queue, end = waiting.Queue(), time.monotonic() + 0.4
+from rl_core.cpu import openmp_spin
+queue, end = openmp_spin.Queue(), time.monotonic() + 0.4
 first = queue.threads()
 def spin():
     while time.monotonic() < end: sum(range(10**5))

@@ -19,7 +19,7 @@ def stage(name, levels=None, *, window=2, threshold=0.8, **options):
 
 def feed(manager, *rates):
     for rate in rates:
-        manager.observe({"train/success_rate": rate, "reward/mean": -rate})
+        manager.observe_iteration({"train/success_rate": rate, "reward/mean": -rate})
     return manager.stage.name
 
 

@@ -32,7 +32,7 @@ def make(*, exits=LEAVE, stages=("one", "two", "three"), own=None, **options):
 
 def feed(manager, *rates):
     """Result of `observe` for each success rate."""
-    return [manager.observe({"train/success_rate": rate}) for rate in rates]
+    return [manager.observe_iteration({"train/success_rate": rate}) for rate in rates]
 
 
 def kinds(manager):

@@ -50,7 +50,7 @@ def never():
 
 
 def made(cache, renderer, rows=ROWS, job=SFT):
-    return cache.tokens(compute_rows_digest(rows), lambda: rows, renderer, job, 0)
+    return cache.load_or_tokenize(compute_rows_digest(rows), lambda: rows, renderer, job, 0)
 
 
 @pytest.mark.parametrize(("kept", "sequences"), [("keep", 3), ("template", 5)])

@@ -105,7 +105,7 @@ def test_a_task_set_in_another_order_in_each_child_is_noticed(fake: None) -> Non
         "verifiers", {"taskset": "adding_tasks:Shuffled", "config": {"count": 900}, "workers": 1}
     )
     assert environment.episode(1, "all").step(environment.episode(1, "all").target).reward == 1.0
-    (child,) = environment._children._alive
+    (child,) = environment._children._live_children
     os.kill(child._process.pid, signal.SIGKILL)
     assert (
         environment.episode(1, "all")

@@ -306,17 +306,17 @@ def test_bad_sessions_are_refused(backend_class: type) -> None:
     model = make_model("llama")
     backend = backend_class(model, eos_ids=list(range(VOCAB)), pad_id=0, max_length=20)
     with pytest.raises(DataError, match="prompt of 0 tokens"):
-        backend.run([ScriptedSequence([], 0)], sampling())
+        backend.run_sequences([ScriptedSequence([], 0)], sampling())
     with pytest.raises(DataError, match="prompt of 20 tokens"):
-        backend.run([ScriptedSequence([3] * 20, 0)], sampling())
+        backend.run_sequences([ScriptedSequence([3] * 20, 0)], sampling())
     with pytest.raises(
         DataError, match="observation of 16 tokens"
     ):  # 20 - 3 - 1 leaves 16: none to sample
-        backend.run([ScriptedSequence([3] * 3, 0, [[4] * 16])], sampling())
+        backend.run_sequences([ScriptedSequence([3] * 3, 0, [[4] * 16])], sampling())
     fits = ScriptedSequence([3] * 3, 0, [[4] * 15])
-    backend.run([fits], sampling())
+    backend.run_sequences([fits], sampling())
     assert len(fits.completion_ids) == 17
-    backend.run([], sampling())
+    backend.run_sequences([], sampling())
 
 
 def test_leaves_the_model_as_it_was() -> None:

@@ -96,7 +96,7 @@ def offline(model, asked, eos_ids=EOS):
     backend = create_rollout_backend(model, eos_ids=eos_ids, pad_id=0, max_length=CONTEXT)
     found = []
     for one in asked:
-        sequence = AnswerSequence(one.prompt_ids, one.seed, one.sequence.stops)
+        sequence = AnswerSequence(one.prompt_ids, one.seed, one.sequence.has_stop_text)
         backend.run_sequences(
             [sequence],
             SamplingSettings(
@@ -341,7 +341,10 @@ def test_deadlines_are_kept_in_the_queue_and_in_a_slot():
         request([5], tokens=90, temperature=1.0, deadline=2.0),
         request([6], deadline=1.0),
     )
-    running.sequence.stops, running.has_stops = (lambda ids: False), True  # one token a step
+    running.sequence.has_stop_text, running.has_stops = (
+        (lambda ids: False),
+        True,
+    )  # one token a step
     served.loop.submit_requests([running, waiting])
     served.loop.step()
     now[0] = 1.5
@@ -373,7 +376,7 @@ def test_a_long_request_starves_nobody():
     """One slot, an endless answer, and short ones behind it: each ends within its caller's turns."""
     model = make_model("llama", head_dim=16)
     long = request([5], tokens=90, temperature=1.0, stops=lambda ids: False, caller="long")
-    long.sequence.stops, short = (
+    long.sequence.has_stop_text, short = (
         (lambda ids: False),
         [request([6 + n], n, tokens=2, caller="short") for n in range(3)],
     )

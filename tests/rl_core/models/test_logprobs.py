@@ -445,13 +445,13 @@ def test_a_vocabulary_of_150_000_over_4_096_tokens_needs_no_table_of_both(
     program = f"""
 import resource, torch
 temperature = {temperature}
-from rl_core.models.chunked_head import selected_logprobs
+from rl_core.models.chunked_head import compute_selected_logprobs
 torch.manual_seed(0)
 hidden, weight = torch.randn(4096, 16, requires_grad=True), torch.randn(150_000, 16, requires_grad=True)
 targets = torch.randint(0, 150_000, (4096,))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 temperatures = torch.full((4096,), temperature) if temperature != 1 else None
-logprobs, entropy = selected_logprobs(
+logprobs, entropy = compute_selected_logprobs(
     hidden, weight, None, targets, temperatures_N=temperatures, with_entropy=True
 )
 (logprobs.sum() + entropy.sum()).backward()

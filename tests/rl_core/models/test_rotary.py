@@ -138,7 +138,9 @@ def test_sampler_and_trainer_agree(make, rope_context):
         sequences = [
             ScriptedSequence(tokens(3 + 2 * i, i), i, [tokens(4, 9)], room=20) for i in range(5)
         ]
-        backend.run(sequences, SamplingSettings(max_completion_tokens=20, slots=3, temperature=0.7))
+        backend.run_sequences(
+            sequences, SamplingSettings(max_completion_tokens=20, slots=3, temperature=0.7)
+        )
         lengths = [len(s.prompt_ids) + len(s.completion_ids) for s in sequences]
         assert lengths == [min(longest, 23 + 2 * i) for i in range(5)]
         assert all(s.turns[-1][1] for s in sequences)  # hit_limit

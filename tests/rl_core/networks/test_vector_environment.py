@@ -29,7 +29,7 @@ def play(environment, actions):
     for action in actions:
         step = environment.step(np.asarray(action))
         steps.append(step)
-        ended += list(zip(*environment.take_ended(step), strict=True))
+        ended += list(zip(*environment.pop_ended_episodes(step), strict=True))
     return steps, ended
 
 

@@ -149,7 +149,7 @@ def buffer(**options):
 
 def filled(found, names, **options):
     for number, name in enumerate(names, start=1):
-        found.add(number, experience(name, **options), LABEL, version=0)
+        found.add_experience(number, experience(name, **options), LABEL, version=0)
     return found
 
 

@@ -145,7 +145,7 @@ def numpy_loss(model, old, items):
 
     rl = kl = count = 0.0
     for one in items:
-        for index, rollout in enumerate(one.kept.experience.rollouts):
+        for index, rollout in enumerate(one.buffered.experience.rollouts):
             new, before = logprobs(model, rollout), logprobs(old, rollout)
             advantage = one.weight * one.advantages_R[index]
             for place, token in enumerate(rollout.completion_ids):
@@ -370,7 +370,7 @@ def steps(made, numbers):
     reports = []
     for number in numbers:
         reports.append(
-            made.update(
+            made.apply_update(
                 task(item(experience(f"r{number}"), [1.0, 0.0, float(number % 2)]), number=number)
             )
         )

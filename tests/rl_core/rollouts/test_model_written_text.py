@@ -165,7 +165,7 @@ def play(environment, renderer, text):
     class Typist:
         max_length = 10**6
 
-        def run(self, sequences, sampling):
+        def run_sequences(self, sequences, sampling):
             for sequence in sequences:
                 ids = renderer.action_ids(
                     replace_unprintable(text)

@@ -90,7 +90,7 @@ def ask(engine, saved, **more):
 
 def test_texts_have_the_numbers_of_float64(engine, saved):
     found = ask(engine, saved)
-    base = engine._base("base")
+    base = engine._load_base_model("base")
     sums = []
     for row in rows():
         with base.swap_weights(load_sampling_weights(base, read_state(saved))) as model:
@@ -174,7 +174,7 @@ def test_samples_are_those_of_a_sampler(engine, saved):
     )
     assert found.rows is None and found.text is None and found.samples == 3
     engine.create_sampler(CreateSampler(sampler_id="s", folder=saved))
-    tokenizer = engine._base("base").tokenizer
+    tokenizer = engine._load_base_model("base").tokenizer
     answers = engine.sample(
         [
             SampleRequest(

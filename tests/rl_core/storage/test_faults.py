@@ -54,7 +54,7 @@ def test_sleep_takes_its_seconds():
 
 def child(code, **environment):
     """A process that does this, with the points at hand."""
-    code = f"from rl_core.storage.faults import fault; {code}"
+    code = f"from rl_core.storage.faults import inject_fault; {code}"
     environment["PYTHONPATH"] = str(ROOT)
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
@@ -93,7 +93,7 @@ def test_what_cannot_be_meant_is_refused(text, message):
 def used_points():
     """Names of points in the source: arguments of fault(), and of the parameter `point`."""
     found = set()
-    for package in ("rl_core", "tasks", "flows"):
+    for package in ("rl_core", "tasks", "flows", "posttrain"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if not isinstance(node, ast.Call):

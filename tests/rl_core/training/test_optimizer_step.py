@@ -422,7 +422,7 @@ def test_low_precision_gradients_accumulate_in_float32():
 def test_state_dict_continues_bit_for_bit(dtype):
     def train(model, optimizer_step, steps):
         return [
-            optimizer_step.apply([rows(4, seed)], loss_fn_of(model, 4))["train/loss"].hex()
+            optimizer_step.run_step([rows(4, seed)], loss_fn_of(model, 4))["train/loss"].hex()
             for seed in steps
         ]
 

@@ -61,7 +61,7 @@ BATCH = TrainBatch(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1))
 def push(optimizer_step, gradient):
     """One update under the gradient of a model of one weight."""
     weight = next(optimizer_step.model.parameters())
-    return optimizer_step.apply([BATCH], lambda batch: ((weight.float() * gradient).sum(), {}))
+    return optimizer_step.run_step([BATCH], lambda batch: ((weight.float() * gradient).sum(), {}))
 
 
 def seen_by_optimizer(optimizer_step, monkeypatch):

@@ -56,7 +56,7 @@ def asking(tracking, name, version=2, champion=1, seconds=60.0, **place):
 
 
 def tags(tracking, name, version=2):
-    return tracking.registry.version(name, version).tags
+    return tracking.registry.fetch_version(name, version).tags
 
 
 def test_what_is_asked_is_on_the_version(tracking, model):
@@ -64,7 +64,7 @@ def test_what_is_asked_is_on_the_version(tracking, model):
     found = tags(tracking, model)
     assert found["approval.state"] == "waiting" and found["gate.decision"] == "awaiting approval"
     assert found["approval.champion"] == "1" and found["approval.deadline"] == request.deadline_text
-    assert read_approval_request(tracking.registry.version(model, 2)) == dataclasses.replace(
+    assert read_approval_request(tracking.registry.fetch_version(model, 2)) == dataclasses.replace(
         request, reason="gain +5"
     )
     assert tracking.versions(model)[1].aliases == ("challenger",)
@@ -76,7 +76,7 @@ def test_what_is_asked_is_on_the_version(tracking, model):
 def test_yes_moves_the_champion_and_says_who_when_why(tracking, model):
     request = asking(tracking, model)
     done = answer_request(tracking, request, approve=True, answered_by="ada", note="fine")
-    assert tracking.champion(model).version == 2
+    assert tracking.find_champion(model).version == 2
     found = tags(tracking, model)
     assert (found["approval.state"], found["approval.by"], found["approval.note"]) == (
         "approved",
@@ -93,7 +93,7 @@ def test_yes_moves_the_champion_and_says_who_when_why(tracking, model):
 
 def test_no_leaves_the_champion(tracking, model):
     done = answer_request(tracking, asking(tracking, model), approve=False, answered_by="ada")
-    assert tracking.champion(model).version == 1 and done.state == "rejected"
+    assert tracking.find_champion(model).version == 1 and done.state == "rejected"
     assert tags(tracking, model)["gate.decision"] == "rejected by hand"
 
 
@@ -105,14 +105,14 @@ def test_a_second_answer_is_refused(tracking, model):
         match=r"nothing to decide any more: version 2 of .* rejected by ada on .*: worse",
     ):
         answer_request(tracking, request, approve=True, answered_by="bob")
-    assert tracking.champion(model).version == 1
+    assert tracking.find_champion(model).version == 1
 
 
 def test_a_champion_that_moved_meanwhile_is_not_overtaken(tracking, model):
     request = asking(tracking, model)
     tracking.set_champion(model, 3)
     done = answer_request(tracking, request, approve=True, answered_by="ada")
-    assert tracking.champion(model).version == 3 and done.state == "superseded"
+    assert tracking.find_champion(model).version == 3 and done.state == "superseded"
     assert "version 3 is champion now, and the comparison was with version 1" in done.summary
     assert reload_request(tracking, request).state == "superseded"
 
@@ -120,7 +120,7 @@ def test_a_champion_that_moved_meanwhile_is_not_overtaken(tracking, model):
 def test_no_champion_then_and_one_now(tracking, model):
     request = asking(tracking, model, champion=None)
     assert answer_request(tracking, request, approve=True, answered_by="ada").state == "superseded"
-    assert tracking.champion(model).version == 1
+    assert tracking.find_champion(model).version == 1
 
 
 @pytest.mark.parametrize("how", ["answer", "expire"])
@@ -133,7 +133,7 @@ def test_the_deadline_rejects(tracking, model, how, monkeypatch):
     else:
         assert [late.state for late in expire_requests(tracking, model)] == ["timed out"]
         assert expire_requests(tracking, model) == []
-    assert tracking.champion(model).version == 1
+    assert tracking.find_champion(model).version == 1
     assert tags(tracking, model)["gate.decision"] == "approval timed out"
 
 
@@ -262,7 +262,7 @@ def test_the_same_answer_given_again_finishes_one_that_was_killed(tracking, mode
         ] == "approved" and moved == [2]
         tracking.set_champion(model, 3)
         decide_approval(tracking.output, uri, model, approve=True)
-    assert tracking.champion(model).version == 3 and moved == [
+    assert tracking.find_champion(model).version == 3 and moved == [
         2
     ]  # not moved back to what was approved before
 
@@ -271,7 +271,7 @@ def test_a_run_that_is_gone_does_not_hinder(tracking, model):
     done = answer_request(
         tracking, asking(tracking, model, run_id="0" * 32), approve=True, answered_by="ada"
     )
-    assert done.state == "approved" and tracking.champion(model).version == 2
+    assert done.state == "approved" and tracking.find_champion(model).version == 2
 
 
 def test_the_same_comparison_with_another_version_of_the_champions_model(tracking, model):
@@ -346,11 +346,11 @@ def test_the_command_shows_then_decides(tracking, model):
         "waits for approval until" in shown
         and f"approve '{model} · 2026' --yes --note 'WHY' --output x" in shown
     )
-    assert tracking.champion(model).version == 1
+    assert tracking.find_champion(model).version == 1
     assert "promoted: approved by me on" in decide_approval(
         tracking.output, uri, model, approve=True, by="me"
     )
-    assert tracking.champion(model).version == 2
+    assert tracking.find_champion(model).version == 2
 
 
 # The promote stage
@@ -491,7 +491,7 @@ def test_an_approval_that_was_killed_does_not_overtake_another_champion(tracking
     killed_at("approval.given", tracking, request)
     tracking.set_champion(model, 3)
     assert [found.state for found in expire_requests(tracking, model)] == ["superseded"]
-    assert tracking.champion(model).version == 3
+    assert tracking.find_champion(model).version == 3
 
 
 def test_asking_again_forgets_an_approval_that_was_killed(tracking, model):

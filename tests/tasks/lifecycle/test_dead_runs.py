@@ -136,8 +136,8 @@ def test_who_lives_is_left_alone_whatever_its_number(store, tmp_path):
     tracking = Tracking(store, tmp_path, "alive")
     folder = journal(tmp_path)
     code = (
-        "import sys, time; from pathlib import Path; from tasks.tracking.journal import LineLog, events_path\n"
-        "LineLog(events_path(Path(sys.argv[1]))); print('held', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from tasks.tracking.journal import LineLog, build_events_path\n"
+        "LineLog(build_events_path(Path(sys.argv[1]))); print('held', flush=True); time.sleep(60)"
     )
     held = "import sys\n" + code.replace("LineLog(events", "held = LineLog(events")
     child = subprocess.Popen(

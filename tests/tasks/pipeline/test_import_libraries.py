@@ -8,9 +8,9 @@ from helpers import ROOT
 
 SCRIPT = """
 import sys
-from tasks.config import from_dict
+from tasks.config import build_settings
 from tasks.pipeline.pipeline_run import import_libraries
-settings = from_dict({"name": "own", "model": {"preset": "nano"}, "environment": {"name": "arithmetic"},
+settings = build_settings({"name": "own", "model": {"preset": "nano"}, "environment": {"name": "arithmetic"},
                       "stages": {"prepare_data": {"num_demonstrations": 60}}, **eval(sys.argv[1])})
 import_libraries(settings, computes=sys.argv[2] == "computes")
 for name in ("mlflow.store.tracking.sqlalchemy_store", "torch", "transformers.modeling_utils", "matplotlib",

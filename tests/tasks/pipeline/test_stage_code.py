@@ -143,7 +143,7 @@ def test_an_edit_runs_the_stages_that_reach_it_and_no_other(monkeypatch):
 def test_what_the_user_s_modules_import_counts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reader.py").write_text(
-        "def measure(trajectory):\n    from rl_core.thoughts import gain\n"
+        "def measure(trajectory):\n    from rl_core.thoughts import episodes\n"
     )
     values = {
         "name": "x",

@@ -256,7 +256,7 @@ def environment():
 
 
 def test_a_child_dies_with_its_parent():
-    child = "from tasks.processes.child_processes import die_with_parent; import os, sys;"
+    child = "from tasks.processes.child_processes import bind_to_parent; import os, sys;"
     child += "die_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); import time; time.sleep(100)"
     parent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, str(os.getpid())])"
     process = subprocess.Popen(

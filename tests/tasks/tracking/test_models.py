@@ -96,8 +96,12 @@ def test_mlflow_loads_policies_and_reward_models(tracking, models, versions, mon
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
     registry, before = tracking.registry, mlflow.get_tracking_uri()
-    policy_uri = str(Path(registry.download(registry.version("policy", 1), Path("unused"))).parent)
-    reward_uri = str(Path(registry.download(registry.version("rewards", 1), Path("unused"))).parent)
+    policy_uri = str(
+        Path(registry.download_version(registry.version("policy", 1), Path("unused"))).parent
+    )
+    reward_uri = str(
+        Path(registry.download_version(registry.version("rewards", 1), Path("unused"))).parent
+    )
     tokenizer = AutoTokenizer.from_pretrained(models["policy"])
     inputs = tokenizer(PROMPT, return_tensors="pt")
     reference = AutoModelForCausalLM.from_pretrained(models["policy"])
@@ -121,7 +125,7 @@ def test_mlflow_loads_policies_and_reward_models(tracking, models, versions, mon
 
 def test_lineage_metrics_and_links(tracking, models, versions):
     run_id = versions["run"].run_id
-    first, second = tracking.versions("policy")
+    first, second = tracking.list_versions("policy")
     assert (first.version, second.version) == (1, 2) and first.run_id == run_id
     assert (
         first.tags["stage"] == "sft"
@@ -148,22 +152,25 @@ def test_lineage_metrics_and_links(tracking, models, versions):
 
 
 def test_aliases_move(tracking, versions):
-    assert tracking.champion("policy") is None and tracking.champion("never-heard-of") is None
+    assert (
+        tracking.find_champion("policy") is None
+        and tracking.find_champion("never-heard-of") is None
+    )
     tracking.set_champion("policy", 1)
     tracking.set_challenger("policy", 2)
-    assert tracking.champion("policy").version == 1
-    assert tracking.versions("policy")[1].aliases == ("challenger",)
+    assert tracking.find_champion("policy").version == 1
+    assert tracking.list_versions("policy")[1].aliases == ("challenger",)
     tracking.set_champion("policy", 2)
-    assert tracking.champion("policy").version == 2
-    assert [found.aliases for found in tracking.versions("policy")] == [(), ("champion",)]
+    assert tracking.find_champion("policy").version == 2
+    assert [found.aliases for found in tracking.list_versions("policy")] == [(), ("champion",)]
     assert not tracking.replace_champion(
         "policy", 1, before=1
     )  # it was compared with one that is champion no more
     assert not tracking.replace_champion("policy", 1, before=None)
-    assert tracking.champion("policy").version == 2
+    assert tracking.find_champion("policy").version == 2
     assert tracking.replace_champion("policy", 1, before=2)
     tracking.set_champion("policy", 1)  # rolling back
-    assert tracking.champion("policy").version == 1
+    assert tracking.find_champion("policy").version == 1
     tracking.tag_version("policy", 1, {"gate.reason": "better", "x": None})
     assert tracking.registry.version("policy", 1).tags["gate.reason"] == "better"
 
@@ -241,7 +248,7 @@ def test_a_refused_model_leaves_no_version(tracking, models, tmp_path):
             run.log_model(folder, "policy", "refused")
         with pytest.raises(SettingsError, match="registered model name"):
             run.log_model(models["policy"], "policy", "../evil")
-    assert "refused" not in tracking.registry.names()
+    assert "refused" not in tracking.registry.list_model_names()
 
 
 @pytest.mark.parametrize(
@@ -256,7 +263,7 @@ def test_an_attempt_that_failed_half_way_is_gone_on_with(tracking, models, tmp_p
             version = run.log_model(models["policy"], "policy", name, metrics={"eval/loss": 0.5})
     finally:
         faults.configure_faults(None)
-    assert version == 1 and len(tracking.versions(name)) == 1
+    assert version == 1 and len(tracking.list_versions(name)) == 1
     client = tracking.store.client
     made = client.search_logged_models([tracking.experiment_id], f"attributes.name = '{name}'")
     assert [(str(model.status), model.source_run_id) for model in made] == [("READY", run.run_id)]

@@ -46,8 +46,8 @@ def no_sync(trainer):
 
 
 def wrong_temperature(trainer):
-    run = trainer.backend.run
-    trainer.backend.run = lambda sequences, sampling: run(
+    run = trainer.backend.run_sequences
+    trainer.backend.run_sequences = lambda sequences, sampling: run(
         sequences, SamplingSettings(max_completion_tokens=sampling.max_completion_tokens)
     )
 

@@ -215,7 +215,7 @@ def test_old_logprobs_are_those_before_the_first_update(
         for b, row in enumerate(batch.rows):
             stored = update.buffer.old_logprobs_RS[row, : expected.shape[1]]
             assert torch.allclose(
-                stored, expected[b] if row in update.trained else torch.zeros(()), atol=1e-5
+                stored, expected[b] if row in update.trained_rows else torch.zeros(()), atol=1e-5
             )
 
 

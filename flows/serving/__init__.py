@@ -1,0 +1,1 @@
+"""Former home of `posttrain.serving`; kept for one release."""
