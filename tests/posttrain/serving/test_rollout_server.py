@@ -214,7 +214,7 @@ def differing(orders, monkeypatch):
     [
         (no_op, r"its log-probs differ by up to \d.* nats from the trainer's \(limit 0.001"),
         (half, "it has read weights with the digest 000000000000"),
-        (differing, "1 are not what was sent, first model.norm.weight"),
+        (differing, "differ from what was sent, first model.norm.weight"),
     ],
 )
 def test_weights_that_do_not_arrive_are_refused(tokenizer, tmp_path, monkeypatch, fault, message):
@@ -329,7 +329,7 @@ def test_a_server_that_dies_is_waited_for_then_one_error_and_a_resumed_run_goes_
         state, before = served.state_dict(), weights(served).clone()
         server.stop()
         with pytest.raises(
-            BackendError, match=r"does not answer for 0.3 s .* the same command resumes"
+            BackendError, match=r"has not answered for 0.3 s .* the same command resumes"
         ) as caught:
             served.step()
         assert "\n" not in str(caught.value) and "was lost" in told[0]

@@ -203,7 +203,7 @@ def test_a_server_that_an_earlier_run_left_asleep(tokenizer, server):
     ("change", "options", "message"),
     [
         ({"version": "0.29.0"}, {}, "runs vLLM 0.29.0, and 0.30.0 is accepted"),
-        ({}, {"logprobs": "raw_logprobs"}, "tells raw_logprobs, which are not of the distribution"),
+        ({}, {"logprobs": "raw_logprobs"}, "returns raw_logprobs, which are not those of its sampling distribution"),
         ({}, {"extension": False}, "start vLLM with deployments/vllm/start.py"),
         ({}, {"model": 600}, "of 600 tokens, and the policy has 267"),
     ],
@@ -296,7 +296,7 @@ def choice_of(change):
                 token_logprobs=[-9999.0] * len(a["choices"][0]["token_ids"])
             ),
             SamplerMismatch,
-            "tells -inf as the log-prob of a token that it sampled",
+            "returned -inf as the log-prob of a sampled token",
         ),
     ],
 )
@@ -342,7 +342,7 @@ def test_an_update_that_was_not_taken_over(tokenizer, server):
     trainer = with_vllm(letters_trainer(tokenizer), server)
     with torch.no_grad():
         trainer.policy.model.norm.weight.mul_(2.0)
-    with pytest.raises(SamplerMismatch, match=r"1 are not what was sent, first model.norm.weight"):
+    with pytest.raises(SamplerMismatch, match=r"differ from what was sent, first model.norm.weight"):
         trainer.step()
 
 
@@ -669,7 +669,7 @@ def test_keys(monkeypatch, server):
     for key in ("a\nb", "schlüssel", "a\x7f"):
         monkeypatch.setenv("POSTTRAIN_TEST_KEY", key)
         with pytest.raises(
-            SettingsError, match="POSTTRAIN_TEST_KEY holds characters that no key has"
+            SettingsError, match="POSTTRAIN_TEST_KEY contains characters that are invalid in a key"
         ) as caught:
             InferenceServer(settings)
         assert key not in str(caught.value)
