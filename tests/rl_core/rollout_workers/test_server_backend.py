@@ -594,7 +594,7 @@ def test_start_command(tmp_path):
     assert f"--fingerprint-value {instance}" in done.stdout
     for python in (tmp_path / "none", tmp_path):  # the folder of an environment is none, either
         refused = start("--python", python, "--model", "base").stderr
-        assert "is no program" in refused and "Traceback" not in refused
+        assert "is not a program" in refused and "Traceback" not in refused
     assert "is beyond 512" in start("--python", "p", "--model", "m", "--lora-rank", 513).stderr
 
 
