@@ -33,7 +33,7 @@ from tasks.config import build_settings
 from tasks.config.yaml_loader import read_yaml
 from tasks.shipped import find_config
 
-FOLDERS = r"configs|deployments|docs|examples|flows|rl_core|tasks|tests"
+FOLDERS = r"configs|deployments|docs|examples|flows|posttrain|rl_core|tasks|tests"
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_named_files_exist():
 def test_code_and_configs_name_documents_that_exist():
     """`docs/page.md, 'Section'` in a message or comment; the README has no section that others send readers to."""
     named = []
-    for floor in ("configs", "flows", "rl_core", "tasks"):
+    for floor in ("configs", "posttrain", "flows", "rl_core", "tasks"):
         for path in (path for path in (ROOT / floor).rglob("*") if path.suffix in {".py", ".yaml"}):
             text = path.read_text(encoding="utf-8")
             assert not re.search(r"README, ['\"]", text), path
@@ -104,7 +104,7 @@ def test_code_and_configs_name_documents_that_exist():
         assert (ROOT / page).is_file(), page
 
 
-@pytest.mark.parametrize("floor", ["rl_core", "tasks", "flows"])
+@pytest.mark.parametrize("floor", ["rl_core", "tasks", "flows", "posttrain"])
 def test_layout_names_every_room(floor):
     text = (DOCS / "layout.md").read_text().partition(f"## `{floor}/`")[2].partition("\n## ")[0]
     named = set(re.findall(r"^    (\w+)/", text, re.MULTILINE))
@@ -297,10 +297,10 @@ def test_calls_of_the_python_api_fit_its_signatures(block):
 @pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.place)
 def test_yaml_is_a_configuration(block, package, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "rl_core.settings.services.check_sink_installed", lambda sink: None
+        "tasks.config.cross_checks.check_sink_installed", lambda sink: None
     )  # places of metrics are extras,
     monkeypatch.setattr(
-        "rl_core.settings.rollouts.check_ray_installed", lambda: None
+        "tasks.config.policy_checks.check_ray_installed", lambda: None
     )  # and so is Ray
     (tmp_path / "shown.yaml").write_text(block.text)
     document = read_yaml(tmp_path / "shown.yaml")

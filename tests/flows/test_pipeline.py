@@ -64,7 +64,7 @@ def test_every_stage_leaves_a_verified_folder_and_a_row_in_the_table(first):
     _, result = first
     assert list(result.results) == STAGES
     assert not any(stage.cached for stage in result.results.values())
-    table = result.table(width=120)
+    table = result.format_table(width=120)
     for name, stage in result.results.items():
         manifest = verify_folder(stage.path)
         assert {"summary.json", "metrics.jsonl"} <= set(manifest["files"])
@@ -89,7 +89,7 @@ def test_the_policy_asks_the_reward_model_and_the_result_says_what_it_added(firs
     assert len({row["rewards"]["weighted/learned"] for row in rows}) > 1
     assert summary["rewards"].startswith("reward differences within a prompt: task ")
     assert f"; {summary['rewards']}" in next(
-        line for line in result.table().splitlines() if line.startswith("policy: ")
+        line for line in result.format_table().splitlines() if line.startswith("policy: ")
     )
     tracking = Tracking(None, output, "test")
     parent = next(row for row in tracking.list_runs() if row.parent_run_id is None)

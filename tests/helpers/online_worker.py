@@ -146,7 +146,7 @@ def outcome(worker):
                 collect(one)
 
     collect(worker.learner.model.state_dict())
-    collect(worker.learner.served_weights())
+    collect(worker.learner.copy_served_weights())
     collect(worker.learner.state_dict())
     collect(worker.scorer.rewards.state_dict())
     state = worker._state()

@@ -87,7 +87,7 @@ class LocalCluster:
 
     def answer(self, call):
         worker, method, sent = self.calls[call]
-        return pickle.loads(pickle.dumps(worker.answer(method, *sent)))
+        return pickle.loads(pickle.dumps(worker.call_method(method, *sent)))
 
     def ping_worker(self, worker):
         return ("ping", worker)

@@ -90,7 +90,7 @@ class Scripted:
             observation = ""
             while observation is not None:
                 ids = [*map(ord, self.policy(prompt, observation, sample)), 0]
-                after = wait_for_observation(sequence.advance(ids, [-0.5] * len(ids), False))
+                after = wait_for_observation(sequence.take_action(ids, [-0.5] * len(ids), False))
                 observation = None if after is None else "".join(map(chr, after))
 
 

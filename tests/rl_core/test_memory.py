@@ -130,11 +130,11 @@ class Answered:
         self.value, self.looks, self.future = value, 0, Future()
         self.future.set_result(None)
 
-    def done(self):
+    def is_done(self):
         self.looks += 1
         return self.looks > 1
 
-    def wait(self):
+    def wait_until_done(self):
         """It is there."""
 
     def result(self):

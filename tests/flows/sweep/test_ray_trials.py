@@ -55,7 +55,7 @@ class StandInSession:
     def check_versions(self):
         pass
 
-    def nodes(self):
+    def list_node_resources(self):
         return NODES
 
     def create_actor(self, kind, *arguments, **options):

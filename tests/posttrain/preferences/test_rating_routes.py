@@ -216,7 +216,7 @@ def test_a_full_disk_keeps_nothing_and_says_so(tmp_path, monkeypatch):
         )
 
     with monkeypatch.context() as patched:
-        patched.setattr("rl_core.storage.atomic_files.append_bytes", refuse)
+        patched.setattr("rl_core.preferences.rating_journal.append_bytes", refuse)
         assert "make room" in page.rate(shown, 503, choice="left")["error"]
     assert page.ask("question")["question"] == shown["question"] and len(room.journal) == 0
     assert page.rate(shown, choice="left")["rated"] == 1

@@ -357,7 +357,7 @@ def test_a_server_that_is_started_again_in_the_middle_changes_no_token(tokenizer
             if len(asked) == 20:  # after the probe, in the middle of the rollouts
                 orders = server.web.config.app.app.state.orders
                 orders.instance, orders._weights = "posttrain-another", ""
-                orders._publish(orders._base.model)
+                orders._publish_model(orders._base.model)
             return complete(*arguments)
 
         served.server.server.sample_completion = restarted

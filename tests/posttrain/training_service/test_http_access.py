@@ -174,8 +174,8 @@ def test_a_thousand_idle_polls_cost_no_look_and_hold_nobody_up(idle, started):
         for n in range(4)
     ]
     room, looks = idle.client.app.app.state.server.result_waiter, []
-    result, results = idle.store.result, idle.store.find_results
-    idle.store.result = lambda request_id: looks.append(request_id) or result(request_id)
+    result, results = idle.store.find_result, idle.store.find_results
+    idle.store.find_result = lambda request_id: looks.append(request_id) or result(request_id)
     idle.store.find_results = lambda ids: looks.append(list(ids)) or results(ids)
 
     async def poll():
@@ -253,8 +253,8 @@ def test_a_fetched_result_is_held_until_it_is_forgotten(idle, started):
     _, run = started
     promise = idle.forward_backward(run, 1, random_data(1))
     idle.store.finish_requests([(promise["request_id"], ResultBody(b"1", "protobuf"))])
-    looks, result = [], idle.store.result
-    idle.store.result = lambda request_id: looks.append(request_id) or result(request_id)
+    looks, result = [], idle.store.find_result
+    idle.store.find_result = lambda request_id: looks.append(request_id) or result(request_id)
     assert [idle.post("retrieve_future", promise) for _ in range(3)] == [b"1"] * 3 and len(
         looks
     ) <= 1

@@ -52,7 +52,7 @@ def ask(store, worker, *requests):
     """The stored requests with their answers."""
     ids = [store.accept_request(request).request_id for request in requests]
     go(worker)
-    return [store.request(request_id) for request_id in ids]
+    return [store.find_request(request_id) for request_id in ids]
 
 
 def body(stored):
@@ -115,7 +115,7 @@ def test_chunks_that_come_early_wait_for_the_first(store, worker, tmp_path, base
     late = ask(store, worker, loss("r", 2, data[1]), update("r", 3))
     assert [one.state for one in late] == ["waiting", "waiting"]
     ask(store, worker, loss("r", 1, data[0]))
-    assert [store.request(one.request_id).state for one in late] == ["done", "done"]
+    assert [store.find_request(one.request_id).state for one in late] == ["done", "done"]
     in_order = ServiceStore(f"sqlite:///{tmp_path}/other/service.db")
     other = EngineProcess(settings_of(tmp_path / "other", base_folder), in_order)
     ask(in_order, other, create("r"), loss("r", 1, data[0]), loss("r", 2, data[1]), update("r", 3))
@@ -154,13 +154,13 @@ def test_a_request_that_ends_every_worker_fails_and_the_others_go_on(store, work
         assert [one.seq for one in store.claim([deadly.request_id])] == [1]
         store.reset_running_requests()
     (stepped,) = ask(store, worker, update("r", 3))
-    found = store.request(deadly.request_id)
+    found = store.find_request(deadly.request_id)
     assert (found.state, found.category, found.deaths) == (
         "failed",
         "server",
         24,
     ) and "24 workers" in found.error
-    assert store.request(good.request_id).state == stepped.state == "done"
+    assert store.find_request(good.request_id).state == stepped.state == "done"
 
 
 def test_a_refusal_of_the_server_keeps_its_place_in_the_order(store, worker):

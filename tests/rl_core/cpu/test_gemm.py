@@ -95,8 +95,8 @@ def test_the_number_of_threads_changes_no_bit(products, numbers, monkeypatch):
         found.append(
             [
                 products.compute_linear(x, weights),
-                products.input_grad(grad, weights),
-                products.weight_grad(grad, x),
+                products.compute_input_grad(grad, weights),
+                products.compute_weight_grad(grad, x),
             ]
         )
     for other in found[1:]:
@@ -112,7 +112,7 @@ def test_rows_that_do_not_lie_together(products, numbers):
     )
     grad = torch.randn(50, 60, generator=numbers)[:, 7:27]
     assert torch.equal(
-        products.weight_grad(grad, part), products.weight_grad(grad.contiguous(), part)
+        products.compute_weight_grad(grad, part), products.compute_weight_grad(grad.contiguous(), part)
     )
 
 

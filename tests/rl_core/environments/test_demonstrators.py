@@ -159,7 +159,7 @@ POINTER = GridQuestion("pointer", "", "yellow", cells=((4, 2),))
 )
 def test_every_mistake_is_what_it_is_called(monkeypatch, question, mistake, calls, answers):
     monkeypatch.setattr(
-        "rl_core.environments.question_episodes.choose_mistake", lambda *args, **kwargs: mistake
+        "rl_core.environments.pixel_grid.choose_mistake", lambda *args, **kwargs: mistake
     )
     tools = PixelGrid().tools
     for seed in range(10):

@@ -480,10 +480,10 @@ def test_a_step_that_fails_gives_its_requests_back():
     asked = mixed(3)
     served.loop.submit_requests(asked)
     slots = served.loop._weights[0].slots
-    whole, slots._sample_active = slots._sample_active, lambda: 1 / 0
+    whole, slots._sample_active_slots = slots._sample_active_slots, lambda: 1 / 0
     served.drain()
     assert [type(one.error) for one in asked] == [EngineFault] * 3
-    slots._sample_active = whole
+    slots._sample_active_slots = whole
     again = mixed(3)
     served.loop.submit_requests(again)
     served.drain()

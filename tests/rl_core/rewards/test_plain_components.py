@@ -76,7 +76,7 @@ def test_format_pattern_takes_the_whole_action():
 
 def test_a_pattern_that_blows_up_costs_a_second_and_is_counted(caplog, monkeypatch):
     """26 letters took `re` half a minute, and each further one doubled it; no signal stops such a match."""
-    monkeypatch.setattr("rl_core.data.model_text.MATCH_TIME_LIMIT_S", 0.05)
+    monkeypatch.setattr("rl_core.rewards.components.MATCH_TIME_LIMIT_S", 0.05)
     reward = FormatReward(FormatSettings(pattern="(a|a)*b"))
     fits, endless = say("aab"), say("a" * 60 + "bc")
     assert reward([rollout([fits]), rollout([fits, endless])]) == [1.0, 0.5]

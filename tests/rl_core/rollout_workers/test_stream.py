@@ -216,8 +216,8 @@ def test_a_group_that_became_too_old_goes_to_another_worker_than_the_one_that_wa
 
 
 def test_a_worker_that_does_not_answer_is_replaced(tokenizer, monkeypatch):
-    monkeypatch.setattr("rl_core.rollout_workers.cluster.HEARTBEAT_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("rl_core.rollout_workers.cluster.HEARTBEAT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("rl_core.rollout_workers.async_worker_group.HEARTBEAT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("rl_core.rollout_workers.async_worker_group.HEARTBEAT_TIMEOUT_S", 0.2)
     trainer = make_stream(tokenizer)
     run(trainer, 1)
     cluster, told = trainer.stream.cluster, []

@@ -234,7 +234,7 @@ def test_a_snapshot_stays_and_inflight_samplers_follow_what_is_published(
 def test_a_stop_text_may_span_many_tokens(engine):
     free = ask(engine, parameters={"max_tokens": 12})
     ids = free.sequences[0].tokens.tolist()
-    text = engine._base("base").tokenizer.decode(ids[2:9], skip_special_tokens=False)
+    text = engine._load_base_model("base").tokenizer.decode(ids[2:9], skip_special_tokens=False)
     assert len(text) >= 7
     found = ask(engine, parameters={"max_tokens": 12, "stop": (text,)}).sequences[0]
     assert found.stop_reason == "stop" and found.tokens.tolist() == ids[:9]

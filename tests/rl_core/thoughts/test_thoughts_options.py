@@ -319,7 +319,7 @@ def test_a_genuine_check_ends_the_training_and_a_resume_knows(
 ):
     def verdict(genuine):
         class Found:
-            def metrics(self):
+            def collect_metrics(self):
                 return {
                     "thoughts/genuine": float(genuine),
                     "thoughts/gain_own": 0.5,

@@ -266,7 +266,7 @@ def test_the_time_of_an_iteration_is_shared_out(renderer, taught, monkeypatch):
     )  # a second at every look at the clock
     trainer = make_trainer(renderer, taught)
     seen = {}
-    for name in ("_play", "_rewards", "_advantages", "_update"):
+    for name in ("_play_groups", "_rewards", "_advantages", "_update"):
         monkeypatch.setattr(trainer, name, looks(getattr(trainer, name), ticks, name, seen))
     with collect_seconds() as seconds:
         metrics = trainer.step()

@@ -164,7 +164,7 @@ def test_packing_gives_the_metrics_of_padding(micro_batch_tokens, monkeypatch):
 def test_a_model_that_would_mix_packed_rows_gets_padded_ones(monkeypatch, caplog):
     refused = Decision("sequence packing", False, "it mixes them")
     monkeypatch.setattr(
-        "rl_core.capabilities.training.check_sequence_packing", lambda model: refused
+        "rl_core.trainers.sft.check_sequence_packing", lambda model: refused
     )
     trainer = trainer_of(packing=True, train=4)
     assert "LlamaForCausalLM with attention 'sdpa' mixes the sequences of a row" in caplog.text

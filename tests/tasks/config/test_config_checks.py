@@ -83,7 +83,7 @@ def test_sizes_beyond_reason_are_refused_by_their_range():
 
 
 def test_memory_is_estimated_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr("rl_core.machine_memory.measure_machine_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr("tasks.config.machine_checks.measure_machine_memory", lambda: 8 * 2**30)
     # 4096 bytes of an episode, and 76 of each of its 512 tokens: 43,008 x 256 x 1024 = 10.5 GiB
     many = {
         "group_size": 1024,
@@ -103,7 +103,7 @@ def test_memory_is_estimated_before_anything_is_allocated(monkeypatch):
     # 2**20 tokens x 256 x 16 bytes = 4 GiB; 65,536 slots x 2**20 tokens x 4 layers x 2 x 128 x 4 bytes = 256 TiB
     large = {"preset": "small", "vocab_size": 2**20, "context": 2**20}
     wide = {"sft": {}, "policy": {"sampling": {"slots": 65_536, "max_completion_tokens": 64}}}
-    monkeypatch.setattr("rl_core.machine_memory.measure_machine_memory", lambda: 2 * 2**30)
+    monkeypatch.setattr("tasks.config.machine_checks.measure_machine_memory", lambda: 2 * 2**30)
     found = problems_of(model=large, stages=wide)
     assert sorted(found) == ["model.context", "model.vocab_size"]
     assert "4.0 GiB" in found["model.vocab_size"] and "262,144.0 GiB" in found["model.context"]

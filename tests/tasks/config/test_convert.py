@@ -347,7 +347,7 @@ def test_options_of_adapters_are_taken_over(tmp_path):
     ],
 )
 def test_places_of_metrics_become_sinks(given, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_core.settings.services.check_sink_installed", lambda sink: None)
+    monkeypatch.setattr("tasks.config.cross_checks.check_sink_installed", lambda sink: None)
     rest = (
         {"actor_rollout_ref": {"rollout": {"n": 4}}}
         if "trainer" in given

@@ -83,7 +83,7 @@ def test_no_secret_is_written_by_a_run(settings, tmp_path):
 
 def test_a_flow_called_here_gets_them_though_its_parameter_has_none(settings, monkeypatch):
     got = []
-    monkeypatch.setattr("tasks.config.build_settings", lambda values, **_: got.append(values))
+    monkeypatch.setattr("flows.parameters.build_settings", lambda values, **_: got.append(values))
     with flow_parameters(settings) as stored:
         assert "one-1" not in json.dumps(stored)
         read_settings({**stored, "seed": 5})

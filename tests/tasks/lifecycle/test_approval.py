@@ -67,7 +67,7 @@ def test_what_is_asked_is_on_the_version(tracking, model):
     assert read_approval_request(tracking.registry.fetch_version(model, 2)) == dataclasses.replace(
         request, reason="gain +5"
     )
-    assert tracking.versions(model)[1].aliases == ("challenger",)
+    assert tracking.list_versions(model)[1].aliases == ("challenger",)
     assert [
         request.name for request in list_approval_requests(tracking) if request.name == model
     ] == [model]
@@ -88,7 +88,7 @@ def test_yes_moves_the_champion_and_says_who_when_why(tracking, model):
         done.summary
         == f"version 2 of {model} promoted: approved by ada on {done.when}: fine; gain +5"
     )
-    assert tracking.versions(model)[1].aliases == ("champion",)
+    assert tracking.list_versions(model)[1].aliases == ("champion",)
 
 
 def test_no_leaves_the_champion(tracking, model):
@@ -450,7 +450,7 @@ def killed_at(point, tracking, request):
 def approved(tracking, name):
     """True = the version is champion and says who approved it."""
     found = tags(tracking, name)
-    assert tracking.versions(name)[1].aliases == ("champion",)  # challenger no more
+    assert tracking.list_versions(name)[1].aliases == ("champion",)  # challenger no more
     return (found["approval.state"], found["approval.by"], found["approval.note"]) == (
         "approved",
         "ada",

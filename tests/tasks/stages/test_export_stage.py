@@ -241,7 +241,7 @@ def test_a_refused_version_is_not_promoted_by_hand(monkeypatch):
     version = SimpleNamespace(version=2, tags={"export.refused": "its log-probs differ by 2 nats"})
     registry = SimpleNamespace(champion=lambda name: None, version=lambda name, number: version)
     monkeypatch.setattr(
-        "tasks.tracking.tracking.Tracking", lambda *a: SimpleNamespace(registry=registry)
+        "tasks.lifecycle.promotion.Tracking", lambda *a: SimpleNamespace(registry=registry)
     )
     settings = build_settings({"name": "t", "stages": {"sft": {}}})
     with pytest.raises(
@@ -280,7 +280,7 @@ def test_a_version_without_a_proof_of_its_folder_is_not_promoted_by_hand(
         set_champion=lambda name, number: moved.append((name, number)),
     )
     tracking = SimpleNamespace(registry=registry, journal_move=lambda *a: None)
-    monkeypatch.setattr("tasks.tracking.tracking.Tracking", lambda *a: tracking)
+    monkeypatch.setattr("tasks.lifecycle.promotion.Tracking", lambda *a: tracking)
     if proof is not None:
         place = tmp_path / "t" / "stages" / "export" / "key"
         place.mkdir(parents=True)

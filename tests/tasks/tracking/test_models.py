@@ -97,10 +97,10 @@ def test_mlflow_loads_policies_and_reward_models(tracking, models, versions, mon
     assert os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
     registry, before = tracking.registry, mlflow.get_tracking_uri()
     policy_uri = str(
-        Path(registry.download_version(registry.version("policy", 1), Path("unused"))).parent
+        Path(registry.download_version(registry.fetch_version("policy", 1), Path("unused"))).parent
     )
     reward_uri = str(
-        Path(registry.download_version(registry.version("rewards", 1), Path("unused"))).parent
+        Path(registry.download_version(registry.fetch_version("rewards", 1), Path("unused"))).parent
     )
     tokenizer = AutoTokenizer.from_pretrained(models["policy"])
     inputs = tokenizer(PROMPT, return_tensors="pt")
@@ -170,9 +170,9 @@ def test_aliases_move(tracking, versions):
     assert tracking.find_champion("policy").version == 2
     assert tracking.replace_champion("policy", 1, before=2)
     tracking.set_champion("policy", 1)  # rolling back
-    assert tracking.find_champion("policy").version == 1
+    assert tracking.find_champion("policy").fetch_version == 1
     tracking.tag_version("policy", 1, {"gate.reason": "better", "x": None})
-    assert tracking.registry.version("policy", 1).tags["gate.reason"] == "better"
+    assert tracking.registry.fetch_version("policy", 1).tags["gate.reason"] == "better"
 
 
 def test_references(tracking, models, versions, tmp_path, monkeypatch):
