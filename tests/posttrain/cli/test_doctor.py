@@ -215,7 +215,7 @@ def test_a_model_folder_is_loaded_and_tried(tmp_path, capsys):
     assert lines[0] == f"{tmp_path / 'm'}: LlamaForCausalLM, 0.0 million parameters, float32 on cpu"
     assert lines[1] == "(its weights were loaded)"
     assert "training forward   yes    known family in float32 on a CPU" in out
-    assert "sequence packing   yes    sequences in one row stay apart" in out
+    assert "sequence packing   yes    sequences in one row are separated" in out
     assert (
         cli.main(
             [
@@ -246,7 +246,7 @@ def test_a_config_alone_leaves_trials_open_and_names_fallbacks(tmp_path, capsys)
     out = capsys.readouterr().out
     assert "(its config alone was read)" in out
     assert (
-        "training forward   no     GPT2Model is of another family than Llama, Qwen2, Qwen3\n" in out
+        "training forward   no     GPT2Model is not of a known family (Llama, Qwen2, Qwen3)\n" in out
     )
     assert "                          -> transformers' own forward pass over padded rows\n" in out
     assert "sequence packing   trial  found by a trial run when training starts" in out
