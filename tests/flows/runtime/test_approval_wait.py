@@ -126,7 +126,7 @@ def test_the_form_decides_and_the_result_says_it(world, decision, state, became)
     result = world.decide_candidate()
     assert (
         world.request.state == state
-        and world.request.by == "ada (Prefect make_form)"
+        and world.request.by == "ada (Prefect form)"
         and world.runs == 1
     )
     assert result.waiting is None and result.results["promote"].summary["decision"] == became

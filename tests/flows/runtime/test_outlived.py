@@ -1,4 +1,4 @@
-"""A run_as_flow whose Prefect API became unreachable: its result or error is preserved."""
+"""A flow whose Prefect API became unreachable: its result or error is preserved."""
 
 import socket
 
@@ -7,6 +7,12 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.runtime import prefect_outage
 from rl_core.errors import DataError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def set_up_logging():
+    """Import the module that sets up Prefect's logging, which would remove the handler of `caplog` later."""
+    import tasks.pipeline.prefect_stages  # noqa: F401
 
 
 def run_as_flow(body, after=None):
@@ -59,4 +65,6 @@ def test_a_silent_api_is_named_before_prefect_waits_for_it(caplog):
     address = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
     with silent, temporary_settings({PREFECT_API_URL: address}):
         assert run_as_flow(lambda: 5) == 5
-    assert "Prefect's API does not answer (it takes connections, but gave no answer" in caplog.text
+    assert (
+        "Prefect's API does not answer (it accepts connections, but did not answer" in caplog.text
+    )

@@ -1,4 +1,4 @@
-"""Two compare_runs compared: the first difference, the part that it names, and suspect lines of user code."""
+"""Two runs compared: the first difference, the part that it names, and suspect lines of user code."""
 
 import json
 import os
