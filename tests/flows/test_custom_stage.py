@@ -114,7 +114,7 @@ def test_a_custom_stage_in_a_whole_pipeline(home, prefect_api):
     assert shorten_stage(settings, "twin", 5).stages.twin.max_steps == 5
 
     repeated = run_pipeline(settings, quiet=True)
-    assert all(stage.cached for stage in repeated.results.build_values())
+    assert all(stage.cached for stage in repeated.results.values())
     assert "twin: settings and code unchanged" in explain_stage(settings, "twin").format_text()
     (home / "twin_text.py").write_text('NOTE = "a twin"\nOTHER = 1\n')
     assert "twin_text" in explain_stage(settings, "twin").format_text()

@@ -21,7 +21,7 @@ CONFIG = ROOT / "configs/test.yaml"
 def append_rows(path, start, end):
     with path.open("a") as file:
         for number in range(start, end):
-            file.append_rows(
+            file.write(
                 json.dumps({"prompt": f"{number} plus 1 ?", "completion": f"answer {number + 1}"})
                 + "\n"
             )

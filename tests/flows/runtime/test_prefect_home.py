@@ -31,7 +31,7 @@ def run_script(**environment):
         "PYTHONPATH": str(ROOT),
         **environment,
     }
-    done = subprocess.run_script(
+    done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
