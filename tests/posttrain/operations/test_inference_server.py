@@ -144,7 +144,7 @@ def test_quantised_base_is_refused(tmp_path, model, python):
     path = write_config(tmp_path, model, python, model_options=", lora: {rank: 4, quantize: nf4}")
     with pytest.raises(
         ConfigError,
-        match=r"stages.policy.rollouts.workers: a server samples from the base model as it is",
+        match=r"stages.policy.rollouts.workers: a server samples from the unquantized base model",
     ):
         load_settings(path)
 
