@@ -656,7 +656,7 @@ def test_a_stage_past_its_limit_ends_as_timed_out_and_is_not_tried_again(prefect
     tries, error = play(work, done, timeouts={"sft": 0.5}, timeout_seconds=50.0)
     assert tries == 1
     assert isinstance(error, StageTimeout)
-    assert "stage 'sft' was stopped after 0.5 s, the limit that run.timeouts.sft sets" in str(error)
+    assert "stage 'sft' was stopped after 0.5 s, the limit set by run.timeouts.sft sets" in str(error)
     assert isinstance(error.__cause__, TimeoutError)
 
 
@@ -682,7 +682,7 @@ def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(
     assert list(away.results) == ["prepare_data", "sft", "evaluate", "export"] and not away.ok
     assert "model_version" not in away.results["sft"].summary
     told = away.format_table(width=200)
-    assert "promote: not decided: the champion is known to the tracking store alone" in told
+    assert "promote: not decided: only the tracking store knows the champion" in told
     sync = f"`posttrain sync --output {tmp_path}` or the next run delivers them"
     assert "1 model version and" in told and sync in told
     assert [record.status for record in list_recorded_runs(tmp_path)] == ["postponed"]

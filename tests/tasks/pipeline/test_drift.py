@@ -138,7 +138,7 @@ def test_a_finished_stage_whose_settings_changed_runs_anew_and_says_why(tmp_path
         play(PipelineRun(tmp_path), finished(seen), learning_rate=2e-3)
     assert len(seen) == 2
     assert (
-        "sft runs anew, since this changed:\n  stages.sft.learning_rate: 0.001 -> 0.002"
+        "sft runs again because this changed:\n  stages.sft.learning_rate: 0.001 -> 0.002"
         in caplog.text
     )
     kinds = [(decision.kind, decision.compared) for decision in read_decisions(tmp_path / "sft")]
@@ -259,7 +259,7 @@ def test_a_checkpoint_of_a_version_that_noted_nothing_is_not_dropped_either(tmp_
     cut(tmp_path, learning_rate=1e-3)
     (begun,) = list_unfinished_stages(tmp_path / "sft")
     (begun.folder / "conditions.json").unlink()
-    with pytest.raises(ResumeRefused, match="did not note its conditions"):
+    with pytest.raises(ResumeRefused, match="did not record its conditions"):
         play(PipelineRun(tmp_path), finished([]), learning_rate=2e-3)
 
 

@@ -96,7 +96,7 @@ def test_a_cached_stage_is_named_and_shown_as_done(tmp_path, monkeypatch):
     made, tracking, shown = tracker_of(tmp_path, monkeypatch)
     made.record_cached_stage("sft", "r1")
     made.close("FAILED", ValueError("x" * 5000))
-    assert shown == [("sft", 1, 1, "finished before, not run again")]
+    assert shown == [("sft", 1, 1, "already finished, not run again")]
     assert tracking.set[0] == {"cached.sft": "r1"} and tracking.set[2] == ("FAILED", 30.0)
     assert (
         tracking.set[1]["error"].startswith("ValueError: xxx")

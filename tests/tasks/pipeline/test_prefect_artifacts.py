@@ -54,7 +54,7 @@ def test_an_api_that_is_away_is_not_called_until_it_is_back(made, caplog):
             assert prefect_stages._call_prefect_api(lambda: "made") == "made"
         server.shutdown()
     assert made == ["/api/health"]
-    assert caplog.text.count("takes no artifact (ConnectionRefusedError: ") == 1
+    assert caplog.text.count("does not accept artifacts (ConnectionRefusedError: ") == 1
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_an_api_that_fails_is_said_once(made, caplog):
     with caplog.at_level(logging.WARNING), temporary_settings({PREFECT_API_URL: None}):
         assert [prefect_stages._call_prefect_api(fail) for _ in range(3)] == [None] * 3
     assert made == ["call"]  # what Prefect started itself does not come back
-    assert caplog.text.count("takes no artifact (ConnectionError: reset)") == 1
+    assert caplog.text.count("does not accept artifacts (ConnectionError: reset)") == 1
 
 
 def test_a_stage_has_one_page_told_with_the_password_of_the_run_s_own_server(monkeypatch):

@@ -157,7 +157,7 @@ def test_a_run_keeps_the_threads_that_it_began_with(tmp_path, without_store, mon
 
     assert use(error=KeyboardInterrupt()) == (5, "threads: 5, as 5 of 8 processors are free")
     started = json.loads((tmp_path / "t" / "run.json").read_text())["started"]
-    kept = (5, "threads: 5, the number that this run began with")
+    kept = (5, "threads: 5, the number that this run started with")
     assert use() == kept  # nobody looked how many are free
     assert use() == (
         2,

@@ -40,8 +40,8 @@ def test_runs_are_named_in_order_whatever_the_clock_says(tmp_path, monkeypatch, 
     assert started == [expected for _, expected in said]
     assert sorted(started) == started
     assert [record.getMessage() for record in caplog.records] == [
-        "the clock says 2026-03-01 09:00:30, but a run began at 2026-03-01 10:00:30; this one comes after it",
-        "the clock says 2026-03-01 10:00:40, but a run began at 2031-01-01 00:00:00; this one comes after it",
+        "the clock says 2026-03-01 09:00:30, but a run began at 2026-03-01 10:00:30; this run is dated after it",
+        "the clock says 2026-03-01 10:00:40, but a run began at 2031-01-01 00:00:00; this run is dated after it",
     ]
 
 

@@ -95,7 +95,7 @@ def test_two_of_two_and_three_of_three_are_no_evidence(episodes):
     assert not promoted and numbers["gain_low"] == 1.0
     assert numbers["p_value"] == pytest.approx(0.5**episodes)
     assert (
-        f"{episodes} held-out episodes are too few to promote on, 50 are needed: raise evaluate.episodes"
+        f"{episodes} held-out episodes are too few to promote, 50 are needed: raise evaluate.episodes"
         in reason
     )
     assert "(not counted as an attempt)" in reason
