@@ -355,7 +355,9 @@ def test_another_distribution_than_the_trained_one(sampling):
 
 def test_stop_texts():
     assert policy_problems(sampling={"stop": ["</answer>"]}) == {}
-    assert "contains an empty text" in policy_problems(sampling={"stop": ["x", ""]})["sampling.stop"]
+    assert (
+        "contains an empty text" in policy_problems(sampling={"stop": ["x", ""]})["sampling.stop"]
+    )
     problems = problems_of(stages={"sft": {}, "thoughts": {"sampling": {"stop": ["x"]}}})
     assert "ends by the end-of-turn token" in problems["stages.thoughts.sampling.stop"]
 

@@ -269,9 +269,7 @@ def test_the_entry_point_takes_classes_functions_and_vectors():
     assert rl_core.network_ppo(own, settings=settings).run().iterations == 3
     with pytest.raises(SettingsError, match="environment: a int; pass an id"):
         rl_core.network_ppo(3)
-    with pytest.raises(
-        SettingsError, match="eval_every: a VectorEnv has no held-out episodes"
-    ):
+    with pytest.raises(SettingsError, match="eval_every: a VectorEnv has no held-out episodes"):
         rl_core.network_ppo(own, settings=rl_core.NetworkSettings(eval_every=1))
 
 
