@@ -286,7 +286,8 @@ def test_missing_files_and_wrong_settings_at_once(home):
 
 def test_an_own_chat_template_is_found_beside_the_config(home):
     (home / "configs" / "own.jinja").write_text("x")
-    text = "model: {path: org/model, chat_template: own.jinja, chat_template_date: 2025-01-02}\nstages: {evaluate: {}}\n"
+    text = "model: {path: org/model, chat_template: own.jinja, chat_template_date: 2025-01-02}\nstages: {evaluate: "
+    "{}}\n"
     model = load_settings(config(home, text)).model
     assert model.chat_template == str(home / "configs" / "own.jinja")
     assert model.chat_template_date == "2025-01-02", "without quotes as well"
