@@ -130,7 +130,7 @@ def test_a_long_headline_keeps_the_decision():
 
 def test_notes_are_wrapped_between_words_in_a_terminal_and_unwrapped_in_a_pipe(monkeypatch):
     note = (
-        "ranks 94.9% of 903 held-out pairs rightly; " * 3
+        "ranks 94.9% of 903 held-out pairs correctly; " * 3
         + "/a/path/that/is/longer/than/what/is/left/of/a/line/model"
     )
     row = {"stage": "sft", "note": note, "cached": False, "seconds": 1.0}

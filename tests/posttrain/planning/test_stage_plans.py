@@ -548,7 +548,7 @@ def test_the_command_for_programs(folder, capsys):
         (["--machine", "damaged.yaml"], r"damaged.yaml:\d+: "),
         (["--machine", "short.yaml"], "short.yaml: .*training"),
         (["--gpus", "H100", "--set", "stages.sft.epochs=-1"], "stages.sft.epochs: found -1"),
-        (["--gpus", "H100", "--set", "model.path=empty"], "holds no config.json"),
+        (["--gpus", "H100", "--set", "model.path=empty"], "contains no config.json"),
         (
             ["--gpus", "H100", "--set", "model.path=models:/mine@champion"],
             "model.path: .* is in the registry",

@@ -310,7 +310,7 @@ def test_replay_keeps_so_many_iterations():
         ({"dropout": True}, "dropout: is for language models; leave it false"),
         (
             {"replay": 1},
-            "replay: steps of older policies need their correction; set advantages to vtrace",
+            "replay: steps of older policies need a correction; set advantages to vtrace",
         ),
         ({"vtrace_rho": 0.5}, "vtrace_c: 1.0 is above vtrace_rho 0.5"),
         ({"kl_target": 0.01, "schedule": "linear"}, "kl_target: moves the learning rate itself"),

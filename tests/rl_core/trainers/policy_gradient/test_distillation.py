@@ -332,7 +332,7 @@ def test_settings_of_a_distillation():
             teacher=TeacherSettings(url="http://h:1", model="m"),
             sampling=SamplingSettings(temperature=0.5),
         )
-    with pytest.raises(SettingsError, match="url: 'ftp://h' is no http address"):
+    with pytest.raises(SettingsError, match="url: 'ftp://h' is not an http address"):
         TeacherSettings(url="ftp://h", model="m")
     with pytest.raises(SettingsError, match="holds a password"):
         TeacherSettings(url="http://me:secret@h", model="m")

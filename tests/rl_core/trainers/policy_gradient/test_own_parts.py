@@ -289,14 +289,14 @@ def test_an_estimator_that_fails_later_is_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": SAPO, "clip_eps": 0.1}, "clip_eps: not used by a loss of yours"),
+        ({"loss": SAPO, "clip_eps": 0.1}, "clip_eps: not used by a custom loss"),
         (
             {"advantages": "a:b", "algorithm": "ppo"},
             "advantages: stand for a comparison of rewards, and ppo has a crit",
         ),
         (
             {"loss_options": {"x": 1}},
-            "loss_options: go to a function of yours, and none is named; set loss",
+            "loss_options: are passed to a custom function, and none is named; set loss",
         ),
         ({"advantage_options": {"x": 1}}, "set advantages"),
     ],
