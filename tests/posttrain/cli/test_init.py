@@ -145,6 +145,6 @@ def test_a_command_that_is_called_within_the_folder_says_where_to_call_it(tmp_pa
         lambda: make_environment("second_task.environment:Largest", {}),
     ):
         with pytest.raises(SettingsError, match=f"run the command in {tmp_path}$"):
-            ask()
+            load()
     with pytest.raises(SettingsError, match="No module named 'third_task'"):
         import_function("third_task.reward:brevity", "rewards")

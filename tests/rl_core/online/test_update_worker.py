@@ -23,6 +23,7 @@ from rl_core.online.labels import Label, create_feedback_label
 from rl_core.online.service_files import AUDIT_FILE, CONTRIBUTION_FILE
 from rl_core.online.update_audit import UpdateAudit
 from rl_core.online.update_step import UpdateReport
+from rl_core.online.update_worker import collect_worker_state
 from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.settings import (
     OnlineAuditSettings,
