@@ -80,7 +80,7 @@ def test_a_tracker_that_raises_fails_no_update(tmp_path, caplog):
         metrics.record_pass("run-1", {"loss:sum": 1.0}, 0.1)
     metrics.close_trackers()
     assert (
-        caplog.text.count("MLflow takes no more records of this run: OSError: no space left") == 1
+        caplog.text.count("MLflow accepts no more records of this run: OSError: no space left") == 1
     )
 
 

@@ -46,7 +46,7 @@ def test_one_that_breaks_ends_with_one_warning(caplog):
             tracker.log_metrics({"x": 1.0}, step)
         tracker.close("FINISHED")
     assert [record.getMessage() for record in caplog.records] == [
-        "wandb takes no more records of this run: ConnectionError: away"
+        "wandb accepts no more records of this run: ConnectionError: away"
     ]
 
 
@@ -64,7 +64,7 @@ def test_one_that_hangs_is_left_behind_and_its_queue_does_not_grow(caplog):
     with caplog.at_level(logging.WARNING):
         tracker.close("KILLED", timeout_s=0.05)
     free.set()
-    assert "wandb does not take the run's records within 0.05 s" in caplog.text
+    assert "wandb does not accept the run's records within 0.05 s" in caplog.text
 
 
 class FakeRun:

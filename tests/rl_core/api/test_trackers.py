@@ -60,7 +60,7 @@ def test_a_name_alone_writes_into_the_output_folder(tmp_path):
     assert frames[0].tolist() == frames[1].tolist()
     with pytest.raises(
         rl_core.SettingsError,
-        match=r"'csv' names no place; write csv:metrics\.csv, or give output=",
+        match=r"'csv' has no address; write csv:metrics\.csv, or set output=",
     ):
         build_tracker_group("csv")
 
@@ -81,7 +81,7 @@ def test_a_csv_takes_new_columns_and_is_gone_on_with(tmp_path):
     assert rows == [("1", "0.5", ""), ("2", "0.25", "1.0"), ("3", "", "2.0")]
     other = tmp_path / "prices.csv"
     other.write_text("name,price\nx,1\n")
-    with pytest.raises(rl_core.DataError, match="is no file of metrics"):
+    with pytest.raises(rl_core.DataError, match="not a metrics file"):
         rl_core.CsvTracker(other).log_metrics({"train/loss": 0.5}, 1)
     assert other.read_text() == "name,price\nx,1\n"
 
@@ -135,7 +135,7 @@ def test_tensorboard_is_asked_for_by_name_where_it_is_missing(monkeypatch, tmp_p
         build_tracker_group(f"tensorboard:{tmp_path}")
     with pytest.raises(
         rl_core.SettingsError,
-        match=r"names no place; write tensorboard:tensorboard, or give output=",
+        match=r"has no address; write tensorboard:tensorboard, or set output=",
     ):
         build_tracker_group("tensorboard")
 

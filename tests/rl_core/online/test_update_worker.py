@@ -237,7 +237,9 @@ def test_pseudo_labels_that_feedback_refutes_are_taken_back(tmp_path, caplog):
         assert "feedback confirmed 0 of 4" in caplog.text
         lost = collect_worker_state(worker)
     with make_worker(tmp_path, tmp_path / "log", chosen) as worker:  # distrust survives a restart
-        assert collect_worker_state(worker) == lost and not worker.experience_reader.trusts_consensus
+        assert (
+            collect_worker_state(worker) == lost and not worker.experience_reader.trusts_consensus
+        )
         with ExperienceLog(tmp_path / "log") as log:
             for number in voted[4:6]:
                 log.append_label(*told(number, True))
