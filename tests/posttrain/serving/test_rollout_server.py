@@ -214,7 +214,7 @@ def differing(orders, monkeypatch):
     [
         (no_op, r"its log-probs differ by up to \d.* nats from the trainer's \(limit 0.001"),
         (half, "it has read weights with the digest 000000000000"),
-        (differing, "1 are not what was sent, first model.norm.weight"),
+        (differing, "differ from what was sent, first model.norm.weight"),
     ],
 )
 def test_weights_that_do_not_arrive_are_refused(tokenizer, tmp_path, monkeypatch, fault, message):
@@ -243,7 +243,7 @@ def test_another_temperature_is_refused(tokenizer, server, monkeypatch):
             self, name, ids, most, dataclasses.replace(sampling, temperature=1.0), seed, eos
         ),
     )
-    with pytest.raises(SamplerMismatch, match="temperature that are trained"):
+    with pytest.raises(SamplerMismatch, match="trained weights, adapter and temperature"):
         served.step()
 
 
@@ -267,7 +267,7 @@ def test_somebody_elses_weights_are_noticed(tokenizer, server, tmp_path):
         return play(*arguments)
 
     served.server.server.sample_completion = changed
-    with pytest.raises(SamplerMismatch, match="changed by somebody else"):
+    with pytest.raises(SamplerMismatch, match="another client changed its weights"):
         served.step()
 
 
@@ -329,7 +329,7 @@ def test_a_server_that_dies_is_waited_for_then_one_error_and_a_resumed_run_goes_
         state, before = served.state_dict(), weights(served).clone()
         server.stop()
         with pytest.raises(
-            BackendError, match=r"does not answer for 0.3 s .* the same command resumes"
+            BackendError, match=r"has not answered for 0.3 s .* the same command resumes"
         ) as caught:
             served.step()
         assert "\n" not in str(caught.value) and "was lost" in told[0]
@@ -355,7 +355,7 @@ def test_a_server_that_is_started_again_in_the_middle_changes_no_token(tokenizer
         def restarted(*arguments):
             asked.append(None)
             if len(asked) == 20:  # after the probe, in the middle of the rollouts
-                orders = server.web.config.app.app.state.orders
+                orders = server.web.config.app.app.state.weight_controller
                 orders.instance, orders._weights = "posttrain-another", ""
                 orders._publish_model(orders._base.model)
             return complete(*arguments)
@@ -454,7 +454,7 @@ def test_arguments_of_an_order_by_place_and_its_time_limit(server, tmp_path, mon
         ended.wait(30)
         return {"digest": folder}
 
-    orders = server.web.config.app.app.state.orders
+    orders = server.web.config.app.app.state.weight_controller
     monkeypatch.setitem(orders._methods, "posttrain_read_weights", slow.__get__(orders))
 
     def order(**body):
@@ -487,7 +487,7 @@ def test_a_server_whose_model_begins_is_not_asleep_and_takes_no_order(server):
         assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
         for path in ("/wake_up", "/sleep"):
             refused = server.client.post(path)
-            assert refused.status_code == 503 and "begins to answer" in refused.text
+            assert refused.status_code == 503 and "about to be served" in refused.text
         assert state.server.engine is None, "no second engine"
     finally:
         state.server.engine = answering

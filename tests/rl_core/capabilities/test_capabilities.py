@@ -166,11 +166,11 @@ def float_and_double(model):
 
 REFUSED = [
     # path, model, reason
-    ("training", gpt2, "GPT2Model is of another family than Llama, Qwen2, Qwen3"),
+    ("training", gpt2, "GPT2Model is not of a known family (Llama, Qwen2, Qwen3)"),
     (
         "training",
         lambda: MistralForCausalLM(MistralConfig(**SIZES)),
-        "MistralModel is of another family",
+        "MistralModel is not of a known family",
     ),
     (
         "training",
@@ -182,7 +182,7 @@ REFUSED = [
         lambda: llama().bfloat16(),
         "its weights are bfloat16, and this path computes in float32",
     ),
-    ("training", lambda: llama().to("meta"), "its weights are on meta; this path is for a CPU"),
+    ("training", lambda: llama().to("meta"), "its weights are on meta; this path is for CPUs"),
     (
         "training",
         lambda: changed(llama(), lambda m: m.set_attn_implementation("eager")),
@@ -206,12 +206,12 @@ REFUSED = [
     (
         "training",
         lambda: llama(**DYNAMIC),
-        "its rotary frequencies follow the length (rope_type 'dynamic')",
+        "its rotary frequencies depend on the length (rope_type 'dynamic')",
     ),
     (
         "training",
         window,
-        "some layers attend otherwise than to all tokens before (sliding_attention)",
+        "some layers do not attend to all earlier tokens (sliding_attention)",
     ),
     (
         "head",
@@ -231,12 +231,12 @@ REFUSED = [
     (
         "head",
         lambda: Scaled(LlamaConfig(**SIZES)),
-        "on a trial its logits differ from head times last hidden state",
+        "in a trial its logits differ from head times last hidden state",
     ),
     (
         "packing",
         lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)),
-        "on a trial a sequence saw the one before it in its row",
+        "in a trial a sequence attended to the one before it in its row",
     ),
     (
         "packing",
@@ -245,8 +245,8 @@ REFUSED = [
         ),
         "a trial with position ids failed: TypeError: no positions, please",
     ),
-    ("decoder", gpt2, "GPT2LMHeadModel is of another family than Llama, Qwen2, Qwen3"),
-    ("decoder", lambda: OwnLlama(LlamaConfig(**SIZES)), "which may differ from transformers' own"),
+    ("decoder", gpt2, "GPT2LMHeadModel is not of a known family (Llama, Qwen2, Qwen3)"),
+    ("decoder", lambda: OwnLlama(LlamaConfig(**SIZES)), "which may differ from transformers' version"),
     ("decoder", lambda: llama(**DYNAMIC), "rope_type 'dynamic'"),
     ("decoder", window, "sliding_attention"),
     (
@@ -283,11 +283,11 @@ REFUSED = [
     (
         "packed",
         lambda: llama().bfloat16(),
-        "its weights are bfloat16; copies are made of float32 and float64",
+        "its weights are bfloat16; only float32 and float64 are copied",
     ),
-    ("packed", lambda: llama().to("meta"), "its weights are on meta; copies help on a CPU only"),
+    ("packed", lambda: llama().to("meta"), "its weights are on meta; copies only help on a CPU"),
     ("compiled", lambda: llama().bfloat16(), "needs the path 'packed weights'"),
-    ("compiled", lambda: llama().double(), "its weights are float64; compiled code is for float32"),
+    ("compiled", lambda: llama().double(), "its weights are float64; compiled code needs float32"),
     ("compiled", lambda: make_model("llama", head_dim=8), "heads of 8 dimensions"),
     ("fused", lambda: llama().double(), "needs the path 'compiled decoding'"),
     (
@@ -344,7 +344,7 @@ def test_what_the_machine_lacks(monkeypatch):
     )
     monkeypatch.setattr(fused_decode, "load_decode_kernels", lambda: None)
     monkeypatch.delenv("POSTTRAIN_NATIVE", raising=False)
-    assert "no C compiler here" in check_compiled_decoding(model).reason
+    assert "no C compiler, or compilation failed" in check_compiled_decoding(model).reason
     monkeypatch.setenv("POSTTRAIN_NATIVE", "0")
     assert check_compiled_decoding(model).reason == "POSTTRAIN_NATIVE=0 turns compiled code off"
 
@@ -355,14 +355,14 @@ def test_large_models_are_not_copied(monkeypatch):
     monkeypatch.setattr(decoding, "PACKED_BYTES", size)
     assert check_packed_weights(model).allowed
     monkeypatch.setattr(decoding, "PACKED_BYTES", size - 1)
-    assert "GiB that are copied" in check_packed_weights(model).reason
+    assert "GiB limit for copies" in check_packed_weights(model).reason
 
 
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        ((0.0, 1.0, 0.5), "on a trial hidden states differed by 5.0e-01 of their size"),
-        ((float("nan"), 1.0, 0.0), "on a trial a sequence saw the one before it in its row"),
+        ((0.0, 1.0, 0.5), "in a trial hidden states differed by 5.0e-01 of their size"),
+        ((float("nan"), 1.0, 0.0), "in a trial a sequence attended to the one before it in its row"),
     ],
 )
 def test_packing_that_mixes_sequences(monkeypatch, found, reason):
@@ -391,10 +391,10 @@ def test_without_weights_trials_are_left_open():
             lambda: llama(head_dim=16).double(),
             "its training passes are transformers' own: its weights are float64",
         ),
-        (lambda: llama(head_dim=12), "heads of 12 dimensions are attended to by torch's kernel"),
+        (lambda: llama(head_dim=12), "attention over heads of 12 dimensions needs torch's kernel"),
         (
             lambda: llama(head_dim=16, intermediate_size=40),
-            "intermediate_size 40 is no multiple of 16",
+            "intermediate_size 40 is not a multiple of 16",
         ),
     ],
 )
@@ -409,7 +409,7 @@ def test_rows_depend_on_others_where_a_kernel_is_not_ours(make, reason, monkeypa
     )
     monkeypatch.setattr(gemm, "load_gemm", lambda: None)
     assert (
-        "matrix products are not this project's compiled code"
+        "matrix products are not compiled code"
         in check_independent_rows(llama(head_dim=16)).reason
     )
 

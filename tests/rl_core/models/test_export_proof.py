@@ -158,7 +158,7 @@ def adapter_times(export, factor):
 @pytest.mark.parametrize(
     ("factor", "shows"),
     [
-        (0.0, r"it shows -?0\.00 of the adapter's effect.*base model it is \S*e-0[67] "),
+        (0.0, r"it shows -?0\.00 of the adapter's effect.*base model is \S*e-0[67] "),
         (2.0, r"it shows (1\.9|2\.)"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_head_that_was_dropped(export):
     (found.folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     refusal(
         found,
-        "1 weights of LlamaForCausalLM are missing, and transformers makes them up, first lm_head.weight",
+        "1 weights of LlamaForCausalLM are missing, and transformers initialises them, first lm_head.weight",
     )
 
 
@@ -197,7 +197,7 @@ def test_a_head_that_is_tied_wrongly(export):
 def test_weights_without_a_place_and_of_another_shape(export):
     found = export("full")
     found.change_weights(lambda weights: weights.update({"value_head.weight": torch.ones(2)}))
-    refusal(found, "1 weights of LlamaForCausalLM have no place in it, .* first value_head.weight")
+    refusal(found, "1 weights of LlamaForCausalLM do not belong to it, .* first value_head.weight")
     found.change_weights(lambda weights: weights.pop("value_head.weight"))
     found.change_weights(lambda weights: weights.update({"model.norm.weight": torch.ones(2)}))
     refusal(found, "have another shape, .* first model.norm.weight")
@@ -224,7 +224,7 @@ def test_differences_by_hand():
     found = compare_logprobs(records, [[-1.5, -2.0], [-2.0]])
     assert (found.largest, found.mean, found.tokens) == (1.0, 0.5, 3)
     assert compare_logprobs(records, [[float("nan"), -2.0], [-3.0]]).largest == float("inf")
-    with pytest.raises(ExportMismatch, match="no token to compare"):
+    with pytest.raises(ExportMismatch, match="no tokens to compare"):
         compare_logprobs([], [])
 
 
@@ -257,7 +257,7 @@ def test_records_of_an_evaluation(tokenizer, tmp_path):
         and read_records(tmp_path / "none.json") == {}
     )
     (tmp_path / "r.json").write_text('{"policy": [{"ids": 1}]}')
-    with pytest.raises(DataError, match=r"r\.json: is no record of log-probs"):
+    with pytest.raises(DataError, match=r"r\.json: invalid record of log-probs"):
         read_records(tmp_path / "r.json")
     model = causal_lm.create_model(KIND, tokenizer, 0)  # a restricted sampler's are not the model's
     restricted = record_evaluated_logprobs(

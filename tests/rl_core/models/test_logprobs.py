@@ -417,7 +417,7 @@ def test_bad_shapes() -> None:
     batch = at_temperatures()
     assert batch.temperatures_BS is not None
     batch.temperatures_BS[1, 2] = 0.0
-    with pytest.raises(DataError, match="not above 0"):
+    with pytest.raises(DataError, match="must be above 0"):
         completion_logprobs(model, batch)
     batch.temperatures_BS = torch.ones(3)
     with pytest.raises(DataError, match=r"temperatures \(3,\) must be \(3, 9\)"):

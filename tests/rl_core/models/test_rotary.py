@@ -279,11 +279,11 @@ def test_what_cannot_be_fixed():
     with pytest.raises(SettingsError, match="rope_context: PhimoeForCausalLM takes none"):
         fix_frequencies(moe, MOST)
     assert read_model_max_length(moe) == BOUND  # short rows are exact all the same
-    with pytest.raises(SettingsError, match="do not depend on the length; leave it out"):
+    with pytest.raises(SettingsError, match="do not depend on the length; remove it"):
         fix_frequencies(make_model("llama"), MOST)
     nothing = phi3()
     del nothing.model.rotary_emb
-    assert "no rotary embedding of a kind that is known" in next(find_fixing_obstacles(nothing))
+    assert "no rotary embedding of a known kind" in next(find_fixing_obstacles(nothing))
     by_layer = phi3()
     by_layer.model.rotary_emb.rope_type = {"full_attention": "longrope"}
     assert "differ from layer to layer" in next(find_fixing_obstacles(by_layer))

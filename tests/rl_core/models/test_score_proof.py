@@ -129,5 +129,5 @@ def test_records_are_read_as_they_were_written(tmp_path):
         and read_scores(tmp_path / "none.json") == []
     )
     (tmp_path / TRAINED_SCORES_FILE).write_text(json.dumps([{"ids": [1]}]))
-    with pytest.raises(DataError, match=r"trained_scores\.json: is no record of scores"):
+    with pytest.raises(DataError, match=r"trained_scores\.json: invalid record of scores"):
         read_scores(tmp_path / TRAINED_SCORES_FILE)

@@ -159,7 +159,7 @@ def test_every_node_is_asked_for_its_versions_before_anything_starts(monkeypatch
         ):
             session.check_node_versions()
         monkeypatch.setattr(ray_cluster, "NODE_REPLY_TIMEOUT_S", -1.0)
-        with pytest.raises(SettingsError, match="1 of 1 nodes of the cluster did not say within"):
+        with pytest.raises(SettingsError, match="1 of 1 nodes of the cluster did not report their versions within"):
             session.check_node_versions()
     finally:
         session.close()
@@ -219,7 +219,7 @@ def test_a_store_that_does_not_fit_is_one_line():
     assert check_object_store(0) == MIN_OBJECT_STORE_BYTES
     with pytest.raises(
         SettingsError,
-        match=r"Ray's object store needs [\d,]+ MiB for the weights, and this machine",
+        match=r"Ray's object store needs [\d,]+ MiB for the weights, but this machine",
     ):
         check_object_store(2**50)
 

@@ -173,7 +173,7 @@ def test_an_adapter_on_whole_weights_of_an_earlier_run(tokenizer, server):
     model = add_adapter(compiled_model(tokenizer), LoraSettings(rank=4))
     late = with_vllm(letters_trainer(tokenizer, model=model), server)
     with pytest.raises(
-        SettingsError, match=r"holds whole weights of an earlier run .* start it again"
+        SettingsError, match=r"holds full weights of an earlier run .* restart it"
     ):
         late.step()
 
@@ -203,7 +203,7 @@ def test_a_server_that_an_earlier_run_left_asleep(tokenizer, server):
     ("change", "options", "message"),
     [
         ({"version": "0.29.0"}, {}, "runs vLLM 0.29.0, and 0.30.0 is accepted"),
-        ({}, {"logprobs": "raw_logprobs"}, "tells raw_logprobs, which are not of the distribution"),
+        ({}, {"logprobs": "raw_logprobs"}, "returns raw_logprobs, which are not those of its sampling distribution"),
         ({}, {"extension": False}, "start vLLM with deployments/vllm/start.py"),
         ({}, {"model": 600}, "of 600 tokens, and the policy has 267"),
     ],
@@ -246,7 +246,7 @@ def test_a_server_that_does_not_say_who_answers(tokenizer, server):
     """Started by hand with our workers, and vLLM's usual fingerprint."""
     server.instance = "vllm-0.30.0-0a1b2c3d"
     with pytest.raises(
-        SettingsError, match=r"cannot be told .* start it with deployments/vllm/start.py"
+        SettingsError, match=r"cannot be attributed to their weights; start it with deployments/vllm/start.py"
     ):
         with_vllm(letters_trainer(tokenizer), server).step()
 
@@ -296,7 +296,7 @@ def choice_of(change):
                 token_logprobs=[-9999.0] * len(a["choices"][0]["token_ids"])
             ),
             SamplerMismatch,
-            "tells -inf as the log-prob of a token that it sampled",
+            "returned -inf as the log-prob of a sampled token",
         ),
     ],
 )
@@ -342,7 +342,7 @@ def test_an_update_that_was_not_taken_over(tokenizer, server):
     trainer = with_vllm(letters_trainer(tokenizer), server)
     with torch.no_grad():
         trainer.policy.model.norm.weight.mul_(2.0)
-    with pytest.raises(SamplerMismatch, match=r"1 are not what was sent, first model.norm.weight"):
+    with pytest.raises(SamplerMismatch, match=r"differ from what was sent, first model.norm.weight"):
         trainer.step()
 
 
@@ -367,7 +367,7 @@ def test_a_prefix_cache_that_is_held_by_requests_of_a_stopped_run(tokenizer, ser
         (200, {"success": False}) if path == "/reset_prefix_cache" else None
     )
     with pytest.raises(
-        BackendError, match=r"keeps what it computed .* give each run a server of its own"
+        BackendError, match=r"could not empty its prefix cache .* use one server per run"
     ):
         trainer.step()
 
@@ -436,7 +436,7 @@ def test_weights_that_are_others_right_after_an_update(tokenizer, server, weight
     server.before = others
     if weights_then:
         with pytest.raises(
-            SamplerMismatch, match=r"changed by somebody else \(digest 000000000000, ours"
+            SamplerMismatch, match=r"another client changed its weights \(digest 000000000000, ours"
         ):
             trainer.step()
     else:
@@ -594,7 +594,7 @@ def test_start_command(tmp_path):
     assert f"--fingerprint-value {instance}" in done.stdout
     for python in (tmp_path / "none", tmp_path):  # the folder of an environment is none, either
         refused = start("--python", python, "--model", "base").stderr
-        assert "is no program" in refused and "Traceback" not in refused
+        assert "is not a program" in refused and "Traceback" not in refused
     assert "is beyond 512" in start("--python", "p", "--model", "m", "--lora-rank", 513).stderr
 
 
@@ -669,7 +669,7 @@ def test_keys(monkeypatch, server):
     for key in ("a\nb", "schlüssel", "a\x7f"):
         monkeypatch.setenv("POSTTRAIN_TEST_KEY", key)
         with pytest.raises(
-            SettingsError, match="POSTTRAIN_TEST_KEY holds characters that no key has"
+            SettingsError, match="POSTTRAIN_TEST_KEY contains characters that are invalid in a key"
         ) as caught:
             InferenceServer(settings)
         assert key not in str(caught.value)

@@ -226,7 +226,7 @@ def test_a_worker_that_does_not_answer_is_replaced(tokenizer, monkeypatch):
     run(trainer, 3)
     assert (
         trainer.stream.lost_workers == 1
-        and "rollout worker 1 was lost (no sign of life for 120 s)" in told[0]
+        and "rollout worker 1 was lost (no heartbeat for 120 s)" in told[0]
     )
 
 

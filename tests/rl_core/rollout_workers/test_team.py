@@ -160,7 +160,7 @@ def test_a_worker_without_a_sign_of_life_is_replaced(tokenizer, count, monkeypat
         first[:4] + found == alone[0][: len(first[:4] + found)]
         and trainer.worker_group.lost_workers == 1
     )
-    assert "rollout worker 0 was lost (no sign of life for" in told[0]
+    assert "rollout worker 0 was lost (no heartbeat for" in told[0]
 
 
 def test_only_changed_weights_travel(tokenizer):
@@ -210,7 +210,7 @@ class HeadlessWorker(RolloutWorker):
     [
         (
             DeafWorker,
-            "after weight update 1 its weights have the digest .* the transfer did not arrive",
+            "after weight update 1 its weights have the digest .* the weight transfer failed",
         ),
         (HotWorker, r"its log-probs differ by up to \d[\d.e-]* nats from the trainer's sampler"),
         (HeadlessWorker, "does not sample from the weights that were sent"),

@@ -88,7 +88,7 @@ def test_every_row_keeps_its_temperature() -> None:
         ([TrainRow([1], [2], [True, True])], "row 0: loss_mask has 2 entries, its completion 1"),
         (
             [TrainRow([1], [2], [True], [-1.0]), TrainRow([1], [2], [True])],
-            "row 1: sampler_logprobs has to be given for",
+            "row 1: sampler_logprobs must be set for",
         ),
         ([TrainRow([1], [2], [True], sampler_logprobs=[])], "sampler_logprobs has 0 entries"),
     ],

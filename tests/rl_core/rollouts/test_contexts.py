@@ -437,7 +437,7 @@ def test_contexts_together_sample_no_more_than_the_sequence_may(words, kind):
         else TransformersBackend(model, **options)
     )
     sequence = Forgetful(40)
-    with pytest.raises(DataError, match=r"cannot go on to 41 where \d+ more tokens may be sampled"):
+    with pytest.raises(DataError, match=r"cannot grow to 41 tokens where \d+ more tokens may be sampled"):
         backend.run_sequences(
             [sequence], SamplingSettings(max_completion_tokens=40, temperature=1.0)
         )
@@ -469,13 +469,13 @@ def test_what_reads_one_sequence_refuses_several(played):
 def test_a_context_that_cannot_go_on_is_refused():
     check_observation(ReplacementContext([1, 2], 3), room=1, context=3, hit_limit=False, draws=1)
     for ids, limit, draws in (([], 3, 3), ([1, 2, 3], 3, 3), ([1, 2], 4, 3), ([1], 3, 1)):
-        with pytest.raises(DataError, match=r"cannot go on to"):
+        with pytest.raises(DataError, match=r"cannot grow to"):
             check_observation(
                 ReplacementContext(ids, limit), room=9, context=3, hit_limit=False, draws=draws
             )
     trajectory = Trajectory("e", "l", "k", 0, "", "")
     wrong = Rollout([1], [2, 3], [True, True], [0.0, 0.0], trajectory, context_starts=[2])
     with pytest.raises(
-        DataError, match=r"row 0: context_starts \[2\] have to rise within 2 tokens"
+        DataError, match=r"row 0: context_starts \[2\] must be increasing and within 2 tokens"
     ):
         build_batches([wrong], 100, 0)

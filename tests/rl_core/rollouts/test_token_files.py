@@ -60,5 +60,5 @@ def test_files_that_do_not_belong_together(path):
     with pytest.raises(DataError, match=r"tokens_sft.jsonl:3: 0 tokens"):
         read_rollouts(path, 3)
     build_tokens_path(path).write_text('{"prompt": [1]}\n')
-    with pytest.raises(DataError, match=r"tokens_sft.jsonl:1: this is no line of a tokens file"):
+    with pytest.raises(DataError, match=r"tokens_sft.jsonl:1: invalid line in a tokens file"):
         read_rollouts(path, 3)

@@ -96,7 +96,7 @@ def test_a_killed_server_ends_the_stage_with_one_error_and_the_next_run_resumes(
 
         monkeypatch.setattr(policy.RewardRecord, "__call__", killed)
         with pytest.raises(
-            BackendError, match=r"does not answer for 0.2 s .* the same command resumes"
+            BackendError, match=r"has not answered for 0.2 s .* the same command resumes"
         ):
             policy._run_policy_training(context)
         assert iterations == [0, 1] and "was lost" in context.tracker.tags["rollouts.lost"]

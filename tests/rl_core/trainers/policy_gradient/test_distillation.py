@@ -261,10 +261,10 @@ def infinite(answer):
     ("change", "message"),
     [
         (without, "log-prob None of token"),
-        (of_other_tokens, "does not tell the log-probs"),
+        (of_other_tokens, "lacks the log-probs"),
         (infinite, "log-prob -inf of token"),
-        (lambda answer: {"choices": []}, "does not tell the log-probs"),
-        (lambda answer: {"choices": [{"prompt_logprobs": None}]}, "does not tell the log-probs"),
+        (lambda answer: {"choices": []}, "lacks the log-probs"),
+        (lambda answer: {"choices": [{"prompt_logprobs": None}]}, "lacks the log-probs"),
     ],
 )
 def test_an_answer_without_every_log_prob_is_an_error(tokenizer, change, message):
