@@ -1,4 +1,4 @@
-"""Trackers that may be slow, broken or away: they neither stall nor fail what they track; Weights & Biases."""
+"""Trackers that may be slow, broken or unreachable neither stall nor fail a run; Weights & Biases."""
 
 import logging
 import sys
@@ -107,11 +107,11 @@ def test_a_run_of_weights_and_biases(wandb, tmp_path, monkeypatch):
         and run.tags == {"tag.stage": "policy"}
         and run.ended == 1
     )
-    asked = {
+    requests = {
         name: run.options[name]
         for name in ("project", "name", "group", "id", "resume", "config", "mode")
     }
-    assert asked == {
+    assert requests == {
         "project": "project",
         "name": "demo · policy",
         "group": "demo · 1",

@@ -18,17 +18,19 @@ def train(*callbacks, **options):
 
 
 def test_iterations_and_evaluations_are_told_in_order():
-    seen, evaluated = [], []
+    observed, evaluated = [], []
 
     class Both:
         def on_evaluation(self, event):
             evaluated.append((event.iteration, event.metrics["eval/reward_mean"]))
 
     training = train(
-        lambda event: seen.append((event.kind, event.iteration, event.step)), Both(), eval_every=2
+        lambda event: observed.append((event.kind, event.iteration, event.step)),
+        Both(),
+        eval_every=2,
     )
     training.run()
-    assert seen == [
+    assert observed == [
         ("iteration", 1, 1),
         ("iteration", 2, 2),
         ("evaluation", 2, 2),
@@ -51,7 +53,7 @@ def test_a_callback_stops_and_the_reason_is_told():
 
 
 def test_a_stop_is_kept_over_the_evaluation_of_the_same_iteration():
-    """The evaluation's own event asks for nothing; the stop that the iteration's asked for stands."""
+    """Check that the stop requested after the iteration stands although its evaluation requests nothing."""
 
     def enough(event):
         if event.kind == "iteration" and event.iteration == 2:

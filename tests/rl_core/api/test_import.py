@@ -9,15 +9,15 @@ import pytest
 import rl_core
 
 
-def fresh(program):
-    """Output of a fresh interpreter."""
+def run_fresh(program):
+    """Return the output of a fresh interpreter."""
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
 
 
 def test_the_import_alone_loads_neither_torch_nor_transformers_nor_pandas():
-    loaded = fresh("import sys, rl_core; dir(rl_core); print(*sys.modules)").split()
+    loaded = run_fresh("import sys, rl_core; dir(rl_core); print(*sys.modules)").split()
     assert "rl_core" in loaded
     assert {name.split(".")[0] for name in loaded} & {
         "torch",
@@ -69,4 +69,4 @@ print(trainer.run().iterations)
 
 
 def test_training_needs_nothing_of_the_pipeline():
-    assert fresh(BLOCKED).split()[-1] == "1"
+    assert run_fresh(BLOCKED).split()[-1] == "1"

@@ -132,12 +132,12 @@ def run(folder, *, trainer=None, tracker=None, settings=SETTINGS, iterations=ITE
 
 @pytest.fixture(scope="module")
 def unbroken():
-    """Outcome, weights and metrics of a run that never failed and never saved."""
+    """Return outcome, weights and metrics of a run that never failed and never saved."""
     outcome, digest, tracker = run(None)
     return outcome, digest, logged_bits(tracker)
 
 
-def same_as_unbroken(result, unbroken, tracker=None):
+def check_same_as_unbroken(result, unbroken, tracker=None):
     outcome, digest, last_tracker = result
     assert digest == unbroken[1]
     assert outcome.metrics == unbroken[0].metrics
@@ -158,7 +158,7 @@ def same_as_unbroken(result, unbroken, tracker=None):
 
 
 def test_saving_changes_nothing(tmp_path, unbroken):
-    same_as_unbroken(run(tmp_path), unbroken)
+    check_same_as_unbroken(run(tmp_path), unbroken)
 
 
 KILLS = [
@@ -183,7 +183,7 @@ def test_a_run_that_dies_anywhere_gives_the_same_numbers(tmp_path, unbroken, poi
         run(tmp_path, tracker=tracker)
     faults.configure_faults(None)
     result = run(tmp_path, tracker=tracker)
-    same_as_unbroken(result, unbroken, tracker)
+    check_same_as_unbroken(result, unbroken, tracker)
 
 
 def test_a_run_that_dies_again_and_again(tmp_path, unbroken):
@@ -195,7 +195,7 @@ def test_a_run_that_dies_again_and_again(tmp_path, unbroken):
             break
         except InjectedFault:
             pass
-    same_as_unbroken(result, unbroken, tracker)
+    check_same_as_unbroken(result, unbroken, tracker)
 
 
 def test_kill_9_of_a_real_process(tmp_path, unbroken):
@@ -216,9 +216,9 @@ def test_kill_9_of_a_real_process(tmp_path, unbroken):
 
 
 def drop(state, path):
-    """The state with one item as a fresh trainer has it."""
+    """Return the state with one item as a fresh trainer has it."""
     fresh = NoisyTrainer(ITERATIONS, seed=5)
-    whole = {
+    full = {
         "model": dict(fresh.model.state_dict()),
         "best_model": None,
         "optimizer_step": fresh.optimizer_step.state_dict(),
@@ -238,7 +238,7 @@ def drop(state, path):
         },
     }
     *folders, last = path.split("/")
-    target, source = state, whole
+    target, source = state, full
     for name in folders:
         target, source = target[name], source[name]
     target[last] = source[last]
@@ -293,7 +293,7 @@ def test_every_saved_item_is_needed(tmp_path, item):
         checkpoints=Dropping(tmp_path),
         best_metric="eval/draw",
     )
-    found = (
+    actual = (
         weights_digest(trainer.model),
         outcome.best_iteration,
         outcome.iterations,
@@ -305,7 +305,7 @@ def test_every_saved_item_is_needed(tmp_path, item):
         expected_outcome.iterations,
         logged_bits(expected_tracker),
     )
-    assert (found == wanted) is (item is None)
+    assert (actual == wanted) is (item is None)
 
 
 def test_resume_is_refused_key_by_key_and_allowed_explicitly(tmp_path, caplog):
@@ -390,7 +390,7 @@ def test_a_stop_signal_saves_raises_and_resumes_to_the_same_numbers(
     # iterations 3 and 12 are stopped before their evaluation, which the resumed run makes up for
     result = run(tmp_path, tracker=tracker)
     assert result[0].resumed_iteration == iteration
-    same_as_unbroken(result, unbroken, tracker)
+    check_same_as_unbroken(result, unbroken, tracker)
 
 
 def test_the_second_signal_stops_at_once():
@@ -414,10 +414,10 @@ def test_an_iteration_that_takes_too_long_is_given_up_and_done_again(
 ):
     monkeypatch.setattr(signals, "GRACE_SECONDS", 0.05)
     previous = signal.getsignal(signal.SIGTERM)
-    trainer, tracker, asked = NoisyTrainer(ITERATIONS), MemoryTracker(), send_at(6)
+    trainer, tracker, requests = NoisyTrainer(ITERATIONS), MemoryTracker(), send_at(6)
 
     def hook(trainer):
-        asked(trainer)
+        requests(trainer)
         try:
             time.sleep(60.0 if trainer.optimizer_step.num_steps == 5 else 0.0)
         except Exception as error:  # as a guard around a user's reward function does
@@ -429,7 +429,7 @@ def test_an_iteration_that_takes_too_long_is_given_up_and_done_again(
     assert error.value.signum == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is previous
     result = run(tmp_path, tracker=tracker)
     assert result[0].resumed_iteration == 4
-    same_as_unbroken(result, unbroken, tracker)
+    check_same_as_unbroken(result, unbroken, tracker)
 
 
 def test_no_signal_comes_after_the_block(monkeypatch):
@@ -446,7 +446,7 @@ def test_no_signal_comes_after_the_block(monkeypatch):
 
 @pytest.mark.parametrize(("tick", "expected"), [(0.1, [3]), (30.0, [1, 2, 3])])
 def test_long_iterations_are_saved_before_their_turn(tmp_path, monkeypatch, tick, expected):
-    """`tick` seconds pass between two looks at the clock, of which an iteration has several."""
+    """Check with `tick` seconds between two readings of the clock, of which an iteration has several."""
     saved, save = [], CheckpointStore.save_version
     monkeypatch.setattr(
         CheckpointStore,
@@ -494,7 +494,7 @@ def test_in_a_worker_thread_an_event_stops(tmp_path, unbroken):
     assert (outcome.resumed_iteration, digest) == (7, unbroken[1])
 
 
-def scripted(
+def run_scripted(
     values, *, patience=None, min_improvement=0.0, every=1, larger=True, iterations=None, **options
 ):
     trainer = ScriptedTrainer([None, *values])
@@ -510,25 +510,25 @@ def scripted(
 
 
 def test_patience_stops_and_the_best_weights_are_restored():
-    outcome, weight, _ = scripted([0.1, 0.5, 0.4, 0.3, 0.9, 0.9], patience=2)
+    outcome, weight, _ = run_scripted([0.1, 0.5, 0.4, 0.3, 0.9, 0.9], patience=2)
     assert (outcome.stop_reason, outcome.iterations) == ("patience", 4)
     assert (outcome.best_iteration, outcome.best_metric, weight) == (2, 0.5, 2.0)
     assert outcome.metrics == {"eval/score": 0.5}
 
 
 def test_smaller_can_be_better():
-    outcome, weight, _ = scripted([3.0, 1.0, 2.0, 2.0, 0.0], patience=2, larger=False)
+    outcome, weight, _ = run_scripted([3.0, 1.0, 2.0, 2.0, 0.0], patience=2, larger=False)
     assert (outcome.stop_reason, outcome.best_metric, weight) == ("patience", 1.0, 2.0)
 
 
 def test_a_tie_is_no_improvement():
-    outcome, weight, _ = scripted([0.5, 0.5, 0.5, 0.9], patience=2)
+    outcome, weight, _ = run_scripted([0.5, 0.5, 0.5, 0.9], patience=2)
     assert (outcome.iterations, outcome.best_iteration, weight) == (3, 1, 1.0)
 
 
 def test_small_gains_are_kept_but_do_not_buy_patience():
     # from 0.5: +0.04 and +0.08 are below 0.1, so patience ends at iteration 3; its weights are the best all the same
-    outcome, weight, _ = scripted([0.5, 0.54, 0.58, 0.9], patience=2, min_improvement=0.1)
+    outcome, weight, _ = run_scripted([0.5, 0.54, 0.58, 0.9], patience=2, min_improvement=0.1)
     assert (outcome.stop_reason, outcome.iterations, outcome.best_metric, weight) == (
         "patience",
         3,
@@ -536,12 +536,12 @@ def test_small_gains_are_kept_but_do_not_buy_patience():
         3.0,
     )
     # ... but many small gains that add up to more than 0.1 do count
-    outcome, _, _ = scripted([0.5, 0.58, 0.66, 0.74, 0.82], patience=2, min_improvement=0.1)
+    outcome, _, _ = run_scripted([0.5, 0.58, 0.66, 0.74, 0.82], patience=2, min_improvement=0.1)
     assert outcome.stop_reason == "iterations"
 
 
 def test_an_evaluation_that_is_not_a_number_is_never_the_best():
-    outcome, weight, _ = scripted([0.1, math.nan, 0.2, math.inf, math.nan], patience=2)
+    outcome, weight, _ = run_scripted([0.1, math.nan, 0.2, math.inf, math.nan], patience=2)
     assert (outcome.best_metric, weight, outcome.stop_reason) == (0.2, 3.0, "patience")
 
 
@@ -556,11 +556,11 @@ def test_without_a_best_metric_the_last_weights_stay():
 
 
 def test_eval_every_zero_evaluates_once_at_the_end():
-    _, _, trainer = scripted([0.1, 0.2, 0.3], every=0)
+    _, _, trainer = run_scripted([0.1, 0.2, 0.3], every=0)
     assert trainer.evaluations == 1
-    _, _, trainer = scripted([0.1, 0.2, 0.3, 0.4, 0.5], every=2)
+    _, _, trainer = run_scripted([0.1, 0.2, 0.3, 0.4, 0.5], every=2)
     assert trainer.evaluations == 3  # 2, 4, and the end
-    _, _, trainer = scripted([0.1, 0.2, 0.3, 0.4], every=2)
+    _, _, trainer = run_scripted([0.1, 0.2, 0.3, 0.4], every=2)
     assert trainer.evaluations == 2
 
 
@@ -592,8 +592,8 @@ def test_a_misspelt_best_metric_names_the_nearest():
 
 def test_a_finished_run_is_not_run_again(tmp_path):
     options = {"patience": 2, "checkpoints": CheckpointStore(tmp_path)}
-    first, weight, _ = scripted([0.1, 0.5, 0.4, 0.3], **options)
-    second, weight_again, trainer = scripted([0.1, 0.5, 0.4, 0.3], **options)
+    first, weight, _ = run_scripted([0.1, 0.5, 0.4, 0.3], **options)
+    second, weight_again, trainer = run_scripted([0.1, 0.5, 0.4, 0.3], **options)
     assert (trainer.evaluations, second.resumed_iteration) == (0, 4)
     assert (second.best_metric, second.stop_reason, weight_again) == (
         first.best_metric,
@@ -724,8 +724,8 @@ def test_the_history_of_metrics_grows_while_training_and_survives_a_kill(tmp_pat
     assert final["summary"]["train/loss"]["mean"] == pytest.approx(
         sum(1 / i for i in range(1, 8)) / 7
     )
-    told = read_history(lines)
-    assert (told["metrics"]["train/loss"], told["summary"]["train/loss"]) == (
+    values = read_history(lines)
+    assert (values["metrics"]["train/loss"], values["summary"]["train/loss"]) == (
         final["metrics"]["train/loss"],
         final["summary"]["train/loss"],
     )
@@ -752,7 +752,7 @@ def test_the_history_of_metrics_grows_while_training_and_survives_a_kill(tmp_pat
 
 
 def test_a_killed_export_goes_on_where_the_checkpoint_is(tmp_path):
-    """Lines behind the checkpoint and a torn one are cut off; a damaged one is left out; no value is told twice."""
+    """Check that lines after the checkpoint and a torn one are cut off, a damaged one skipped, no value repeated."""
     settings = LoopSettings(eval_every=3, checkpoint_every=2, history_seconds=0)
     path, lines = tmp_path / "h.json", tmp_path / "h.jsonl"
 
@@ -772,8 +772,8 @@ def test_a_killed_export_goes_on_where_the_checkpoint_is(tmp_path):
     with pytest.raises(InjectedFault):
         go(8)
     faults.configure_faults(None)
-    kept = lines.read_bytes()
-    rows = kept.splitlines(keepends=True)
+    stored = lines.read_bytes()
+    rows = stored.splitlines(keepends=True)
     assert [json.loads(row)["iteration"] for row in rows] == [
         1,
         2,
@@ -783,19 +783,19 @@ def test_a_killed_export_goes_on_where_the_checkpoint_is(tmp_path):
         5,
     ]  # one of the evaluation
     rows[1] = rows[1].replace(b"train/loss", b"train/lost", 1)
-    lines.write_bytes(b"".join(rows) + kept[:50])
+    lines.write_bytes(b"".join(rows) + stored[:50])
     go(8)
-    told, whole = read_history(lines), json.loads(path.read_text())
-    steps = [step for step, _ in told["metrics"]["train/loss"]]
+    values, uninterrupted = read_history(lines), json.loads(path.read_text())
+    steps = [step for step, _ in values["metrics"]["train/loss"]]
     assert steps == [1, 3, 4, 5, 6, 7, 8], "that of the damaged line is lost here"
     assert (
-        len(whole["metrics"]["train/loss"]) == 8
-        and told["summary"].keys() == whole["summary"].keys()
+        len(uninterrupted["metrics"]["train/loss"]) == 8
+        and values["summary"].keys() == uninterrupted["summary"].keys()
     )
-    assert [step for step, _ in told["metrics"]["eval/score"]] == [3, 6, 8]
+    assert [step for step, _ in values["metrics"]["eval/score"]] == [3, 6, 8]
     go(8, "d", history=tmp_path / "other.json")
     undisturbed = read_history(tmp_path / "other.jsonl")["metrics"]["train/loss"]
-    assert [point for point in undisturbed if point[0] != 2] == told["metrics"]["train/loss"]
+    assert [point for point in undisturbed if point[0] != 2] == values["metrics"]["train/loss"]
 
 
 def test_a_history_that_cannot_be_written_does_not_stop_training(tmp_path, caplog):
@@ -813,7 +813,7 @@ def test_a_history_that_cannot_be_written_does_not_stop_training(tmp_path, caplo
 
 
 def test_what_was_recorded_is_on_the_disk_before_a_checkpoint_says_so(tmp_path, monkeypatch):
-    """Else a power cut could leave a checkpoint whose steps nobody recorded."""
+    """Check the order; otherwise a power cut could leave a checkpoint whose steps nobody recorded."""
     calls = []
 
     class Tracker(MemoryTracker):
@@ -831,6 +831,6 @@ def test_what_was_recorded_is_on_the_disk_before_a_checkpoint_says_so(tmp_path, 
     )
     run(tmp_path, tracker=Tracker(), iterations=4)
     assert calls.count("save") >= 2
-    for place, call in enumerate(calls):
+    for index, call in enumerate(calls):
         if call == "save":
-            assert calls[place - 1] == "sync"
+            assert calls[index - 1] == "sync"

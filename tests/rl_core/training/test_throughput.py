@@ -54,8 +54,8 @@ def test_frozen_parameters_need_no_gradients_of_their_own():
 def test_a_separate_critic_counts_its_own_trunk_alone():
     policy = make()
     critic = SeparateCritic(policy)
-    own = sum(p.numel() for p in critic.parameters()) - 160  # without its embedding
-    assert count_step_flops(critic, [4]) == 6 * own * 4 + 6 * 2 * 8 * 16
+    custom = sum(p.numel() for p in critic.parameters()) - 160  # without its embedding
+    assert count_step_flops(critic, [4]) == 6 * custom * 4 + 6 * 2 * 8 * 16
     assert count_step_flops(PolicyWithCritic(policy, critic), [4]) == count_step_flops(
         policy, [4]
     ) + count_step_flops(critic, [4])

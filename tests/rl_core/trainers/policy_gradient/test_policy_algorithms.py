@@ -48,7 +48,7 @@ def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-def played(trainer):
+def play_groups(trainer):
     return [rollout for group in trainer.groups for rollout in group.rollouts]
 
 
@@ -57,8 +57,8 @@ def played(trainer):
 
 def test_rewards_stand_on_the_last_loss_token():
     mask = torch.tensor([[False, True, True, False], [False, True, False, False]])
-    found = scatter_rewards_to_last_token(torch.tensor([2.0, -1.0]), mask)
-    assert found.tolist() == [[0, 0, 2, 0], [0, -1, 0, 0]]
+    actual = scatter_rewards_to_last_token(torch.tensor([2.0, -1.0]), mask)
+    assert actual.tolist() == [[0, 0, 2, 0], [0, -1, 0, 0]]
     with pytest.raises(DataError, match="no loss token"):
         scatter_rewards_to_last_token(torch.tensor([1.0]), torch.zeros(1, 3, dtype=torch.bool))
 
@@ -113,9 +113,9 @@ HALF = 0.5 / (0.5**0.5 + 1e-4)  # (1 - 1/2) over the std of (1, 0), which is sqr
 )
 def test_comparison_advantages_by_hand(algorithm, expected):
     groups = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64).unbind()
-    found = compute_relative_advantages(groups, algorithm)
+    actual = compute_relative_advantages(groups, algorithm)
     assert torch.allclose(
-        torch.stack(found), torch.tensor(expected, dtype=torch.float64), atol=1e-12
+        torch.stack(actual), torch.tensor(expected, dtype=torch.float64), atol=1e-12
     )
 
 
@@ -136,10 +136,10 @@ def test_comparison_advantages_by_hand(algorithm, expected):
 )
 def test_groups_may_differ_in_size(algorithm, expected):
     rewards = [[1.0, 0.0], [3.0, 0.0, 0.0], [0.0, 1.0], [0.0]]
-    found = compute_relative_advantages(
+    actual = compute_relative_advantages(
         [torch.tensor(row, dtype=torch.float64) for row in rewards], algorithm
     )
-    assert [row.tolist() for row in found] == [pytest.approx(row, abs=1e-12) for row in expected]
+    assert [row.tolist() for row in actual] == [pytest.approx(row, abs=1e-12) for row in expected]
 
 
 def test_ppo_has_no_advantages_without_values():
@@ -151,7 +151,7 @@ def test_ppo_has_no_advantages_without_values():
 
 
 def test_losses_by_hand():
-    """One row of two tokens at ratio (2, 1/2), A = (1, -1), and one untrained row that counts: 3 loss tokens in all."""
+    """Check one row of two tokens at ratio (2, 1/2), A = (1, -1), and an untrained row that counts: 3 loss tokens."""
     old = torch.zeros(1, 2)
     new = torch.tensor([[math.log(2.0), math.log(0.5)]])
     advantages = torch.tensor([[1.0, -1.0]])
@@ -162,12 +162,12 @@ def test_losses_by_hand():
 
     def loss(algorithm, **options):
         settings = PolicySettings(algorithm=algorithm, group_size=2, **options)
-        found, metrics = compute_policy_loss(settings, new, old, advantages, mask, counts)
-        assert metrics["loss"] == found
+        actual, metrics = compute_policy_loss(settings, new, old, advantages, mask, counts)
+        assert metrics["loss"] == actual
         assert metrics["update_kl"] == pytest.approx(
             (2 - 1 - math.log(2) + 0.5 - 1 + math.log(2)) / 2
         )  # k3 of old || new
-        return float(found)
+        return float(actual)
 
     # clipped: -1.2 at A = 1; at A = -1, ratio 1/2: max(0.5, 0.8) = 0.8
     for name in ("grpo", "rloo", "ppo"):
@@ -205,11 +205,11 @@ def test_losses_by_hand():
     "algorithm", ["grpo", "rloo", "dapo", "cispo", "gspo", "sapo", "reinforce"]
 )
 def test_the_first_step_is_the_policy_gradient(tokenizer, algorithm):
-    """At ratio 1 all of them have the gradient of -A log pi, over tokens or (gspo, sapo) sequences."""
+    """Check that at ratio 1 all have the gradient of -A log pi, over tokens or (gspo, sapo) sequences."""
     options = {"dynamic_sampling_tries": 0, "overlong_buffer": 0} if algorithm == "dapo" else {}
     trainer = make_trainer(tokenizer, algorithm=algorithm, **options)
     trainer.step()
-    rollouts = played(trainer)
+    rollouts = play_groups(trainer)
     advantages = [a for group in trainer.groups for a in group.advantages]
     rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64).view(6, 6)
     if algorithm == "reinforce":
@@ -227,7 +227,7 @@ def test_the_first_step_is_the_policy_gradient(tokenizer, algorithm):
     update = PolicyUpdate(fresh.actor_critic, fresh.settings, groups)
     gradients = []
     fresh.optimizer_step.run_step = lambda batches, loss: (
-        gradients.append(gradient(fresh.policy, batches, loss)) or {}
+        gradients.append(compute_gradient(fresh.policy, batches, loss)) or {}
     )
     update.run_optimizer_steps(np.random.default_rng(0))
     expected = []
@@ -237,20 +237,20 @@ def test_the_first_step_is_the_policy_gradient(tokenizer, algorithm):
         expected.append(
             advantage / (36 * length) if algorithm in ("gspo", "sapo") else advantage / tokens
         )
-    found = plain_gradient(fresh.policy, rollouts, expected)
-    assert torch.allclose(gradients[0], found, atol=1e-6, rtol=1e-4)
-    assert found.norm() > 1e-3
+    actual = compute_plain_gradient(fresh.policy, rollouts, expected)
+    assert torch.allclose(gradients[0], actual, atol=1e-6, rtol=1e-4)
+    assert actual.norm() > 1e-3
 
 
-def gradient(model, batches, loss):
+def compute_gradient(model, batches, loss):
     model.zero_grad()
     for batch in batches:
         loss(batch)[0].backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-def plain_gradient(model, rollouts, factors):
-    """Gradient of -sum factor log pi(token), one full forward pass for each rollout."""
+def compute_plain_gradient(model, rollouts, factors):
+    """Compute the gradient of -sum factor log pi(token), one full forward pass for each rollout."""
     model.zero_grad()
     for rollout, factor in zip(rollouts, factors, strict=True):
         ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
@@ -311,16 +311,16 @@ def test_resumes_bit_for_bit(tokenizer, name):
             else {}
         ),
     )
-    whole, first, second = (build(tokenizer, name, **more) for _ in range(3))
-    expected = [comparable(whole.step()) for _ in range(5)]
-    found = [comparable(first.step()) for _ in range(2)]
+    uninterrupted, first, second = (build(tokenizer, name, **more) for _ in range(3))
+    expected = [comparable(uninterrupted.step()) for _ in range(5)]
+    actual = [comparable(first.step()) for _ in range(2)]
     second.step()  # whatever it did before is overwritten
     second.model.load_state_dict(copy.deepcopy(first.model.state_dict()))
     second.optimizer_step.load_state_dict(copy.deepcopy(first.optimizer_step.state_dict()))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    found += [comparable(second.step()) for _ in range(3)]
-    assert found == expected
-    assert torch.equal(weights(second), weights(whole))
+    actual += [comparable(second.step()) for _ in range(3)]
+    assert actual == expected
+    assert torch.equal(weights(second), weights(uninterrupted))
 
 
 def test_a_critic_learns_what_rollouts_are_worth(tokenizer):
@@ -348,29 +348,29 @@ def test_a_warming_critic_leaves_the_policy_alone(tokenizer):
     trainer = make_trainer(
         tokenizer, algorithm="ppo", critic=CriticSettings(warmup_iterations=2), epochs=2
     )
-    before = weights_of(trainer.policy)
+    before = copy_weights(trainer.policy)
     for step in (1, 2):
         metrics = trainer.step()
         assert (
-            torch.equal(weights_of(trainer.policy), before)
+            torch.equal(copy_weights(trainer.policy), before)
             and trainer.optimizer_step.num_steps == 2 * step
         )
         assert metrics["value/loss"] > 0 and "train/loss" not in metrics
     trainer.step()
-    assert not torch.equal(weights_of(trainer.policy), before)
+    assert not torch.equal(copy_weights(trainer.policy), before)
 
 
-def weights_of(model):
+def copy_weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def test_the_critics_agree_about_positions(tokenizer):
-    """A separate critic with the policy's trunk and a shared head of the same weights give the same values."""
+    """Check that a separate critic with the policy's trunk and a shared head of equal weights agree."""
     separate = make_trainer(tokenizer, algorithm="ppo")
     shared = make_trainer(tokenizer, algorithm="ppo", critic=CriticSettings(kind="shared"))
     torch.manual_seed(3)
     line = torch.randn(32)
-    found = []
+    results = []
     for trainer in (separate, shared):
         head = trainer.model.value_head or trainer.model.critic.head
         with torch.no_grad():
@@ -384,7 +384,7 @@ def test_the_critics_agree_about_positions(tokenizer):
         ]
         buffer = RolloutBuffer(trainer.actor_critic, trainer.settings, [samples])
         buffer.compute_values([[0, 1]])
-        found.append((buffer.values_RS, buffer.value_after_R))
+        results.append((buffer.values_RS, buffer.value_after_R))
         hidden = trainer.policy.base_model(
             input_ids=torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
         ).last_hidden_state[0]
@@ -394,8 +394,8 @@ def test_the_critics_agree_about_positions(tokenizer):
             buffer.values_RS[0], torch.tensor([0, 0, 0, *by_hand[[2]], 0, *by_hand[[4, 5]]])
         )
         assert buffer.value_after_R[0] == pytest.approx(float(by_hand[6]), rel=1e-5)
-    assert torch.allclose(found[0][0], found[1][0], atol=1e-6) and torch.allclose(
-        found[0][1], found[1][1], atol=1e-6
+    assert torch.allclose(results[0][0], results[1][0], atol=1e-6) and torch.allclose(
+        results[0][1], results[1][1], atol=1e-6
     )
 
 
@@ -411,10 +411,10 @@ def test_a_step_beyond_the_kl_limit_is_rolled_back(tokenizer):
     assert str(trainer.optimizer_step.optimizer.state_dict()) == str(state)
     assert trainer.optimizer_step.num_steps == 3  # the x axis goes on
     free = make_trainer(tokenizer, kl_max=100.0, epochs=3, curriculum=LOW)
-    plain = make_trainer(tokenizer, epochs=3, curriculum=LOW)
-    free_metrics, plain_metrics = free.step(), plain.step()
+    baseline = make_trainer(tokenizer, epochs=3, curriculum=LOW)
+    free_metrics, plain_metrics = free.step(), baseline.step()
     assert free_metrics["policy/refused_steps"] == 0
-    assert torch.equal(weights(free), weights(plain))  # a limit that is not met changes nothing
+    assert torch.equal(weights(free), weights(baseline))  # a limit that is not met changes nothing
     assert free_metrics["train/loss"] == plain_metrics["train/loss"]
 
 
@@ -521,9 +521,9 @@ def test_what_a_cut_rollout_is_worth_afterwards(tokenizer, stop_reason, bootstra
 
 
 def test_dynamic_sampling_refills_groups_without_a_difference(tokenizer):
-    plain = make_trainer(tokenizer, algorithm="grpo", group_size=2)
-    plain.step()
-    flat = sum(len(set(group.rewards)) == 1 for group in plain.groups)
+    baseline = make_trainer(tokenizer, algorithm="grpo", group_size=2)
+    baseline.step()
+    flat = sum(len(set(group.rewards)) == 1 for group in baseline.groups)
     assert flat > 0
     trainer = make_trainer(
         tokenizer, algorithm="dapo", group_size=2, overlong_buffer=0, dynamic_sampling_tries=4
@@ -548,13 +548,13 @@ def test_the_overlong_penalty_is_part_of_the_reward(tokenizer):
     trainer = make_trainer(tokenizer, algorithm="dapo", overlong_buffer=2, dynamic_sampling_tries=0)
     metrics = trainer.step()
     penalties = []
-    for rollout in played(trainer):
+    for rollout in play_groups(trainer):
         expected = {1: 0.0, 2: -0.5, 3: -1.0}[len(rollout.completion_ids)]
         penalties.append(expected)
         assert rollout.reward == pytest.approx(rollout.trajectory.rewards["task"] + expected)
     assert len(set(penalties)) > 1
     assert metrics["reward/overlong"] == pytest.approx(sum(penalties) / 36)
-    assert metrics["reward/mean"] == pytest.approx(sum(r.reward for r in played(trainer)) / 36)
+    assert metrics["reward/mean"] == pytest.approx(sum(r.reward for r in play_groups(trainer)) / 36)
 
 
 def test_a_kl_reward_changes_the_comparison(tokenizer):
@@ -564,10 +564,10 @@ def test_a_kl_reward_changes_the_comparison(tokenizer):
     kl = metrics["policy/ref_kl"]
     assert abs(kl) > 1e-4
     rewards = torch.tensor([group.rewards for group in trainer.groups])
-    plain = (rewards - rewards.mean(1, keepdim=True)).flatten()
-    given = torch.tensor([a for group in trainer.groups for a in group.advantages])
-    assert not torch.allclose(plain, given, atol=1e-3)
-    assert given.view(6, 6).sum(1).abs().max() < 1e-4  # still compared within the group
+    baseline = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    arguments = torch.tensor([a for group in trainer.groups for a in group.advantages])
+    assert not torch.allclose(baseline, arguments, atol=1e-3)
+    assert arguments.view(6, 6).sum(1).abs().max() < 1e-4  # still compared within the group
 
 
 @pytest.mark.parametrize(
@@ -591,18 +591,18 @@ def test_a_kl_reward_takes_the_samplers_log_probs_where_they_are_the_policys(
         compute(buffer, plan)
 
     monkeypatch.setattr(RolloutBuffer, "compute_old_logprobs", spy)
-    found = []
+    results = []
     for forced in (False, True):
         trainer = build(tokenizer, "kl_reward", kl_coef=0.5, algorithm="dr_grpo", **options)
         if forced:
             monkeypatch.setattr(PolicyUpdate, "_is_sampler_policy", lambda update: False)
         for _ in range(3):
             metrics = trainer.step()
-        found.append((metrics["policy/ref_kl"], metrics["policy/loss"], weights(trainer)))
+        results.append((metrics["policy/ref_kl"], metrics["policy/loss"], weights(trainer)))
         assert bool(calls) == (is_measured or forced)
         if not options:  # each update takes its own: the ratio of a single step is 1 exactly
             assert metrics["policy/ratio_mean"] == 1.0
-    (kl, loss, after), (kl_measured, loss_measured, after_measured) = found
+    (kl, loss, after), (kl_measured, loss_measured, after_measured) = results
     assert kl == pytest.approx(kl_measured, abs=1e-5) and abs(kl) > 1e-4
     assert loss == pytest.approx(loss_measured, abs=1e-4) and torch.allclose(
         after, after_measured, atol=1e-4
@@ -741,9 +741,9 @@ def test_ppo_trains_adapters_and_the_critic_alone(tokenizer, kind):
 
 
 def test_ppo_under_autocast_stays_near_float32(tokenizer):
-    plain = make_trainer(tokenizer, algorithm="ppo", epochs=2, curriculum=LOW)
+    baseline = make_trainer(tokenizer, algorithm="ppo", epochs=2, curriculum=LOW)
     cast = make_trainer(tokenizer, algorithm="ppo", epochs=2, curriculum=LOW, autocast="bfloat16")
-    one, two = plain.step(), cast.step()
+    one, two = baseline.step(), cast.step()
     assert two["policy/loss"] == pytest.approx(one["policy/loss"], abs=0.02)
     assert (
         two["value/loss"] == pytest.approx(one["value/loss"], abs=0.02)
