@@ -47,7 +47,13 @@ from rl_core.online.update_audit import UpdateAudit
 from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.service.client import ServiceClient
 from rl_core.service.client_calls import Sampling
-from rl_core.settings import ModelSettings, NetworkSettings, OnlineGateSettings, SamplingSettings
+from rl_core.settings import (
+    LoraSettings,
+    ModelSettings,
+    NetworkSettings,
+    OnlineGateSettings,
+    SamplingSettings,
+)
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import MemoryTracker
 from rl_core.training.loop import run_loop
@@ -118,9 +124,9 @@ def run_command(arguments: list[str]) -> str:
     return said.getvalue()
 
 
-def run_stages(chosen: PipelineSettings) -> PipelineRun:
+def run_stages(chosen: PipelineSettings, options: RunOptions | None = None) -> PipelineRun:
     """Run the stages of a pipeline in this process, without Prefect."""
-    with PipelineRun(chosen, RunOptions()) as pipeline_run:
+    with PipelineRun(chosen, options) as pipeline_run:
         run_dag(pipeline_run, {}, wrap_stage_call)
     return pipeline_run
 
@@ -193,7 +199,7 @@ def save_states(folder: Path) -> None:
 # ---------------------------------------------------------------------------------- online learning
 
 
-def learn_online(folder: Path) -> None:
+def learn_online(folder: Path, lora: LoraSettings | None = None) -> None:
     """Learn from traffic in a folder of online learning, with a gate that looks."""
     model = make_folder_of_model(folder / "model-of-start")
     output, folder = folder / "replayed", folder / "service"
@@ -202,7 +208,7 @@ def learn_online(folder: Path) -> None:
     )
     few = SamplingSettings(max_completion_tokens=4, max_turns=1, temperature=0.0)
     chosen = settings(
-        model=ModelSettings(path=str(folder / "model"), device="cpu"),
+        model=ModelSettings(path=str(folder / "model"), device="cpu", lora=lora),
         gate=OnlineGateSettings(
             episodes_per_look=2, max_episodes=2, levels=("easy",), sampling=few
         ),
