@@ -17,7 +17,7 @@ def train(*callbacks, **options):
     )
 
 
-def test_iterations_and_evaluations_are_told_in_order():
+def test_callbacks_see_iterations_and_evaluations_in_order():
     observed, evaluated = [], []
 
     class Both:
@@ -41,7 +41,7 @@ def test_iterations_and_evaluations_are_told_in_order():
     assert evaluated[0][1] == training.metrics()["eval/reward_mean"].loc[2]
 
 
-def test_a_callback_stops_and_the_reason_is_told():
+def test_a_callback_stops_and_the_reason_is_reported():
     def enough(event):
         if event.kind == "iteration" and event.iteration == 2:
             event.stop("two are enough")
@@ -68,7 +68,7 @@ def test_a_stop_without_a_reason_is_a_stop():
     assert (outcome.iterations, outcome.stop_reason) == (1, "callback")
 
 
-def test_a_callback_that_raises_is_named_and_the_run_goes_on_afterwards():
+def test_a_callback_that_raises_is_named_and_the_run_can_continue():
     failing = [True]
 
     def plot(event):

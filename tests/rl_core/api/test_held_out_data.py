@@ -28,7 +28,7 @@ def build_chat(question, follow_up):
     }
 
 
-def test_prompts_longer_than_the_context_are_found_before_anything_is_played(policy):
+def test_prompts_longer_than_the_context_are_refused_before_anything_is_played(policy):
     """Check at the start; such prompts once ended training at the iteration that drew them."""
     fits, long = "2 + 2 = ?", "word " * 3000
     with pytest.raises(
@@ -63,7 +63,7 @@ def test_conversations_with_the_same_question_stay_together(policy):
         )
 
 
-def test_conversations_that_all_begin_alike_are_told_apart_by_what_follows(policy):
+def test_conversations_that_all_begin_alike_are_distinguished_by_what_follows(policy):
     actual = split(policy, [build_chat("look", f"it says {n}") for n in range(10)])
     assert (len(actual.train), len(actual.heldout)) == (7, 3)
 

@@ -1,4 +1,4 @@
-"""Destinations of metrics: files, terminal, several at once, TensorBoard."""
+"""Destinations of metrics: files, terminal, several together, TensorBoard."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ def train(tracker, **options):
     return training
 
 
-def test_several_at_once_say_the_same(tmp_path, capsys):
+def test_several_trackers_record_the_same(tmp_path, capsys):
     memory = rl_core.MemoryTracker()
     training = train(
         [memory, "terminal", f"csv:{tmp_path / 'a.csv'}", str(tmp_path / "b.jsonl")],
@@ -70,7 +70,7 @@ def test_no_tracker_by_name(capsys):
     assert capsys.readouterr().out == "" and training.outcome is not None
 
 
-def test_a_csv_takes_new_columns_and_is_gone_on_with(tmp_path):
+def test_a_csv_takes_new_columns_and_is_continued(tmp_path):
     path = tmp_path / "metrics.csv"
     rl_core.CsvTracker(path).log_metrics({"train/loss": 0.5}, 1)
     again = rl_core.CsvTracker(path)

@@ -196,7 +196,7 @@ def test_a_resume_with_another_reward_or_setting_is_refused(tmp_path):
     )  # more iterations change none that was done
 
 
-def test_a_reward_that_raises_can_be_mended_and_the_run_goes_on():
+def test_a_reward_that_raises_can_be_fixed_and_the_run_continues():
     state = {"broken": True}
 
     def moody(trajectories):
@@ -467,7 +467,7 @@ def test_settings_name_the_slip(values, message):
     assert dataclasses.replace(rl_core.PolicySettings(learning_rate=1), epochs=2).learning_rate == 1
 
 
-def test_a_changed_run_resumes_on_demand_or_begins_anew_and_keeps_what_was_there(tmp_path, caplog):
+def test_a_changed_run_resumes_on_demand_or_starts_over_and_keeps_old_checkpoints(tmp_path, caplog):
     train(tmp_path, iterations=1).run()
     drifted = train(tmp_path, iterations=2, learning_rate=2e-2)
     outcome = drifted.run(allow_drift=True)

@@ -109,9 +109,6 @@ def test_the_first_weights_follow_the_seed_alone():
     torch.testing.assert_close(last @ last.T, 1e-4 * torch.eye(3))
 
 
-# ------------------------------------------------------------------------------------------------ normalisation
-
-
 def test_statistics_of_parts_are_those_of_all_rows():
     statistics, drawn = (
         ObservationStatistics(3),
@@ -141,11 +138,8 @@ def test_statistics_change_nothing_before_the_first_row_and_take_no_nan():
     assert statistics(raw).tolist() == [[0.0, 0.0]]
 
 
-# ---------------------------------------------------------------------------------------------------------- files
-
-
 @pytest.mark.parametrize("actions", [THREE, PLANE], ids=["discrete", "continuous"])
-def test_a_saved_network_acts_as_before(tmp_path, actions):
+def test_a_saved_network_acts_the_same(tmp_path, actions):
     model = build_actor_critic(actions, normalises=True, hidden=(5,), activation="relu")
     model.statistics.update(draw_rows() * 3)
     publish_network(model, tmp_path / "net", "Walk-v0")

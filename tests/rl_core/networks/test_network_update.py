@@ -214,7 +214,7 @@ def test_the_size_of_a_micro_batch_changes_rounding_alone():
         assert actual[0][name] == pytest.approx(actual[1][name], rel=1e-4, abs=1e-6), name
 
 
-def test_advantages_are_normalised_over_what_is_said():
+def test_advantages_are_normalised_over_the_configured_rows():
     A = torch.tensor([1.0, 2.0, 6.0, -3.0])
     np.testing.assert_allclose(
         whiten_advantages(A[:, None])[:, 0],

@@ -36,7 +36,7 @@ def fill_buffer(values, rewards, terminated, truncated, after, is_action=None):
     return buffer
 
 
-def test_a_truncated_episode_goes_on_with_its_value_and_a_terminated_one_does_not():
+def test_a_truncated_episode_is_bootstrapped_and_a_terminated_one_is_not():
     # two environments, one step each, V = 1, r = 2, the value afterwards 10, gamma 0.5
     ends = {"terminated": [[True, False]], "truncated": [[False, True]]}
     buffer = fill_buffer([[1.0, 1.0]], [[2.0, 2.0]], **ends, after=[[10.0, 10.0]])

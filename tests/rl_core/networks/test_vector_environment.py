@@ -81,16 +81,13 @@ def test_a_limit_truncates_and_does_not_terminate():
     assert [length for _, length in ended] == [3]
 
 
-def test_each_episode_has_a_seed_of_its_own():
+def test_each_episode_has_a_separate_seed():
     environment = build_environment(walkers(2), seeds=[7, 8, 9, 10, 11, 12, 13, 14])
     play(environment, [[1, 1]] * 4)
     state = environment.state_dict()
     assert set(state["seeds"]) & {7, 8} == set() and all(
         seed in range(9, 15) for seed in state["seeds"]
     )
-
-
-# ------------------------------------------------------------------------------------------------------ spaces
 
 
 def test_a_continuous_action_outside_its_bounds_is_clipped_for_the_environment_alone():
@@ -138,9 +135,6 @@ def test_other_spaces_are_refused_by_name():
         count_observation_values(Tuple())
 
 
-# ------------------------------------------------------------------------------------------------------ faults
-
-
 def test_an_environment_that_raises_is_named_with_its_seeds():
     environment = build_environment(walkers(2, fails_at=3), seeds=range(40, 60))
     with pytest.raises(EnvironmentFault) as error_info:
@@ -165,11 +159,8 @@ def test_same_step_without_final_observations_is_a_fault():
         environment.step(np.array([0]))
 
 
-# ------------------------------------------------------------------------------------------------- played again
-
-
 @pytest.mark.parametrize("played", range(9))
-def test_restored_it_goes_on_bit_for_bit(played):
+def test_a_restored_environment_continues_bit_for_bit(played):
     rng = np.random.default_rng(played)
     before, after = rng.integers(0, 2, (played, 3)), rng.integers(0, 2, (8, 3))
     uninterrupted = build_environment(walkers(3), seeds=range(1000))

@@ -9,10 +9,10 @@ from rl_core.thoughts.verdict import judge_thoughts
 NAMES = ("own", "shuffled", "filler", "truncated")
 
 
-def draw_gains(own, shuffled, filler, truncated, noise=0.3):
+def draw_gains(policy, shuffled, filler, truncated, noise=0.3):
     """Draw 60 episodes of two turns around these means; each condition has separate noise."""
     rng = np.random.default_rng(0)
-    means = dict(zip(NAMES, (own, shuffled, filler, truncated), strict=True))
+    means = dict(zip(NAMES, (policy, shuffled, filler, truncated), strict=True))
     return {
         name: (mean + noise * rng.standard_normal((60, 2))).tolist() for name, mean in means.items()
     }
@@ -84,7 +84,7 @@ def test_differences_are_paired_by_episode():
 
 
 @pytest.mark.parametrize(
-    "found",
+    "invalid",
     [
         {"shuffled": [[1.0]]},
         {"own": [[1.0]]},
@@ -94,6 +94,6 @@ def test_differences_are_paired_by_episode():
         {"own": [], "filler": []},
     ],
 )
-def test_refusals(found):
+def test_refusals(invalid):
     with pytest.raises(DataError):
-        judge_thoughts(found)
+        judge_thoughts(invalid)

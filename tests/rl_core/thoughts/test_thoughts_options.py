@@ -48,9 +48,6 @@ def play_answered_episodes(trainer, count=3):
     return [episode for episode in episodes if all(step.answered for step in episode.steps)][:count]
 
 
-# ------------------------------------------------------------------------------------------------------------------ KL
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_to_the_start_by_an_oracle(renderer, taught, estimator, temperature):
@@ -152,9 +149,6 @@ def test_a_kl_without_reference_is_refused(renderer, taught):
         make_trainer(renderer, taught, kl_coef=0.1)
 
 
-# ------------------------------------------------------------------------------------------------ baseline, advantages
-
-
 def test_an_mlp_starts_at_zero_and_learns_what_no_linear_head_can():
     states = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     assert torch.equal(BaselineHead(32, 2, 256, seed=3)(states), torch.zeros(64))
@@ -181,8 +175,8 @@ def test_a_deeper_head_draws_nothing_from_the_global_generator_but_the_output_la
 
     torch.manual_seed(4)
     torch.nn.Linear(32, 1)
-    as_before = float(torch.rand(()))  # there were other heads
-    assert drawn() == drawn(layers=3, width=32) == as_before
+    expected_draw = float(torch.rand(()))  # there were other heads
+    assert drawn() == drawn(layers=3, width=32) == expected_draw
 
 
 def test_a_step_of_sgd_by_hand_with_its_coefficient():
@@ -215,9 +209,6 @@ def test_advantages_without_gae_by_hand(renderer, taught):
         assert row == pytest.approx(expected, abs=1e-5)
     squares = [0.25, 0.0, 1.0, 4.0, 0.0625, 0.25]
     assert metrics["train/baseline_loss"] == pytest.approx(0.5 * sum(squares) / 6, abs=1e-5)
-
-
-# ----------------------------------------------------------------------------------- coherence, recent rewards, warm-up
 
 
 def test_coherence_by_hand():
@@ -290,9 +281,6 @@ def test_warm_up_in_episodes(renderer, taught, episodes, steps):
     expected = [1e-3 * min(1, (number + 1) / max(1, steps)) for number in range(4)]
     assert rates == pytest.approx(expected)
     assert trainer.settings.warmup_episodes == episodes
-
-
-# --------------------------------------------------------------------------------------------------------------- checks
 
 
 def test_checks_come_every_n_episodes_and_are_a_curve(renderer, taught):
@@ -379,8 +367,6 @@ def test_settings_without_effect_are_refused(options, message):
     with pytest.raises(SettingsError, match=message):
         ThoughtsSettings(**options)
 
-
-# --------------------------------------------------------------------------------------------------------------- resume
 
 OPTIONS = {
     "kl": {"kl_coef": 0.3},

@@ -319,7 +319,7 @@ def test_a_renderer_without_padding_token_is_refused(renderer, taught):
         make_trainer(bare, taught, backend=object())
 
 
-def test_the_samplers_own_limit_ends_an_episode(renderer, taught):
+def test_the_samplers_limit_ends_an_episode(renderer, taught):
     """Cut after the first of two questions: its advantage is the reward less the value, with nothing to come."""
     trainer = make_trainer(
         renderer, taught, sampling=SamplingSettings(max_completion_tokens=40, max_turns=1)

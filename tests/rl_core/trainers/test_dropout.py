@@ -143,9 +143,6 @@ def build_policy_trainer(tokenizer, model=None, **options):
     )
 
 
-# ------------------------------------------------------------------------------------------ off, unless one asks for it
-
-
 def test_only_sft_drops_out_unasked():
     switched_on = {
         kind.__name__
@@ -183,7 +180,7 @@ def test_held_out_pairs_are_measured_without_dropout(loss):
     assert on.evaluate()["eval/loss"] == pytest.approx(
         math.log(2) if loss == "dpo" else 25.0, rel=1e-6
     )
-    # masks are drawn, and each pair has its own
+    # masks are drawn for each pair
     moved = [
         a[0] - b[0] for a, b in zip(on.references["train"], off.references["train"], strict=True)
     ]
@@ -246,7 +243,7 @@ def test_masks_of_adapters_and_of_attention_are_the_same_too(tokenizer, name):
     assert metrics["policy/sampler_difference_max"] > 0.05
 
 
-def test_every_iteration_has_masks_of_its_own(tokenizer):
+def test_every_iteration_has_separate_masks(tokenizer):
     trainer = build_policy_trainer(
         tokenizer, learning_rate=1e-9, dropout=True, curriculum=(), group_size=3
     )
@@ -274,7 +271,7 @@ def test_a_reward_model_trains_without_dropout_unless_asked():
     assert abs(actual - expected) > 1e-3
 
 
-def test_sft_keeps_the_models_own_unless_told_otherwise():
+def test_sft_keeps_the_models_dropout_by_default():
     rows = [([1, 2 + index % 5, 3, 4], [False, True, True, True]) for index in range(8)]
 
     def first_loss(**options):
@@ -287,9 +284,6 @@ def test_sft_keeps_the_models_own_unless_told_otherwise():
     assert actual == pytest.approx(expected, rel=1e-6)
     actual, expected = first_loss()
     assert abs(actual - expected) > 1e-3
-
-
-# ------------------------------------------------------------------------------------------------ modes and fast paths
 
 
 def build_opt():
@@ -409,7 +403,7 @@ def test_the_fast_path_is_open_where_configured_dropout_is_off(monkeypatch):
     assert "dropout: false switches it off" in check_training_forward(build_llama().train()).reason
 
 
-def test_the_mode_is_as_before_after_an_error():
+def test_the_mode_is_restored_after_an_error():
     model = build_gpt2().train()
     model.transformer.h[0].eval()
     modes = [module.training for module in model.modules()]
@@ -447,9 +441,6 @@ def test_masks_repeat_and_leave_the_generator_alone():
 )
 def test_models_that_drop_out(make, expected):
     assert has_dropout(make()) is expected
-
-
-# --------------------------------------------------------------------------------------------------------------- resume
 
 
 @pytest.mark.parametrize("kind", ["policy", "preference"])

@@ -33,20 +33,20 @@ EXCEPTIONS = {
     "optimizer_step/skipped_in_row": "decides when a run of bad steps ends; test_optimizer_step.py resumes within one",
     "trainer/critic_optimizer_step/skipped_in_row": "as above",
     "trainer/entries/*/optimizer_steps/*/skipped_in_row": "as above",
-    "trainer/entries/*/optimizer_steps/*/num_steps": "counters go on over a rollback",
+    "trainer/entries/*/optimizer_steps/*/num_steps": "counters continue over a rollback",
     "trainer/entries/*/optimizer_steps/*/skipped_steps": "as above",
     "trainer/entries/*/optimizer_steps/*/max_tokens": "as above",
     "trainer/entries/*/optimizer_steps/*/learning_rate_scale": "as above: a rollback makes the present one smaller",
     "trainer/entries/*/extra/replay/rewards": "of a critic; groups are compared once, when they are fresh",
     "trainer/entries/*/extra/replay/is_truncated": "as above",
-    "trainer/curriculum/stage_iterations": "begins anew at the rollback; test_curriculum.py resumes at every iteration",
+    "trainer/curriculum/stage_iterations": "starts over at the rollback; test_curriculum.py resumes at every iteration",
     "trainer/curriculum/window/series/*": "as above",
     "trainer/curriculum/streaks": "as above",
     "trainer/evaluated/*": "for conditions on an evaluation; test_watched_metrics.py resumes between the two",
     "trainer/numerics/failed": "of rollbacks in a row, which end a run; test_numerics.py resumes between them",
     "loop/metrics/*": "of the last evaluation: an outcome has them where no best metric is chosen (tried below)",
     "rng/cuda": "of GPUs, of which there is none here",
-    "trainer/rewards/watch/alarmed": "decides whether the warning of an alarm is said again",
+    "trainer/rewards/watch/alarmed": "decides whether the warning of an alarm is repeated",
     "trainer/rewards/watch/past/*/reward": "of the alarm over a window; test_hacking_monitor.py resumes within one",
     "trainer/rewards/watch/past/*/success": "as above",
     "trainer/rewards/watch/past/*/total/count": "as above",
@@ -112,9 +112,6 @@ def test_resumed_from_disk_it_is_the_run_in_one_piece(tmp_path, name):
     actual, second = run(SCENARIOS[name], store)
     assert actual == expected
     assert {**first, **second} == metrics
-
-
-# ------------------------------------------------------------------------------------------------- item by item
 
 
 def iter_leaves(value, path=()):

@@ -97,7 +97,7 @@ def run_policy(tokenizer, folder):
     rewards = RewardOrchestrator(
         {
             name: 1.0 for name in REWARD_COMPONENTS if name not in ANSWER_CHECKS and name != "judge"
-        },  # these log no name of their own
+        },  # these log no additional name
         scorer=lambda rows: [float(len(row)) for row in rows],
         options=RewardSettings(window=3),
     )
@@ -253,7 +253,7 @@ def test_rows_are_unique_and_whole():
             assert not row.worry or row.worry.endswith("."), row.name
 
 
-def test_the_nearest_row_is_found():
+def test_the_nearest_row_matches():
     assert (
         find_metric("train/success_rate_by_level/hard").name
         == "train/success_rate_by_level/{level}"

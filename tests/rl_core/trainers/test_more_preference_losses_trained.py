@@ -66,7 +66,7 @@ def build_trainer(loss, model=None, train=8, heldout=5, **changes):
 
 
 def compute_logprob(model, row):
-    """(sum of log-probs, number) of the tokens that carry loss, by transformers' own logits."""
+    """(sum of log-probs, number) of the tokens that carry loss, by transformers' logits."""
     ids = torch.tensor([row.ids])
     with torch.no_grad():
         log_p = functional.log_softmax(model(ids).logits[0, :-1].double(), -1)
@@ -203,7 +203,7 @@ def test_stopped_and_resumed_the_numbers_are_the_same(loss, tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
 
 
-def test_new_adapters_are_their_own_reference_for_kto():
+def test_new_adapters_serve_as_the_reference_for_kto():
     adapters = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -212,9 +212,6 @@ def test_new_adapters_are_their_own_reference_for_kto():
     metrics = trainer.step()
     assert metrics["train/loss"] == pytest.approx(0.5, rel=1e-5)  # 1 - sigmoid(0)
     assert metrics["train/reference_point"] == pytest.approx(0, abs=1e-5)
-
-
-# ------------------------------------------------------------------------------------------------------------- rows
 
 
 def test_mismatched_partners_are_the_next_prompt_of_a_seeded_order():

@@ -54,7 +54,7 @@ def build_trainer(model=None, train=14, heldout=9, references=None, **changes):
 
 
 def compute_sequence_logprob(model, side):
-    """(sum of log-probs, number) of the tokens that carry loss: one row, through transformers' own logits."""
+    """(sum of log-probs, number) of the tokens that carry loss: one row, through transformers' logits."""
     ids = torch.tensor([[*side.prompt_ids, *side.completion_ids]])
     with torch.no_grad():
         log_p = functional.log_softmax(model(ids).logits[0, :-1].double(), -1)
@@ -236,7 +236,7 @@ def test_references_are_computed_without_dropout_and_without_drawing():
     )
 
 
-def test_new_adapters_are_their_own_reference():
+def test_new_adapters_serve_as_the_reference():
     adapters = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -334,7 +334,7 @@ def test_killed_and_resumed_the_numbers_are_the_same(tmp_path, hit):
     assert run(tmp_path, tracker) == expected
 
 
-def test_a_checkpoint_brings_the_references_of_its_own_start():
+def test_a_checkpoint_restores_the_references_of_its_start():
     trained = build_trainer()
     start = copy.deepcopy(trained.references)
     trained.step()

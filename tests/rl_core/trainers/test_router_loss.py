@@ -91,7 +91,7 @@ def test_the_loss_is_that_of_the_paper_and_of_transformers(top_k):
 
 def test_an_even_load_costs_top_k_and_one_expert_for_all_costs_most():
     real = torch.ones(4, dtype=torch.bool)
-    even = torch.eye(4) * 1e-6  # each token to its own expert, all probabilities 1/4
+    even = torch.eye(4) * 1e-6  # each token to another expert, all probabilities 1/4
     assert load_balancing_loss([even], real, top_k=1).item() == pytest.approx(1, rel=1e-4)
     one = torch.tensor([[50.0, 0.0, 0.0, 0.0]] * 4)
     assert load_balancing_loss([one], real, top_k=1).item() == pytest.approx(4)

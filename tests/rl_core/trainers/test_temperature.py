@@ -89,9 +89,6 @@ def play_groups(trainer):
     return [rollout for group in trainer.groups for rollout in group.rollouts]
 
 
-# -------------------------------------------------------------------------------------------------- the exact gradient
-
-
 def build_toy_model(vocabulary=4):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -205,8 +202,6 @@ def test_the_gradients_of_entropy_and_kl_are_of_the_policy_that_acted(term, temp
     torch.testing.assert_close(results[0], expected, atol=1e-6, rtol=1e-4)
     assert expected.norm() > 1e-2
 
-
-# ------------------------------------------------------------------------------------------------------ whole trainers
 
 ALGORITHMS = {
     **{
@@ -326,9 +321,6 @@ def test_the_hard_kl_limit_is_of_the_policy_that_acted(tokenizer):
     )
 
 
-# ------------------------------------------------------------------------------------ stages of the curriculum, replay
-
-
 def test_a_replayed_sample_keeps_the_temperature_of_its_stage(tokenizer, monkeypatch):
     """Check stages that sample at 1/2 and 2: with unchanged weights nothing is off policy, so all weights are 1."""
     stages = (
@@ -382,9 +374,6 @@ def test_a_replayed_sample_keeps_the_temperature_of_its_stage(tokenizer, monkeyp
             float(torch.cat(entropies).mean()), rel=1e-4
         )
     assert trainer.settings.sampling.temperature == 1.0
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 def test_greedy_rollouts_are_refused():

@@ -241,11 +241,11 @@ def test_lack_of_memory_halves_and_gives_the_same_gradient(monkeypatch, caplog, 
         monkeypatch, batches, lambda model: build_loss_fn(model, 11)
     )
     with caplog.at_level(logging.WARNING):
-        actual, found_metrics = compute_gradients_after(monkeypatch, batches, limited)
+        actual, actual_metrics = compute_gradients_after(monkeypatch, batches, limited)
     for name in expected:
         torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=1e-6)
     for name in metrics:
-        assert found_metrics[name] == pytest.approx(metrics[name], abs=1e-6)
+        assert actual_metrics[name] == pytest.approx(metrics[name], abs=1e-6)
     # 8 fails; again from the start with 4 + 4: 4 fails; again with four times 2
     assert sizes == [2, 8, 2, 4, 2, 2, 2, 2, 2, 1]
     assert "out of memory" in caplog.text
@@ -262,7 +262,7 @@ def test_lack_of_memory_halves_and_gives_the_same_gradient(monkeypatch, caplog, 
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_the_limit_that_was_found_is_kept_and_saved(error):
+def test_the_measured_limit_is_kept_and_saved(error):
     model = build_model()
     optimizer_step = OptimizerStep(model, build_settings(), 10)
     sizes = []
@@ -363,7 +363,7 @@ def test_non_finite_steps_are_skipped_counted_named_and_stop_after_n(caplog, wha
     assert torch.equal(optimizer_step.state_dict()["optimizer"]["state"][0]["exp_avg"], moments)
     good = optimizer_step.run_step(
         [build_rows(4)], build_loss_fn(model, 4)
-    )  # one good step: the count in a row starts anew
+    )  # one good step resets the count in a row
     assert (good["train/skipped_steps"], optimizer_step.skipped_in_row) == (2.0, 0)
     after = {key: value.clone() for key, value in model.state_dict().items()}
     assert not torch.equal(after["0.weight"], before["0.weight"])

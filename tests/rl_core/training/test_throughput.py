@@ -45,13 +45,13 @@ def test_flops_by_hand(tied):
     )
 
 
-def test_frozen_parameters_need_no_gradients_of_their_own():
+def test_frozen_parameters_need_no_gradients():
     model = make().requires_grad_(False)
     model.lm_head.requires_grad_(True)
     assert count_step_flops(model, [4]) == (4 * (MULTIPLYING - 160) + 6 * 160) * 4 + 6 * 2 * 8 * 16
 
 
-def test_a_separate_critic_counts_its_own_trunk_alone():
+def test_a_separate_critic_counts_only_its_trunk():
     policy = make()
     critic = SeparateCritic(policy)
     custom = sum(p.numel() for p in critic.parameters()) - 160  # without its embedding

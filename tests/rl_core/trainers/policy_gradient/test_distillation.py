@@ -173,9 +173,6 @@ def test_it_resumes_bit_for_bit_and_a_teacher_of_equal_weights_teaches_nothing(t
     assert torch.equal(weights(same), before)
 
 
-# ------------------------------------------------------------------------------------------------------- teachers
-
-
 def batch_of(temperature=1.0):
     rows = [TrainRow(p, c, m, [0.0] * len(c), temperature) for p, c, m in ROWS]
     return build_batches(rows, 1000, 0)[0]

@@ -58,7 +58,7 @@ def is_failing_episode(trajectory):
 
 def drop_bad_ones(trainer):
     """Make the trainer learn only from the rollouts that would not have failed."""
-    play = trainer._play
+    play = trainer._play_groups
 
     def without(*args, **options):
         groups = [
@@ -67,7 +67,7 @@ def drop_bad_ones(trainer):
         ]
         return [RolloutGroup(rollouts) for rollouts in groups if rollouts]
 
-    trainer._play = without
+    trainer._play_groups = without
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "reinforce", "ppo"])
@@ -144,7 +144,7 @@ def test_an_iteration_in_which_every_episode_fails_stops(tokenizer):
         trainer.step()
 
 
-def test_a_refill_in_which_every_episode_fails_goes_on(tokenizer):
+def test_a_refill_whose_episodes_all_fail_continues(tokenizer):
     """Check dynamic sampling with an environment that is broken when groups of equal rewards are replayed."""
     created = []
 

@@ -197,7 +197,7 @@ def test_a_rollback_goes_back_to_the_weights_of_the_last_agreement(tokenizer):
     assert all(
         torch.equal(state[i][key], value) for i in state for key, value in moments[i].items()
     )
-    assert trainer.iteration == trainer.optimizer_step.num_steps == 2  # counters go on
+    assert trainer.iteration == trainer.optimizer_step.num_steps == 2  # counters continue
     assert trainer.step()["policy/numerics_rollbacks"] == 1 and not torch.equal(
         weights(trainer), good
     )
@@ -233,7 +233,7 @@ def test_rollbacks_that_never_help_end_the_run(tokenizer):
         trainer.step()
 
 
-def test_nothing_of_a_refused_iteration_is_saved(tokenizer, tmp_path):
+def test_a_refused_iteration_is_not_saved(tokenizer, tmp_path):
     trainer = build_trainer(tokenizer, checkpoint_every=1)
     trainer.step_ = trainer.step
 

@@ -66,12 +66,12 @@ def test_a_shipped_loss_by_import_path_is_the_shipped_loss(tokenizer, options):
                 [{k: v for k, v in row.items() if "perf/" not in k} for row in metrics],
             )
         )
-    (shipped, rows), (custom, own_rows) = results
+    (shipped, rows), (custom, custom_rows) = results
     assert rows[0]["policy/gate_mean"] > 0
     if "importance" in options:  # multiplied in another order
         assert torch.allclose(custom, shipped, atol=1e-6)
     else:
-        assert torch.equal(custom, shipped) and own_rows == rows
+        assert torch.equal(custom, shipped) and custom_rows == rows
     start = weights(make_trainer(tokenizer, FewLetters()))
     assert (custom - start).norm() > 1e-3
 
@@ -233,9 +233,6 @@ def test_signatures_and_paths_are_checked():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-# ------------------------------------------------------------------------------------------------------ advantages
-
-
 def center_by_group(rewards_R, groups_R, lengths_R, *, scale=1.0):
     """Rewards minus their group's mean: Dr. GRPO's."""
     sums = torch.zeros(int(groups_R.max()) + 1, dtype=rewards_R.dtype)
@@ -289,9 +286,6 @@ def test_an_estimator_that_fails_later_is_named():
     function = CustomAdvantages("mine", {}, lambda r, g, n: (r / (r.numel() > 2), {}))
     with pytest.raises(DataError, match="advantages: 'mine' returned values that are not finite"):
         function([torch.tensor([1.0, 0.0]).double()], [1, 1])
-
-
-# -------------------------------------------------------------------------------------------------------- settings
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_equal_rewards_leave_the_weights_alone(tokenizer):
     metrics = trainer.step()
     assert torch.equal(weights(trainer), before)
     assert metrics["train/empty_updates"] == 2 and metrics["train/zero_advantage_rate"] == 1
-    assert trainer.optimizer_step.num_steps == 2  # the x axis of the metrics goes on
+    assert trainer.optimizer_step.num_steps == 2  # the x axis of the metrics continues
 
 
 def test_ten_iterations_without_a_signal_are_warned_of_once(tokenizer, caplog):
@@ -192,11 +192,11 @@ def test_the_kl_term_holds_the_policy_back(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("options", "has_own_pass"),
+    ("options", "has_separate_pass"),
     [({"minibatches": 3}, True), ({"micro_batch_tokens": 30}, False), ({"kl_max": 9.0}, True)],
 )
 def test_old_logprobs_are_those_before_the_first_update(
-    tokenizer, monkeypatch, options, has_own_pass
+    tokenizer, monkeypatch, options, has_separate_pass
 ):
     """Check that a first step over all rows measures them itself."""
     trainer = make_trainer(tokenizer, epochs=2, **options)
@@ -208,7 +208,7 @@ def test_old_logprobs_are_those_before_the_first_update(
     updates = kept_update(monkeypatch)
     trainer.step()
     (update,) = updates
-    assert bool(passes) == has_own_pass
+    assert bool(passes) == has_separate_pass
     rows = [sample.row for sample in update.buffer.samples]
     for batch in build_batches(rows, 10_000, 0):
         expected = completion_logprobs(before, batch)[0]
@@ -231,7 +231,7 @@ def test_filtered_samples_carry_no_loss(tokenizer):
     )
 
 
-def test_a_few_seeds_are_gone_through_before_any_comes_again(tokenizer):
+def test_all_of_a_few_seeds_come_before_any_repeats(tokenizer):
     trainer = make_trainer(
         tokenizer, FewLetters(), prompts_per_iteration=5, group_size=2, curriculum=LOW
     )
@@ -379,7 +379,7 @@ def test_metrics_finish_and_evaluation(tokenizer):
     assert trainer.evaluate() == {"eval/success_rate": 0.5}
 
 
-def test_unknown_levels_are_refused_at_once(tokenizer):
+def test_unknown_levels_are_refused_immediately(tokenizer):
     with pytest.raises(SettingsError, match="no level 'lwo'; did you mean 'low'"):
         make_trainer(tokenizer, curriculum=(CurriculumStage(name="one", levels={"lwo": 1.0}),))
 

@@ -84,7 +84,7 @@ def test_a_rollback_restores_what_a_bad_learning_rate_ruined(tokenizer):
     )
     assert (
         trainer.optimizer_step.num_steps == trainer.iteration > first
-    )  # the schedule and the x axis of the metrics go on
+    )  # the schedule and the x axis of the metrics continue
     assert trainer.optimizer_step.learning_rate == pytest.approx(
         0.02 * min(1.0, (trainer.iteration + 1) / 40)
     )
@@ -233,9 +233,7 @@ def test_everything_goes_back_together_each_time(tokenizer, algorithm):
             assert now == entered[1]
         else:
             assert all(now[part] != entered[index][part] for part in now)
-    assert (
-        times >= 2
-    )  # the second time from a snapshot that training has gone on from in the meantime
+    assert times >= 2  # the second time from a snapshot after which training has continued
 
 
 def copy_learned_state(trainer):
@@ -311,7 +309,7 @@ def test_without_overrides_the_settings_are_the_very_same(tokenizer):
     assert trainer.stage_settings is trainer.settings
 
 
-def test_overrides_that_cannot_work_are_refused_at_once(tokenizer):
+def test_overrides_that_cannot_work_are_refused_immediately(tokenizer):
     with pytest.raises(
         SettingsError, match="curriculum: stage 'one': group_size: 1 leaves grpo without a baseline"
     ):

@@ -58,10 +58,12 @@ def test_groups_of_unequal_size_are_compared_each_within_itself():
     ]
     no_code = SimpleNamespace(advantages=None)  # of the user's
     buffer = RolloutBuffer(
-        SimpleNamespace(device=torch.device("cpu"), teacher=None, own=no_code), settings, groups
+        SimpleNamespace(device=torch.device("cpu"), teacher=None, custom_functions=no_code),
+        settings,
+        groups,
     )
     buffer.estimate_advantages()
-    # r - mean: of 1/2, of 1, replayed as it was; masked: none, the others against their own mean of 2
+    # r - mean: of 1/2, of 1, replayed as it was; masked: none, the others against their mean of 2
     expected = [0.5, -0.5, 2.0, -1.0, -1.0, 0.75, 0.0, -1.0, 1.0]
     assert buffer.advantages_RS.tolist() == [
         [0, 0, advantage, 0, advantage] for advantage in expected
@@ -167,7 +169,7 @@ def test_the_trainer_asks_for_limits_as_the_critic_s_settings_say(monkeypatch, o
     assert requests == [expected]
 
 
-def test_what_is_measured_counts_under_its_own_name(monkeypatch):
+def test_each_measurement_counts_under_its_name(monkeypatch):
     """Check times: the reference's pass costs 100 seconds of this clock, the policy's 10, the critic's 1."""
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
@@ -177,9 +179,9 @@ def test_what_is_measured_counts_under_its_own_name(monkeypatch):
         return torch.zeros(1, 5)
 
     critic = torch.nn.Linear(1, 1)
-    sharded = SimpleNamespace(with_full_weights_independent=lambda work: work())
+    sharded = SimpleNamespace(run_independently_with_full_weights=lambda work: work())
     optimizer_step = SimpleNamespace(
-        autocast=contextlib.nullcontext, sharded=sharded, process_group=SINGLE_PROCESS
+        enable_autocast=contextlib.nullcontext, sharded=sharded, process_group=SINGLE_PROCESS
     )
     actor_critic = SimpleNamespace(
         device=torch.device("cpu"),

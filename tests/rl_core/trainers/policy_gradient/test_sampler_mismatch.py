@@ -79,14 +79,14 @@ def test_other_weights_on_purpose_are_allowed(tokenizer, options):
     assert trainer.step()["policy/sampler_kl"] > 1e-3
 
 
-def test_a_limit_of_ones_own_holds_with_importance_weights_too(tokenizer):
+def test_a_custom_limit_holds_with_importance_weights_too(tokenizer):
     trainer = disable_sync(make_trainer(tokenizer, importance="token", sampler_kl_max=1e-3))
     trainer.step()
     with pytest.raises(SamplerMismatch):
         trainer.step()
 
 
-def test_nothing_of_the_iteration_is_saved(tokenizer, tmp_path):
+def test_the_iteration_is_not_saved(tokenizer, tmp_path):
     trainer = disable_sync(make_trainer(tokenizer, checkpoint_every=1))
     with CheckpointStore(tmp_path) as store:
         with pytest.raises(SamplerMismatch):
