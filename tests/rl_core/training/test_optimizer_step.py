@@ -399,7 +399,7 @@ def test_a_broken_weight_is_named_before_what_follows_from_it(caplog):
 
 
 def test_small_updates_of_bfloat16_weights_are_not_rounded_away():
-    """Check lr 1e-4 on a weight of 1.0, below half a bfloat16 step (2^-9): only a float32 master adds up 100 of them."""
+    """Check lr 1e-4 on a weight of 1.0, below half a bfloat16 step (2^-9): only a float32 master adds up 100."""
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     with torch.no_grad():
         model.weight.fill_(1.0)
