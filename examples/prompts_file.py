@@ -21,11 +21,14 @@ def sign(trajectories, answer):
 
 def write_rows(path):
     """Write a file like yours: {"prompt": ..., "answer": ...} and any other columns."""
-    words = {"+": ("great", "lovely", "fine", "superb"), "-": ("dull", "awful", "poor", "weak")}
+    adjectives_by_sign = {
+        "+": ("great", "lovely", "fine", "superb"),
+        "-": ("dull", "awful", "poor", "weak"),
+    }
     things = ("film", "book", "song", "play", "dish")
     rows = [
         {"prompt": f"{adjective} {thing}", "answer": answer}
-        for answer, adjectives in words.items()
+        for answer, adjectives in adjectives_by_sign.items()
         for adjective in adjectives
         for thing in things
     ]
