@@ -288,7 +288,9 @@ def test_one_message_before_anything_starts(tokenizer, server, tmp_path, monkeyp
     assert f"of {len(tokenizer):,} tokens, and the policy has 1,000" in refusal(
         settings, {"vocab_size": 1000}
     )
-    assert "serves no 'other', but small" in refusal(server_settings(server.url, model="other"))
+    assert "does not serve 'other'; it serves small" in refusal(
+        server_settings(server.url, model="other")
+    )
     monkeypatch.setenv(KEY, "wrong")
     assert "set rollouts.server.key_variable" in refusal(settings)
     monkeypatch.delenv(KEY)
