@@ -6,8 +6,7 @@
 The client needs httpx alone; `AsyncServiceClient` has the same calls for asyncio.
 """
 
-from rl_core.service.client import ServiceClient
-from rl_core.service.client_calls import Sampling
+from rl_core.service.client import Sampling, ServiceClient
 
 TEXTS = ["the quick brown fox", "one two three four", "a small model learns"]
 

@@ -1,9 +1,4 @@
-"""YAML files that hold the settings of one process, beside those of pipelines.
-
-The service's YAML file as settings.
-
-The YAML file of online learning as settings.
-"""
+"""Loaders for the YAML settings files of the training service and of online learning."""
 
 from __future__ import annotations
 
@@ -29,42 +24,43 @@ def read_settings_file(
     *,
     shipped_name: str = "",
 ) -> tuple[SettingsT, Path]:
-    """Settings of a file, or of the shipped one of that name, and the file's folder.
+    """Read a settings file, or the shipped file of that name; return the settings and the file's folder.
 
     Args:
-        shipped_name: the shipped file of this kind, for the error of a missing one; "" = there is none.
-    Raises: ConfigError with every problem.
+        shipped_name: shipped file of this kind, named in the error for a missing file; "" = there is none.
+    Raises: ConfigError listing every problem.
     """
     path = find_config(path)
     document = read_yaml(path, (shipped_name,) if shipped_name else ())
-    places = KeyLocations(str(path), lines=document.lines)
-    problems = document.problems + apply_overrides(document.data, overrides, places)
-    settings, found = parse_settings(settings_type, document.data)
-    known = {problem.key for problem in problems}
-    problems = problems + [problem for problem in found if problem.key not in known]
+    locations = KeyLocations(str(path), lines=document.lines)
+    problems = document.problems + apply_overrides(document.data, overrides, locations)
+    settings, schema_problems = parse_settings(settings_type, document.data)
+    reported_keys = {problem.key for problem in problems}
+    problems = problems + [problem for problem in schema_problems if problem.key not in reported_keys]
     if problems or settings is None:
-        raise ConfigError(problems, places)
+        raise ConfigError(problems, locations)
     return settings, path.parent
 
 
 def resolve_model_path(key: str, path_or_name: str, folder: Path) -> str:
-    """Absolute path of a model folder, looked up from the current folder, then from `folder`; or a name of the hub.
+    """Return the absolute path of a model folder, or the unchanged name of a hub model.
 
-    Raises: SettingsError for a path where there is no folder.
+    The folder is looked up in the current folder, then in `folder`.
+    Raises: SettingsError if the text looks like a path but no such folder exists.
     """
-    found = next(
-        (path for path in (Path(path_or_name), folder / path_or_name) if path.is_dir()), None
-    )
-    if found is None and (path_or_name.startswith((".", "/", "~")) or path_or_name.count("/") > 1):
+    for path in (Path(path_or_name), folder / path_or_name):
+        if path.is_dir():
+            return str(path.resolve())
+    if path_or_name.startswith((".", "/", "~")) or path_or_name.count("/") > 1:
         raise SettingsError(f"{key}: {path_or_name} is no folder")
-    return path_or_name if found is None else str(found.resolve())
+    return path_or_name
 
 
 def load_service_settings(path: str | Path, overrides: Iterable[str] = ()) -> ServiceSettings:
-    """Settings of a file, or of the shipped one of that name; model folders are looked up from the current folder, then
-    from the file's.
+    """Load the service's settings from a file, or from the shipped file of that name.
 
-    Raises: ConfigError with every problem; SettingsError for a model folder that is not there.
+    Model folders are looked up in the current folder, then in the file's folder.
+    Raises: ConfigError listing every problem; SettingsError for a missing model folder.
     """
     settings, folder = read_settings_file(
         ServiceSettings, path, overrides, shipped_name=SERVICE_CONFIG
@@ -73,7 +69,7 @@ def load_service_settings(path: str | Path, overrides: Iterable[str] = ()) -> Se
 
 
 def parse_service_settings(values: Mapping[str, Any]) -> ServiceSettings:
-    """Settings of plain values, as `tasks.config.dump_settings` gives them. Raises: ConfigError."""
+    """Parse settings from the plain values written by `tasks.config.dump_settings`. Raises: ConfigError."""
     settings, problems = parse_settings(ServiceSettings, values)
     if problems or settings is None:
         raise ConfigError(problems, KeyLocations("settings"))
@@ -81,7 +77,7 @@ def parse_service_settings(values: Mapping[str, Any]) -> ServiceSettings:
 
 
 def _resolve_service_paths(settings: ServiceSettings, folder: Path) -> ServiceSettings:
-    """Absolute folders; a model that is no folder here is a name of the hub."""
+    """Make folders absolute. A model name without a local folder stays a hub name."""
     engine = dataclasses.replace(
         settings.engine, bases=_resolve_model_paths("engine.bases", settings.engine.bases, folder)
     )
@@ -91,17 +87,17 @@ def _resolve_service_paths(settings: ServiceSettings, folder: Path) -> ServiceSe
 
 
 def _resolve_model_paths(key: str, models: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Model folders as absolute paths. Raises: SettingsError."""
+    """Make model folders absolute. Raises: SettingsError."""
     return {
-        name: resolve_model_path(f"{key}.{name}", place, folder) for name, place in models.items()
+        name: resolve_model_path(f"{key}.{name}", path, folder) for name, path in models.items()
     }
 
 
 def load_online_settings(path: str | Path, overrides: Iterable[str] = ()) -> OnlineSettings:
-    """Settings of a file, or of the shipped one of that name; folders are looked up from the current folder, then from
-    the file's.
+    """Load online-learning settings from a file, or from the shipped file of that name.
 
-    Raises: ConfigError with every problem; SettingsError for a model folder that is not there.
+    Folders are looked up in the current folder, then in the file's folder.
+    Raises: ConfigError listing every problem; SettingsError for a missing model folder.
     """
     settings, folder = read_settings_file(
         OnlineSettings, path, overrides, shipped_name=ONLINE_CONFIG
@@ -110,7 +106,7 @@ def load_online_settings(path: str | Path, overrides: Iterable[str] = ()) -> Onl
 
 
 def _resolve_online_paths(settings: OnlineSettings, folder: Path) -> OnlineSettings:
-    """Absolute folders; a model that is no folder here is a name of the hub."""
+    """Make folders absolute. A model name without a local folder stays a hub name."""
     model, reward_model = settings.model, settings.reward_model
     if model.path is not None:
         model = dataclasses.replace(

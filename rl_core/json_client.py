@@ -108,11 +108,12 @@ class JsonConnections:
                 answer, data = self._send_request(connection, method, path, body)
             except (OSError, http.client.HTTPException) as error:
                 self._release_connection(connection, is_open=False)
+                # the server closed it while idle
                 if (
                     is_used
                     and isinstance(error, _STALE_CONNECTION_ERRORS)
                     and self._num_closes == cuts
-                ):  # the server closed it while idle
+                ):
                     continue
                 raise ServerUnavailable(
                     f"{self.base_url}{path}: {_describe_error(error)}"

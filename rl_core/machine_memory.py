@@ -10,10 +10,11 @@ if TYPE_CHECKING:
     import torch
 
 
+# of a container, v2 and v1
 _CONTAINER_LIMITS = (
     "/sys/fs/cgroup/memory.max",
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-)  # of a container, v2 and v1
+)
 
 
 def measure_machine_memory(device: torch.device | None = None) -> int:

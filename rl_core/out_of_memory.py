@@ -115,9 +115,8 @@ class MemoryFit:
                     except Exception as error:
                         if not is_out_of_memory(error):
                             raise
-                        problem = format_first_line(
-                            error
-                        )  # the error itself would keep its tensors alive
+                        # the error itself would keep its tensors alive
+                        problem = format_first_line(error)
                     halves = halve_batch(batch)
                     if halves is None:
                         raise OutOfMemory(

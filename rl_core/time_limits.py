@@ -75,9 +75,8 @@ def call_with_timeout(
         except BaseException as error:
             outcome.append((None, error))
 
-    thread = threading.Thread(
-        target=work, daemon=True, name=name
-    )  # daemon: exit does not wait for it
+    # daemon: exit does not wait for it
+    thread = threading.Thread(target=work, daemon=True, name=name)
     thread.start()
     thread.join(seconds)
     while counts_cpu_time and thread.is_alive() and _measure_cpu_seconds(thread) < seconds:

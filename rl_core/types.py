@@ -35,9 +35,8 @@ class Conversation:
     """Messages that a chat answer replied to, as the chat template was given them."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # schemas that the template described; [] = none
+    # schemas that the template described; [] = none
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 class StopReason(StrEnum):
@@ -71,12 +70,10 @@ class Turn:
     num_tokens: int = (
         0  # tokens that the policy sampled in this turn, its end-of-turn token included
     )
-    more_calls: list[ToolCall] = field(
-        default_factory=list
-    )  # calls after `tool_call`, of a turn with several
-    info: dict[str, Any] = field(
-        default_factory=dict
-    )  # what the environment told of this step (`Step.info`)
+    # calls after `tool_call`, of a turn with several
+    more_calls: list[ToolCall] = field(default_factory=list)
+    # what the environment told of this step (`Step.info`)
+    info: dict[str, Any] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -134,9 +131,8 @@ class Trajectory:
         None  # the answer follows from what was observed; None = the environment cannot tell
     )
     temperature: float = 1.0  # at which its tokens were drawn; 0 = greedy
-    row: dict[str, Any] = field(
-        default_factory=dict
-    )  # columns of the data row behind the episode; {} = it has none
+    # columns of the data row behind the episode; {} = it has none
+    row: dict[str, Any] = field(default_factory=dict)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -172,12 +168,10 @@ class Rollout:
     """
 
     prompt_ids: list[int]  # [prompt tokens]
-    completion_ids: list[
-        int
-    ]  # [T] every token after the prompt: sampled ones and observations, in order
-    loss_mask: list[
-        bool
-    ]  # [T] True = the policy sampled this token (its end-of-turn tokens included)
+    # [T] every token after the prompt: sampled ones and observations, in order
+    completion_ids: list[int]
+    # [T] True = the policy sampled this token (its end-of-turn tokens included)
+    loss_mask: list[bool]
     # [T] nats, log softmax(logits / temperature) of the sampling policy (penalised, over kept tokens alone, where
     # evaluation restricts its sampling); 0.0 at observations. Greedy tokens (temperature 0) have no such
     # distribution: theirs are at temperature 1
@@ -185,9 +179,8 @@ class Rollout:
     trajectory: Trajectory
     is_truncated: bool = False  # True = cut by a limit, not ended by the environment
     is_masked: bool = False  # True = no reward could be computed: it carries no loss
-    context_starts: list[int] = field(
-        default_factory=list
-    )  # indices into completion_ids, rising; [] = one context
+    # indices into completion_ids, rising; [] = one context
+    context_starts: list[int] = field(default_factory=list)
     # (sampled tokens before it, policy version) of asynchronous rollouts, rising; [] = one version for all tokens
     version_starts: list[tuple[int, int]] = field(default_factory=list)
 
@@ -276,9 +269,8 @@ class TrainBatch:
     sampler_logprobs_BS: torch.Tensor | None = None
     # int64 [B, S], only where rows hold several sequences: 0 begins a sequence, which attends to itself alone
     position_ids_BS: torch.Tensor | None = None
-    rows: list[int] = field(
-        default_factory=list
-    )  # [B] index of each row in the list that it was made from; [] packed
+    # [B] index of each row in the list that it was made from; [] packed
+    rows: list[int] = field(default_factory=list)
     # float32 [B, S] above 0: log-probs and entropies are those of softmax(logits / temperature); None = 1 everywhere
     temperatures_BS: torch.Tensor | None = None
 

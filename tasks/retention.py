@@ -1,14 +1,11 @@
-"""Reachability analysis for garbage collection: a pipeline's runs, versions and finished stages as a graph.
+"""Garbage collection behind `posttrain gc`: what is still needed, what to remove, and the bytes that this frees.
 
-Reachable are the newest runs (a sweep with its trials is one), every run that is open (it waits for approval, or lives
-on another machine), every version with an alias, the champion before the present one (`posttrain promote` goes back to
-it), and the ancestors of all of these: the version and the model that training began with, the reward model, the data,
-and the runs that made them. Edges are the inputs' digests that every stage run is tagged with. If a stage's inputs are
-no longer known, everything that might have been one is kept.
-
-The plan behind `posttrain gc`: removals from a pipeline's folder and from the store, and the bytes they free.
-
-Reachability is analysed in tasks/retention.py; whatever is unreachable is removed.
+A pipeline's runs, versions and finished stages form a graph. Needed are: the newest runs (a sweep with its trials
+counts as one); every open run (waiting for approval, or running on another machine); every version with an alias; the
+previous champion, to which `posttrain promote` can go back; and all their ancestors: the version and the model with
+which training began, the reward model, the data, and the runs that made them. Edges are the digests of inputs with
+which every stage run is tagged. If a stage's inputs are unknown, everything that may have been an input is kept.
+Everything else is removed from the pipeline's folder and from the store.
 """
 
 from __future__ import annotations
@@ -40,24 +37,25 @@ from tasks.tracking.removal import (
     list_stored_runs,
     list_unfinished_removals,
 )
+from tasks.tracking.replay import read_start_record
 
 logger = logging.getLogger(__name__)
 
 STAGE_KEY_PATTERN = re.compile(r"[0-9a-f]{16}")
 _VERSION_REFERENCE = re.compile(r"models:/(.+)/(\d+)")
+_SHORT_DIGEST_LENGTH = 16  # hexadecimal digits with which run tags name inputs
 
 
 @dataclass(frozen=True)
 class _FinishedStageFolder:
-    """A finished stage."""
+    """Folder of a finished stage."""
 
     path: Path
     stage: str
     key: str
-    digests: frozenset[
-        str
-    ]  # first 16 digits of what a later stage may name it by: its content, its models
-    inputs: frozenset[str] | None  # first 16 digits; None = not known
+    # short digests by which later stages name it: of its content and its models
+    digests: frozenset[str]
+    inputs: frozenset[str] | None  # short digests; None = unknown
     run_id: str
 
 
@@ -66,18 +64,15 @@ class RetentionGraph:
 
     def __init__(self, tracking: Tracking, home: Path) -> None:
         self.tracking, self.home, self.name = tracking, home, home.name
-        records = [
-            record for record in list_recorded_runs(home.parent) if record.pipeline == home.name
-        ]
+        recorded = list_recorded_runs(home.parent)
+        records = [record for record in recorded if record.pipeline == home.name]
         sweeps = list_recorded_sweeps(home)
         self.sweeps = {record.folder for record in sweeps}
         self.records = sorted([*records, *sweeps], key=lambda record: record.started, reverse=True)
         quoted = home.name.replace("'", "")
-        self.runs = {
-            run.run_id: run
-            for run in list_stored_runs(tracking.store, f"tags.pipeline = '{quoted}'")
-        }
-        self.trees: dict[str, list[str]] = {}
+        stored = list_stored_runs(tracking.store, f"tags.pipeline = '{quoted}'")
+        self.runs = {run.run_id: run for run in stored}
+        self.trees: dict[str, list[str]] = {}  # root run -> its runs
         for run in self.runs.values():
             self.trees.setdefault(self._find_root_run(run.run_id), []).append(run.run_id)
         registry = tracking.registry
@@ -88,59 +83,53 @@ class RetentionGraph:
             if version.tags.get("pipeline") == home.name
         }
         self.folders = {folder.path: folder for folder in _list_finished_stages(home, self.runs)}
-        self.retained_run_trees: set[str] = (
-            set()
-        )  # pipeline runs and sweeps of which everything stays
+        self.retained_run_trees: set[str] = set()  # pipeline runs and sweeps retained completely
         self.needed_stage_runs: set[str] = set()  # stage runs that made something needed
         self.needed_versions: set[tuple[str, int]] = set()
         self.needed_folders: set[Path] = set()
-        self.live_keys: set[str] = set()  # of stages that the newest runs are at, finished or not
-
-    # -- where it starts ----------------------------------------------------------------------------------------
+        self.live_keys: set[str] = set()  # keys of the newest runs' stages, finished or not
 
     def mark_newest_runs(self, keep: int) -> None:
-        """The newest runs, those that go on elsewhere, and those that this folder knows nothing of."""
-        ours = {record.run_id for record in self.records}
+        """Mark the newest runs, those that are still running, and those without a record in this folder."""
+        recorded_ids = {record.run_id for record in self.records}
         for number, record in enumerate(self.records):
             if number < keep or record.status == "running":
                 self.retained_run_trees.add(record.run_id)
                 self._mark_recorded_run(record)
         for tree in self.trees:
-            if tree not in ours:
+            if tree not in recorded_ids:
                 self.retained_run_trees.add(tree)
 
     def _mark_recorded_run(self, record: PipelineRunRecord) -> None:
-        """Follow a run's inputs by its own journals, since the store may have been away."""
+        """Mark the stages that a run used, by its journals, because the store may have been unreachable."""
         folders = [record.folder]
         if record.folder in self.sweeps:
-            folders = [
-                path.parent.parent
-                for path in record.folder.glob("trials/*/runs/*/.tracking/events.jsonl")
-            ]
-        sources = {
-            value
-            for folder in folders
-            for tag, value in _read_journal_tags(folder).items()
-            if tag.startswith("cached.")
-        }
+            trials = record.folder.glob("trials/*/runs/*/.tracking/events.jsonl")
+            folders = [path.parent.parent for path in trials]
+        sources: set[str] = set()
+        for folder in folders:
+            sources |= _select_cached_keys(_read_journal_tags(folder))
         parents = set(map(str, folders))
         for journal in (self.home / "stages").glob("*/*.tracking"):
-            start = next((event for event, _ in read_lines(build_events_path(journal))), {})
-            if start.get("parent_folder") in parents:
+            if read_start_record(journal).get("parent_folder") in parents:
                 sources.add(journal.name.partition(".")[0])
         self.live_keys |= sources
-        self.needed_folders |= {
-            p for p, folder in self.folders.items() if {folder.key, folder.run_id} & sources
+        self.needed_folders |= self._find_folders(sources)
+
+    def _find_folders(self, sources: set[str]) -> set[Path]:
+        """Find the finished stages whose key or run is in `sources`."""
+        return {
+            path for path, folder in self.folders.items() if {folder.key, folder.run_id} & sources
         }
 
     def mark_needed_versions(self) -> None:
-        """Versions with an alias, those that wait for approval, the champion before this one; with their runs."""
+        """Mark versions with an alias, those that wait for approval, and the previous champion, with their runs."""
         for (name, number), version in self.versions.items():
             if version.aliases or version.tags.get("approval.state") == "waiting":
                 self.needed_versions.add((name, number))
-            before = version.tags.get("gate.champion_before", "")
-            if "champion" in version.aliases and before.isdigit():
-                self.needed_versions.add((name, int(before)))
+            previous = version.tags.get("gate.champion_before", "")
+            if "champion" in version.aliases and previous.isdigit():
+                self.needed_versions.add((name, int(previous)))
         for key in self.needed_versions & set(self.versions):
             run = self.runs.get(self.versions[key].run_id or "")
             if run is not None:
@@ -148,48 +137,41 @@ class RetentionGraph:
 
     def mark_used_by_other_pipelines(self) -> None:
         """Mark the starting points of other pipelines: versions of this one, and folders that their settings name."""
-        for run in list_stored_runs(
-            self.tracking.store, "tags.parent_model_version LIKE 'models:/%'"
-        ):
+        condition = "tags.parent_model_version LIKE 'models:/%'"
+        for run in list_stored_runs(self.tracking.store, condition):
             if run.run_id not in self.runs:
                 self._mark_referenced_version(run.tags["parent_model_version"])
         for record in list_recorded_runs(self.home.parent):
             path = ((record.settings or {}).get("model") or {}).get("path")
             if record.pipeline != self.name and isinstance(path, str):
-                self.needed_folders |= {
-                    folder for folder in self.folders if folder in Path(path).absolute().parents
-                }
+                parents = Path(path).absolute().parents
+                self.needed_folders |= {folder for folder in self.folders if folder in parents}
 
     def _find_root_run(self, run_id: str) -> str:
-        """The pipeline run that a run is of, or the sweep."""
+        """Return the pipeline run or sweep to which a run belongs."""
         while run_id in self.runs and self.runs[run_id].parent:
             run_id = self.runs[run_id].parent
         return run_id
 
-    # -- where it leads -----------------------------------------------------------------------------------------
-
     @property
     def needed_runs(self) -> set[str]:
         """Pipeline runs that stay in the store, with all their stage runs."""
-        return self.retained_run_trees | {
-            self._find_root_run(run_id) for run_id in self.needed_stage_runs
-        }
+        roots = {self._find_root_run(run_id) for run_id in self.needed_stage_runs}
+        return self.retained_run_trees | roots
 
     @property
     def retained_runs(self) -> set[str]:
-        """Runs of which everything stays that they used or made."""
-        return self.needed_stage_runs | {
-            run_id for tree in self.retained_run_trees for run_id in self.trees.get(tree, [])
-        }
+        """Runs whose inputs and outputs all stay."""
+        runs = set(self.needed_stage_runs)
+        for tree in self.retained_run_trees:
+            runs.update(self.trees.get(tree, []))
+        return runs
 
     def mark_ancestors(self) -> None:
-        """Add what the needed came from, until nothing is added."""
+        """Mark the ancestors of everything needed, until nothing is added."""
         size = -1
-        while size != (
-            size := len(self.needed_stage_runs)
-            + len(self.needed_versions)
-            + len(self.needed_folders)
-        ):
+        while size != (new_size := self._count_needed()):
+            size = new_size
             for run_id in self.retained_runs:
                 self._mark_run_inputs(self.runs[run_id])
             for key in list(self.needed_versions):
@@ -197,12 +179,12 @@ class RetentionGraph:
             for path in list(self.needed_folders):
                 self._mark_folder_inputs(self.folders[path])
 
+    def _count_needed(self) -> int:
+        return len(self.needed_stage_runs) + len(self.needed_versions) + len(self.needed_folders)
+
     def _mark_run_inputs(self, run: StoredRun) -> None:
-        sources = {value for tag, value in run.tags.items() if tag.startswith("cached.")}
-        sources |= {run.tags.get("stage_key", ""), run.run_id}
-        self.needed_folders |= {
-            path for path, folder in self.folders.items() if {folder.key, folder.run_id} & sources
-        }
+        sources = _select_cached_keys(run.tags) | {run.tags.get("stage_key", ""), run.run_id}
+        self.needed_folders |= self._find_folders(sources)
         self._mark_referenced_version(run.tags.get("parent_model_version", ""))
         self.needed_versions |= {
             key for key, version in self.versions.items() if version.run_id == run.run_id
@@ -218,9 +200,8 @@ class RetentionGraph:
 
     def _mark_folder_inputs(self, folder: _FinishedStageFolder) -> None:
         self._mark_run(folder.run_id)
-        if (
-            folder.stage in list_result_stages()
-        ):  # at models of other runs, the champion of that time among them
+        # Result stages read models of other runs, such as the champion of that time; these are not retained.
+        if folder.stage in list_result_stages():
             return
         for path, other in self.folders.items():
             if folder.inputs is None or other.digests & folder.inputs:
@@ -244,32 +225,30 @@ def _list_finished_stages(home: Path, runs: dict[str, StoredRun]) -> Iterator[_F
             manifest = read_manifest(path)
             summary: dict[str, Any] = json.loads((path / "summary.json").read_text())
         except (CorruptError, OSError, ValueError) as error:
-            logger.warning("%s is left alone: %s", path, error)
+            logger.warning("%s is skipped: %s", path, error)
             continue
         run_id = str(summary.get("run_id", ""))
-        tags = _read_journal_tags(path.with_name(f"{path.name}.tracking")) or (
-            runs[run_id].tags if run_id in runs else {}
-        )
-        known = {value for tag, value in tags.items() if tag.startswith("input.")}
-        models = [
+        tags = _read_journal_tags(path.with_name(f"{path.name}.tracking"))
+        if not tags and run_id in runs:
+            tags = runs[run_id].tags
+        inputs = frozenset(value for tag, value in tags.items() if tag.startswith("input."))
+        digests = [compute_content_digest(manifest), compute_model_digest(manifest)]
+        digests += [
             compute_model_digest(manifest, f"{EPOCH_MODELS}/{epoch}/")
             for epoch in list_saved_epochs(path)
         ]
-        digests = frozenset(
-            digest[:16]
-            for digest in (
-                compute_content_digest(manifest),
-                compute_model_digest(manifest),
-                *models,
-            )
-        )
         yield _FinishedStageFolder(
-            path, path.parent.name, path.name, digests, frozenset(known) if tags else None, run_id
+            path=path,
+            stage=path.parent.name,
+            key=path.name,
+            digests=frozenset(digest[:_SHORT_DIGEST_LENGTH] for digest in digests),
+            inputs=inputs if tags else None,
+            run_id=run_id,
         )
 
 
 def compute_model_digest(manifest: dict[str, Any], prefix: str = "model/") -> str:
-    """As `digest_folder` of a model folder within, from the manifest alone."""
+    """Compute `digest_folder` of a model folder within a stage, from the stage's manifest alone."""
     files = {
         name.removeprefix(prefix): entry
         for name, entry in manifest["files"].items()
@@ -287,15 +266,19 @@ def _read_journal_tags(journal: Path) -> dict[str, str]:
     return tags
 
 
+def _select_cached_keys(tags: dict[str, str]) -> set[str]:
+    """Select the keys of the cached stages that a run used."""
+    return {value for tag, value in tags.items() if tag.startswith("cached.")}
+
+
 @dataclass(frozen=True)
 class PlannedRemoval:
-    """One removal."""
+    """Removal of one item."""
 
-    kind: (
-        str  # run, sweep, stage, unfinished stage, journal, version, download, token ids, set aside
-    )
+    # run, sweep, stage, unfinished stage, journal, version, download, token ids, set aside
+    kind: str
     label: str
-    bytes: int  # that are free once all items of the plan are gone
+    bytes: int  # freed once all items of the plan are removed
 
 
 @dataclass
@@ -303,9 +286,8 @@ class RetentionPlan:
     """Removals, and the bytes that they free."""
 
     items: list[PlannedRemoval] = field(default_factory=list)
-    paths: list[Path] = field(
-        default_factory=list
-    )  # of the pipeline's folder; artifacts whose removal was cut off
+    # in the pipeline's folder; interrupted removals of artifacts
+    paths: list[Path] = field(default_factory=list)
     runs: list[StoredRun] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
     models: list[StoredModel] = field(default_factory=list)
@@ -316,15 +298,15 @@ class RetentionPlan:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the plan frees in all."""
+        """Total number of bytes that the plan frees."""
         return sum(item.bytes for item in self.items)
 
 
 def plan_retention(tracking: Tracking, home: Path, keep: int) -> RetentionPlan:
-    """Decide for one pipeline's folder; the caller holds its lock. Changes nothing.
+    """Plan the removals from one pipeline. The caller holds the folder's lock. Changes nothing.
 
     Args:
-        keep: newest runs that stay with all they used.
+        keep: number of newest runs that stay with everything they used.
     """
     graph = RetentionGraph(tracking, home)
     graph.mark_newest_runs(keep)
@@ -335,7 +317,7 @@ def plan_retention(tracking: Tracking, home: Path, keep: int) -> RetentionPlan:
 
 
 class _RetentionPlanner:
-    """Turns what is not needed into paths, runs and versions, with their sizes."""
+    """Planner that converts unneeded objects to paths, runs and versions, with their sizes."""
 
     def __init__(self, tracking: Tracking, home: Path, graph: RetentionGraph) -> None:
         self.tracking, self.home, self.graph = tracking, home, graph
@@ -344,7 +326,7 @@ class _RetentionPlanner:
         self._plan = RetentionPlan()
 
     def build_plan(self) -> RetentionPlan:
-        """The whole plan."""
+        """Build the complete plan."""
         graph, plan = self.graph, self._plan
         plan.retained_versions = [
             f"{name}/{number}"
@@ -361,73 +343,70 @@ class _RetentionPlanner:
             for path in paths:
                 self.sizes.add_path(path)
         plan.items = [
-            PlannedRemoval(what, label, sum(map(self.sizes.count_freed_bytes, paths)))
-            for what, label, paths in self._items
+            PlannedRemoval(kind, label, sum(map(self.sizes.count_freed_bytes, paths)))
+            for kind, label, paths in self._items
         ]
         return plan
 
-    def _add_removal(self, what: str, label: str, *paths: Path | None, own: bool = True) -> None:
-        found = [path for path in paths if path is not None]
-        self._items.append((what, label, found))
-        if own:
-            self._plan.paths += found
+    def _add_removal(
+        self, kind: str, label: str, *paths: Path | None, in_folder: bool = True
+    ) -> None:
+        """Add an item. `in_folder`: its paths are removed as files; otherwise the store removes them."""
+        known = [path for path in paths if path is not None]
+        self._items.append((kind, label, known))
+        if in_folder:
+            self._plan.paths += known
 
     def _plan_runs(self) -> None:
         graph = self.graph
         records = {record.run_id: record for record in graph.records}
-        gone = [tree for tree in graph.trees if tree not in graph.needed_runs]
-        for tree in sorted(
-            gone, key=lambda tree: graph.runs[tree].name if tree in graph.runs else tree
-        ):
+        names = {
+            tree: graph.runs[tree].name if tree in graph.runs else tree for tree in graph.trees
+        }
+        unneeded = [tree for tree in graph.trees if tree not in graph.needed_runs]
+        for tree in sorted(unneeded, key=lambda tree: names[tree]):
             runs = [graph.runs[run_id] for run_id in graph.trees[tree]]
             traces = list_run_traces(self.tracking.store, runs)
             for experiment, ids in traces.items():
                 self._plan.traces.setdefault(experiment, []).extend(ids)
             self._plan.runs += sorted(runs, key=lambda run: run.parent == "")  # stages first
-            name = graph.runs[tree].name if tree in graph.runs else tree
-            count = sum(map(len, traces.values()))
-            label = f"{name} ({len(runs)} MLflow runs{f', {count} traces' if count else ''})"
-            self._add_removal("run", label, *(run.artifacts for run in runs), own=False)
+            num_traces = sum(map(len, traces.values()))
+            traces_text = f", {num_traces} traces" if num_traces else ""
+            label = f"{names[tree]} ({len(runs)} MLflow runs{traces_text})"
+            self._add_removal("run", label, *(run.artifacts for run in runs), in_folder=False)
             if tree in records:
-                self._add_removal(
-                    self._classify_record(records[tree]),
-                    records[tree].started,
-                    records[tree].folder,
-                )
-        for record in graph.records:  # runs that the store never knew, or has lost
+                self._add_record_removal(records[tree])
+        for record in graph.records:  # runs that the store never had, or has lost
             if record.run_id not in graph.trees and record.run_id not in graph.needed_runs:
-                self._add_removal(self._classify_record(record), record.started, record.folder)
+                self._add_record_removal(record)
 
-    def _classify_record(self, record: PipelineRunRecord) -> str:
-        return "sweep" if record.folder in self.graph.sweeps else "journal"
+    def _add_record_removal(self, record: PipelineRunRecord) -> None:
+        kind = "sweep" if record.folder in self.graph.sweeps else "journal"
+        self._add_removal(kind, record.started, record.folder)
 
     def _plan_versions(self) -> None:
-        """Versions, and logged models that belong to none that stays."""
+        """Plan the removal of versions, and of logged models that belong to no retained version."""
         graph = self.graph
-        kept = {
+        retained_runs = graph.retained_runs | {
             version.run_id
             for key, version in graph.versions.items()
             if key in graph.needed_versions
         }
         experiments = {run.experiment_id for run in graph.runs.values()}
-        models: dict[str, list[StoredModel]] = {}
+        models: dict[str, list[StoredModel]] = {}  # by run
         for model in list_stored_models(self.tracking.store, experiments):
-            if model.run_id in graph.runs and model.run_id not in kept | graph.retained_runs:
+            if model.run_id in graph.runs and model.run_id not in retained_runs:
                 models.setdefault(model.run_id, []).append(model)
-        self._plan.models += [model for found in models.values() for model in found]
+                self._plan.models.append(model)
         for (name, number), version in sorted(graph.versions.items()):
             if (name, number) not in graph.needed_versions:
                 self._plan.versions.append((name, number))
-                found = models.pop(version.run_id or "", [])
-                self._add_removal(
-                    "version",
-                    f"{name} version {number}",
-                    *(model.folder for model in found),
-                    own=False,
-                )
-        for found in models.values():
-            for model in found:
-                self._add_removal("logged model", model.model_id, model.folder, own=False)
+                folders = [model.folder for model in models.pop(version.run_id or "", [])]
+                label = f"{name} version {number}"
+                self._add_removal("version", label, *folders, in_folder=False)
+        for run_models in models.values():
+            for model in run_models:
+                self._add_removal("logged model", model.model_id, model.folder, in_folder=False)
         for path in list_unfinished_removals(self.tracking.store, experiments):
             self._add_removal("set aside", path.name, path)
 
@@ -435,58 +414,64 @@ class _RetentionPlanner:
         graph = self.graph
         live = {graph.runs[run_id].tags.get("stage_key", "") for run_id in graph.retained_runs}
         live |= graph.live_keys | {path.name for path in graph.needed_folders}
-        gone: dict[tuple[str, str], dict[str, Path]] = {}
+        unneeded: dict[tuple[str, str], dict[str, Path]] = {}
         for path in sorted((self.home / "stages").glob("*/*")):
-            key, _, kind = path.name.partition(".")
+            key, _, suffix = path.name.partition(".")
             if path.is_symlink():
                 continue
-            if path.name.startswith(TRASH_PREFIX) or kind.startswith("corrupt-"):
+            if path.name.startswith(TRASH_PREFIX) or suffix.startswith("corrupt-"):
                 self._add_removal("set aside", f"{path.parent.name} {path.name}", path)
             elif not STAGE_KEY_PATTERN.fullmatch(key) or key in live:
                 continue
-            elif path in graph.folders or kind in ("open", "tracking", "lock"):
-                gone.setdefault((path.parent.name, key), {})[kind] = path
-        for (stage, key), paths in gone.items():
-            what = "stage" if "" in paths else "unfinished stage" if "open" in paths else "journal"
-            self._add_removal(what, f"{stage} {key}", *paths.values())
+            elif path in graph.folders or suffix in ("open", "tracking", "lock"):
+                unneeded.setdefault((path.parent.name, key), {})[suffix] = path
+        for (stage, key), paths in unneeded.items():
+            kind = "unfinished stage" if "open" in paths else "journal"
+            if "" in paths:
+                kind = "stage"
+            self._add_removal(kind, f"{stage} {key}", *paths.values())
 
     def _plan_downloads(self) -> None:
-        """Copies of registered versions of which nothing needs the original."""
-        kept = tuple(
+        """Plan the removal of copies of registered versions that nothing needs."""
+        needed = tuple(
             f"{name.replace(' ', '_')}-v{number}-" for name, number in self.graph.needed_versions
         )
-        for place in ("champions", "base_models"):
-            for path in sorted((self.home / place).glob("*-v*-*")):
-                if path.is_dir() and not path.name.startswith(kept or ("\0",)):
+        for folder in ("champions", "base_models"):
+            for path in sorted((self.home / folder).glob("*-v*-*")):
+                if path.is_dir() and not path.name.startswith(needed):
                     self._add_removal("download", path.name, path)
 
     def _plan_token_caches(self) -> None:
-        """Token ids of rows that no data stage that stays has written; they can be made again."""
-        data = {path for path in self.graph.needed_folders if path.parent.name == "prepare_data"}
+        """Plan the removal of token ids of rows that no retained data stage has written. They can be recomputed."""
         sources = {
-            entry["sha256"] for path in data for entry in read_manifest(path)["files"].values()
+            entry["sha256"]
+            for path in self.graph.needed_folders
+            if path.parent.name == "prepare_data"
+            for entry in read_manifest(path)["files"].values()
         }
-        for path in find_orphaned_entries(
-            self.home / "stages" / "prepare_data" / TOKEN_CACHE_FOLDER, sources
-        ):
+        cache = self.home / "stages" / "prepare_data" / TOKEN_CACHE_FOLDER
+        for path in find_orphaned_entries(cache, sources):
             self._add_removal("token ids", path.name, path)
 
 
 class _DiskUsage:
-    """Bytes that are free when all paths are gone: a file with a link elsewhere frees none, in two items once."""
+    """Bytes that are freed by removing all added paths.
+
+    A file with a hard link elsewhere frees nothing; a file in two items counts once.
+    """
 
     def __init__(self) -> None:
         self._links: dict[tuple[int, int], int] = {}
         self._counted: set[tuple[int, int]] = set()
 
     def add_path(self, path: Path) -> None:
-        """Note that a path goes."""
+        """Add a path that will be removed."""
         for stat in _stat_files(path):
             node = (stat.st_dev, stat.st_ino)
             self._links[node] = self._links.get(node, 0) + 1
 
     def count_freed_bytes(self, path: Path) -> int:
-        """Bytes that a path frees, once every path was added."""
+        """Count the bytes that a path frees, after all paths were added."""
         total = 0
         for stat in _stat_files(path):
             node = (stat.st_dev, stat.st_ino)
@@ -497,5 +482,5 @@ class _DiskUsage:
 
 
 def _stat_files(path: Path) -> Iterable[Any]:
-    places = path.rglob("*") if path.is_dir() else [path]
-    return [place.lstat() for place in places if place.is_file() and not place.is_symlink()]
+    paths = path.rglob("*") if path.is_dir() else [path]
+    return [file.lstat() for file in paths if file.is_file() and not file.is_symlink()]

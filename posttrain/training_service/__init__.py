@@ -1,7 +1,8 @@
-"""Training service above the engine: HTTP server, durable store, engine process.
+"""Training service: an HTTP server, a durable store and a worker process around the training engine.
 
-wire        bodies of the clients' requests as the engine's requests, its answers as bodies
-store       durable state that server and worker share: requests, runs, samplers, checkpoints, sessions, keys, audit
-worker      the process that computes: order, batches, snapshots, replay after a kill
-commands    saving, loading and unloading as plain data, beside the engine's requests
+http        HTTP routes over the store
+wire        translation between request bodies and engine requests, results and response bodies
+store       durable state shared by server and worker: requests, runs, samplers, checkpoints, sessions, keys, audit
+worker      process that computes: ordering, batching, snapshots, replay after a crash
+commands    requests for saving, loading and unloading, in addition to the engine's requests
 """

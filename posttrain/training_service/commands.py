@@ -1,6 +1,7 @@
-"""Requests about saved weights and samplers, and their answers: plain data beside `rl_core.service.requests`.
+"""Plain-data requests about saved weights and samplers, and their results.
 
-Paths are `tinker://<model_id>/<weights|sampler_weights|external_weights>/<name>`; the worker finds the folders.
+They complement `rl_core.service.requests`. Paths are
+`tinker://<model_id>/<weights|sampler_weights|external_weights>/<name>`; the worker resolves the folders.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from rl_core.service.results import ForwardBackwardResult, OptimStepResult, Samp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RunMessage:
-    """A training run."""
+    """Message about one training run."""
 
     model_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveWeights(_RunMessage):
-    """Save a run: with optimizer (`weights`), or as a Hugging Face or peft folder (`external_weights`)."""
+    """Request to save a run: with optimizer (`weights`), or as a Hugging Face or peft folder (`external_weights`)."""
 
-    path: str  # where it will be
+    path: str  # destination
     overwrite: bool = False
     ttl_seconds: float | None = None
     external: bool = False
@@ -39,26 +40,26 @@ class SaveWeights(_RunMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveForSampler(_RunMessage):
-    """Save weights to sample from: under a path, or for one new sampler."""
+    """Request to save weights for sampling: under a path, or for one new sampler."""
 
-    path: str | None = None  # given: a named save
-    sampler_id: str | None = None  # given: the sampler that is made of it
+    path: str | None = None  # set for a named save
+    sampler_id: str | None = None  # set when a sampler is created from the weights
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeights(_RunMessage):
-    """Load saved weights into a run, which is made where it does not exist."""
+    """Request to load saved weights into a run, which is created if it does not exist."""
 
     path: str
     optimizer: bool
-    kind: OptimizerKind | None = None  # of a new run that gets the weights alone
+    kind: OptimizerKind | None = None  # optimizer of a new run that loads only the weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSampler:
-    """A sampler of a base model, or of saved weights."""
+    """Request for a sampler of a base model, or of saved weights."""
 
     sampler_id: str
     base: str | None = None
@@ -66,36 +67,36 @@ class OpenSampler:
 
 
 class UnloadModel(_RunMessage):
-    """End a run; what was saved of it stays."""
+    """Request to end a run; its saved weights stay."""
 
 
 class ModelCreated(_RunMessage):
-    """A new run."""
+    """Confirmation of a new run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSaved:
-    """A path that now exists."""
+    """Path at which weights are now saved."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLoaded(_RunMessage):
-    """A run that now has the weights of a path."""
+    """Run that now holds the weights of a path."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOpened:
-    """A sampler that can be asked."""
+    """Sampler that accepts requests."""
 
     sampler_id: str
 
 
 class ModelUnloaded(_RunMessage):
-    """A run that is over."""
+    """Run that has ended."""
 
 
 Command = (

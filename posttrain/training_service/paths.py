@@ -1,15 +1,13 @@
-"""Paths of saved weights, `tinker://<training run>/<kind>/<name>`, and their folders.
+"""Paths of saved weights, `tinker://<training run>/<kind>/<name>`, and the folder layout of a service.
 
-Places of a service's files below its folder.
-
-service.db                              the store, unless a setting names another
-worker.lock                             held by the one worker
+service.db                              store, unless a setting names another
+worker.lock                             lock held by the single worker
 snapshots/RUN/                          newest states of a run, for replay
 weights/RUN/weights/NAME                saved paths, with the optimizer
 weights/RUN/sampler_weights/NAME        saved paths for samplers
 weights/RUN/external_weights/NAME       Hugging Face or peft folders
-weights/RUN/samplers/NAME               weights of one sampler: without a path, or of a path that has others now
-weights/RUN/published/SEQ               weights that in-flight samplers have
+weights/RUN/samplers/NAME               private weights of one sampler: saved without a path, or a path rewritten since
+weights/RUN/published/SEQ               weights of in-flight samplers
 staging/                                model folders on their way to the registry
 """
 
@@ -29,14 +27,15 @@ CHECKPOINT_TYPES = {
     "sampler_weights": "sampler",
     "external_weights": "external",
 }
+SAMPLER_FOLDER_PART = "/samplers/"  # part of the path of weights that belong to a single sampler
 _PREFIX = "tinker://"
-# No separator, nothing hidden, no `..`, as long as folders may be named.
+# No separators, no hidden names, no `..`; at most 200 characters.
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:=+@-]{0,199}")
 
 
 @dataclass(frozen=True, slots=True)
 class TinkerPath:
-    """Saved weights of a training run."""
+    """Location of a training run's saved weights."""
 
     run: str
     kind: WeightsKind
@@ -47,16 +46,16 @@ class TinkerPath:
 
     @property
     def checkpoint_id(self) -> str:
-        """Kind and name, as addresses of the REST interface have them."""
+        """Kind and name, as used in REST addresses."""
         return f"{self.kind}/{self.name}"
 
     def resolve_folder(self, root: Path) -> Path:
-        """Folder of the weights below the service's folder."""
+        """Return the folder of the weights below the service's folder."""
         return root / "weights" / self.run / self.kind / self.name
 
 
 def check_path_name(name: str, key: str = "path") -> str:
-    """A name that a folder may have. Raises: ServiceError (user)."""
+    """Return the name if a folder may have it. Raises: ServiceError (user)."""
     if not _NAME_PATTERN.fullmatch(name):
         raise ServiceError(
             f"{key}: {name[:200]!r} cannot be a name; use letters, digits and . _ : = + @ -, at most 200, the first a "
@@ -67,83 +66,74 @@ def check_path_name(name: str, key: str = "path") -> str:
 
 
 def is_tinker_path(name: str) -> bool:
-    """True = a path of saved weights is meant, not the name of a model."""
+    """Return whether the text is a path of saved weights and not the name of a model."""
     return name.startswith(_PREFIX)
 
 
 def parse_tinker_path(path: str) -> TinkerPath:
-    """Raises: ServiceError (user) for any text that is no path of saved weights."""
+    """Parse a path of saved weights. Raises: ServiceError (user) for any other text."""
     parts = path.removeprefix(_PREFIX).split("/")
     if not path.startswith(_PREFIX) or len(parts) != 3 or parts[1] not in CHECKPOINT_TYPES:
         raise ServiceError(
             f"path: {path[:200]!r} is not tinker://RUN/{'|'.join(CHECKPOINT_TYPES)}/NAME", "user"
         )
     run, kind, name = parts
-    for kind_known in CHECKPOINT_TYPES:
-        if kind == kind_known:
-            return TinkerPath(check_path_name(run), kind_known, check_path_name(name))  # type: ignore[arg-type]
-    raise AssertionError(kind)
-
-
-SAMPLER_FOLDER_PART = "/samplers/"  # part of the path of weights that one sampler alone reads
+    return TinkerPath(check_path_name(run), kind, check_path_name(name))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceFolder:
-    """Names of folders; makes none."""
+    """Folder names of one service. Creates no folders."""
 
     root: Path
 
     @property
     def lock_file(self) -> Path:
-        """Lock of the worker."""
+        """Lock file of the worker."""
         return self.root / "worker.lock"
 
     @property
     def snapshots_root(self) -> Path:
-        """States of all runs, a folder each."""
+        """Folder with one subfolder of snapshots per run."""
         return self.root / "snapshots"
 
     def resolve_snapshot_folder(self, model_id: str) -> Path:
-        """States of a run."""
+        """Return the snapshot folder of a run."""
         return self.snapshots_root / check_path_name(model_id, "model_id")
 
     def resolve_weights_folder(self, path: str) -> Path:
-        """Weights of a tinker:// path. Raises: ServiceError (user) for a text that is none."""
+        """Return the folder of a tinker:// path. Raises: ServiceError (user) for an invalid path."""
         return parse_tinker_path(path).resolve_folder(self.root)
 
     def resolve_sampler_folder(self, model_id: str, sampler_id: str) -> Path:
-        """Weights that one sampler alone reads."""
-        return (
-            self._resolve_run_folder(model_id)
-            / SAMPLER_FOLDER_PART.strip("/")
-            / check_path_name(sampler_id, "sampling_session_id")
-        )
+        """Return the folder of weights that belong to a single sampler."""
+        name = check_path_name(sampler_id, "sampling_session_id")
+        return self._resolve_run_folder(model_id) / SAMPLER_FOLDER_PART.strip("/") / name
 
     def resolve_published_folder(self, model_id: str, seq: int) -> Path:
-        """Weights for in-flight samplers."""
+        """Return the folder of weights for in-flight samplers."""
         return self._resolve_run_folder(model_id) / "published" / f"{seq:010d}"
 
     def resolve_staging_folder(self, name: str) -> Path:
-        """A model folder on its way to the registry."""
+        """Return the folder of a model on its way to the registry."""
         return self.root / "staging" / check_path_name(name)
 
     def _resolve_run_folder(self, model_id: str) -> Path:
         return self.root / "weights" / check_path_name(model_id, "model_id")
 
     def to_relative_path(self, path: Path) -> str:
-        """A path as the store keeps it: the folder may be moved."""
+        """Return a path relative to the service's folder, as the store keeps it: the folder can be moved."""
         return path.relative_to(self.root).as_posix()
 
     def to_absolute_path(self, path: str) -> Path:
-        """Inverse of `relative`."""
+        """Return the absolute form of a path written by `to_relative_path`."""
         return self.root / path
 
 
 def measure_folder_bytes(folder: Path) -> int:
-    """Size of all files below a folder."""
+    """Return the total size of all files below a folder, in bytes."""
     return sum(
-        os.lstat(os.path.join(place, name)).st_size
-        for place, _, names in os.walk(folder)
+        os.lstat(os.path.join(parent, name)).st_size
+        for parent, _, names in os.walk(folder)
         for name in names
     )

@@ -1,4 +1,4 @@
-"""A process of the training service: `python -m posttrain.training_service.process server|worker SETTINGS.json`."""
+"""Entry point of a service process: `python -m posttrain.training_service.process server|worker SETTINGS.json`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.settings_files import parse_service_settings
 
 
 def main(arguments: list[str]) -> int:
-    """Run one process until a signal; its exit code."""
+    """Run one process until a signal; return its exit code."""
     role, path = arguments
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -1,4 +1,4 @@
-"""`posttrain service up`: HTTP server and worker of a service's folder, started again when they die."""
+"""Supervisor behind `posttrain service up`: runs HTTP server and worker, and restarts them when they crash."""
 
 from __future__ import annotations
 
@@ -25,55 +25,52 @@ from tasks.config import dump_settings
 from tasks.mlflow_environment import strip_uri_password
 
 STEP_SECONDS = 0.2
+# Exit codes of a worker that has saved all runs.
 CLEAN_EXIT_CODES = (
     0,
     128 + signal.SIGTERM,
     128 + signal.SIGINT,
-)  # exit codes of a worker that has saved all runs
-KILL_SLACK_SECONDS = 5.0  # beyond `worker.stop_seconds`, until the worker is killed
+)
+KILL_SLACK_SECONDS = 5.0  # the worker is killed this long after `worker.stop_seconds`
 
 
 def format_base_url(settings: ServiceSettings) -> str:
-    """Address that clients take as their base URL."""
+    """Return the base URL for clients."""
     host = settings.server.host
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.port}"
 
 
 def format_store_options(settings: ServiceSettings) -> str:
-    """Options by which another `posttrain service` command finds the store of these settings."""
-    changed = {name: getattr(settings, name) for name in ("folder", "store")}
-    usual = ServiceSettings()
-    return "".join(
-        f" --set {shlex.quote(f'{name}={value}')}"
-        for name, value in changed.items()
-        if value != getattr(usual, name)
-    )
+    """Return the options by which another `posttrain service` command finds the store of these settings."""
+    defaults = ServiceSettings()
+    options = ""
+    for name in ("folder", "store"):
+        value = getattr(settings, name)
+        if value != getattr(defaults, name):
+            options += f" --set {shlex.quote(f'{name}={value}')}"
+    return options
 
 
 def resolve_log_path(settings: ServiceSettings, name: str) -> Path:
-    """Log of `server` or `worker`."""
+    """Return the log file of `server` or `worker`."""
     return Path(settings.folder) / "logs" / f"{name}.log"
 
 
 def prepare_pipeline_specs(
     settings: ServiceSettings, output: Path, mlflow: str
 ) -> list[ServiceSpec]:
-    """The service's processes among the servers of `posttrain up`, marked as theirs, with their MLflow server.
+    """Describe the service's processes for `posttrain up`, which runs them with its MLflow server.
 
-    Raises: BackendError where the store does not answer.
+    Raises: BackendError if the store does not answer.
     """
     folder = make_folder(Path(settings.folder))
     ServiceStore(settings.store_url).close()
     write_json_atomic(folder / "settings.json", dump_settings(settings))
     option = "the service's file: server.port"
-    is_shown = (
-        strip_uri_password(settings.store) == settings.store
-    )  # others may read what `up` keeps
-    access = (
-        f"a key: posttrain service key create NAME{format_store_options(settings)}"
-        if is_shown
-        else ""
-    )
+    # Other users may read the records of `up`, so a store URL with a password is not shown.
+    has_password = strip_uri_password(settings.store) != settings.store
+    key_command = f"posttrain service key create NAME{format_store_options(settings)}"
+    access = "" if has_password else f"a key: {key_command}"
     return [
         dataclasses.replace(
             spec,
@@ -100,25 +97,19 @@ def _build_specs(settings: ServiceSettings) -> list[ServiceSpec]:
         except (OSError, ValueError):
             return False
 
-    def environment(name: str) -> dict[str, str]:
-        found = build_base_environment(folder, name)
-        return found | {"PYTHONPATH": build_python_path(found)}
+    def build_environment(name: str) -> dict[str, str]:
+        environment = build_base_environment(folder, name)
+        return environment | {"PYTHONPATH": build_python_path(environment)}
 
-    def command(role: str) -> tuple[str, ...]:
-        return (
-            sys.executable,
-            "-P",
-            "-m",
-            "posttrain.training_service.process",
-            role,
-            str(folder / "settings.json"),
-        )
+    def build_command(role: str) -> tuple[str, ...]:
+        module = "posttrain.training_service.process"
+        return (sys.executable, "-P", "-m", module, role, str(folder / "settings.json"))
 
     return [
         ServiceSpec(
             "worker",
-            command("worker"),
-            environment("worker"),
+            build_command("worker"),
+            build_environment("worker"),
             ROOT,
             "",
             lambda: True,
@@ -128,8 +119,8 @@ def _build_specs(settings: ServiceSettings) -> list[ServiceSpec]:
         ),
         ServiceSpec(
             "server",
-            command("server"),
-            environment("server"),
+            build_command("server"),
+            build_environment("server"),
             ROOT,
             url,
             answers,
@@ -146,28 +137,28 @@ def _compute_stop_seconds(settings: ServiceSettings) -> float:
 def supervise_service(settings: ServiceSettings, say: Callable[[str], None] = print) -> None:
     """Run both processes until SIGTERM or Ctrl-C.
 
-    Raises: SettingsError for a port that is taken; FolderBusy where another supervisor runs; BackendError where the
-        store does not answer, or a process does not start.
+    Raises: SettingsError if the port is taken; FolderBusy if another supervisor runs; BackendError if the store does
+        not answer or a process does not start.
     """
     check_platform()
     folder = make_folder(Path(settings.folder))
-    stops: list[int] = []
+    signals: list[int] = []
     is_saved = True
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        stops.append(number)
+    def record_signal(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
 
-    with (
-        FolderLock(folder / "supervisor.lock"),
-        suspend_shutdown_bound(),
-    ):  # the worker may take `stop_seconds` to save
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    # The shutdown bound is suspended because the worker may take `stop_seconds` to save.
+    with FolderLock(folder / "supervisor.lock"), suspend_shutdown_bound():
+        previous_handlers = {
+            number: signal.signal(number, record_signal)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
         servers: list[ManagedService] = []
         try:
             terminate_marked(format_mark(folder), grace=_compute_stop_seconds(settings))
             store = ServiceStore(settings.store_url)
-            listed = store.list_keys()
-            has_keys = any(key.revoked is None for key in listed)
+            has_keys = any(key.revoked is None for key in store.list_keys())
             store.close()
             check_port(settings.server.port, "the training service", "--set server.port=N")
             write_json_atomic(folder / "settings.json", dump_settings(settings))
@@ -175,24 +166,24 @@ def supervise_service(settings: ServiceSettings, say: Callable[[str], None] = pr
                 ManagedService(spec, resolve_log_path(settings, spec.name))
                 for spec in _build_specs(settings)
             ]
-            _keep_servers_up(servers, stops, lambda: _print_started(settings, has_keys, say))
+            _keep_servers_up(servers, signals, lambda: _print_started(settings, has_keys, say))
         finally:
-            is_saved = _stop_servers(servers, stops)
-            for number, handler in before.items():
+            is_saved = _stop_servers(servers, signals)
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
     if is_saved:
         say("stopped; every run is saved")
     else:
         say(
-            "stopped before every run was saved; the next start computes the rest again from the last snapshots"
+            "stopped before every run was saved; the next start recomputes the rest from the last snapshots"
         )
 
 
 def _keep_servers_up(
-    servers: list[ManagedService], stops: list[int], ready: Callable[[], None]
+    servers: list[ManagedService], signals: list[int], on_ready: Callable[[], None]
 ) -> None:
     clock, is_announced = MonotonicClock(), False
-    while not stops:
+    while not signals:
         for server in servers:
             server.step(clock())
             if server.state.restarts and not is_announced:
@@ -201,34 +192,31 @@ def _keep_servers_up(
                     f"{server.read_log_tail()}"
                 )
         if not is_announced and all(server.is_up for server in servers):
-            ready()
+            on_ready()
             is_announced = True
         time.sleep(STEP_SECONDS)
 
 
 def _print_started(settings: ServiceSettings, has_keys: bool, say: Callable[[str], None]) -> None:
-    say(
-        f"training service  {format_base_url(settings)}  (logs: {resolve_log_path(settings, 'server').parent})"
-    )
-    say(
-        f"base models       {', '.join(sorted(settings.engine.bases)) or 'none; name some in engine.bases'}"
-    )
+    logs = resolve_log_path(settings, "server").parent
+    bases = ", ".join(sorted(settings.engine.bases)) or "none; name some in engine.bases"
+    say(f"training service  {format_base_url(settings)}  (logs: {logs})")
+    say(f"base models       {bases}")
     if not has_keys:
         say(f"no API key yet    posttrain service key create NAME{format_store_options(settings)}")
-    say("Ctrl-C stops it; runs are saved and go on at the next start")
+    say("Ctrl-C stops it; runs are saved and resume at the next start")
 
 
-def _stop_servers(servers: list[ManagedService], stops: list[int]) -> bool:
-    """Stop all processes; a further signal ends them at once. Returns True where the worker came to its end."""
+def _stop_servers(servers: list[ManagedService], signals: list[int]) -> bool:
+    """Stop all processes; a further signal kills them. Return whether the worker exited after saving all runs."""
     worker = servers[0].process if servers else None
     for server in servers:
         server.send_signal(signal.SIGTERM)
-    known = len(stops)
-    while not all(
-        [server.wait_for_exit(time.time(), STEP_SECONDS) for server in servers]
-    ):  # their keepers bound it
-        if len(stops) > known:
-            known = len(stops)
+    num_signals = len(signals)
+    # A list, not a generator: every server is polled each time. Each server bounds its own shutdown.
+    while not all([server.wait_for_exit(time.time(), STEP_SECONDS) for server in servers]):
+        if len(signals) > num_signals:
+            num_signals = len(signals)
             for server in servers:
                 server.send_signal(signal.SIGTERM)
     return worker is not None and worker.returncode in CLEAN_EXIT_CODES

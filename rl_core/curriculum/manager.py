@@ -45,9 +45,8 @@ class RollbackMonitor:
     def __init__(self, settings: Sequence[RollbackSettings | None]) -> None:
         """`settings`: of each curriculum stage; None = not watched."""
         self.settings = tuple(settings)
-        self.levels: dict[
-            int, float
-        ] = {}  # by stage: reference level at the entry that would be restored
+        # by stage: reference level at the entry that would be restored
+        self.levels: dict[int, float] = {}
         self.rollbacks = [0] * len(self.settings)  # that each stage caused
         self.unwatched: list[int] = []  # stages that continued after their last rollback
         self.below = (

@@ -88,9 +88,8 @@ class StageSnapshots:
         ):
             kept = {name: getattr(optimizer_step, name) for name in _COUNTERS}
             scale = optimizer_step.learning_rate_scale * learning_rate_factor
-            optimizer_step.load_state_dict(
-                _copy_state(state)
-            )  # a copy: an optimizer works on in the tensors that it loads
+            # a copy: an optimizer works on in the tensors that it loads
+            optimizer_step.load_state_dict(_copy_state(state))
             for name, value in kept.items():
                 setattr(optimizer_step, name, value)
             optimizer_step.learning_rate_scale = scale

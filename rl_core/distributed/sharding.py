@@ -111,9 +111,8 @@ class Shards:
             result: T = self.shell(compute)
         finally:
             self._last_states = None
-        if (
-            not torch.is_grad_enabled()
-        ):  # no backward pass will let go of the weights, which may change before the next
+        # no backward pass will let go of the weights, which may change before the next
+        if not torch.is_grad_enabled():
             self.shell.reshard()  # type: ignore[operator]  # FSDP made it an FSDPModule
         return result
 

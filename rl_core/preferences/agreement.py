@@ -37,9 +37,8 @@ class Agreement:
     high: float | None
     units: int  # with at least two raters
     raters: list[RaterAgreement]
-    over_time: list[
-        tuple[float, float | None, int]
-    ]  # (time of its last rating, alpha, units) of each window
+    # (time of its last rating, alpha, units) of each window
+    over_time: list[tuple[float, float | None, int]]
 
 
 def compute_krippendorff_alpha(

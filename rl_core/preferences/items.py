@@ -20,9 +20,8 @@ from rl_core.storage.atomic_files import make_folder, replace_file
 from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 from rl_core.types import Message, Trajectory
 
-RatedAnswer = (
-    str | list[dict[str, Any]]
-)  # a text, or messages that begin and end with the assistant's
+# a text, or messages that begin and end with the assistant's
+RatedAnswer = str | list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

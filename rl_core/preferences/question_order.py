@@ -178,9 +178,8 @@ class QuestionOrder:
         self._unshared = [place for place in shuffled if place not in is_shared]
         self._rated: Counter[int] = Counter()  # opinions of each item, of whomever
         self._by_rater: dict[str, Counter[int]] = {}  # questions answered, skipped ones included
-        self._open_questions: dict[
-            str, tuple[int, RatingQuestion]
-        ] = {}  # with the number of ratings before it
+        # with the number of ratings before it
+        self._open_questions: dict[str, tuple[int, RatingQuestion]] = {}
         self._lock = threading.Lock()
         for rating in journal:
             self._count_rating(rating)

@@ -22,13 +22,14 @@ from rl_core.storage.atomic_files import append_bytes, make_folder, replace_file
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, report_damaged_line
 
+# of a pair; first = the item's first answer
 CHOICES = (
     "first",
     "second",
     "tie",
     "both_bad",
     "skip",
-)  # of a pair; first = the item's first answer
+)
 MAX_COMMENT_CHARACTERS = 2000  # characters of a comment
 
 

@@ -275,9 +275,8 @@ class ReferencePool:
         Requests of other threads for the same model and temperature share passes with this one.
         Raises: DataError for rows that cannot be scored; ModelError where there is no such model; OutOfMemory.
         """
-        kept = self._get_scorer(
-            path, "policy"
-        )  # a name of its own, so that it counts as used until the end
+        # a name of its own, so that it counts as used until the end
+        kept = self._get_scorer(path, "policy")
         return kept.shared.score_rows(rows, temperature)
 
     def logits(self, path: str | Path, rows: TokenRows, begin: int, end: int) -> np.ndarray:

@@ -25,11 +25,12 @@ from rl_core.cpu import layer_kernels
 from rl_core.errors import SettingsError
 from rl_core.settings.common import Precision
 
+# inputs that share a scale of 4-bit weights: the first that divides all layers' inputs
 GROUP_SIZES = (
     32,
     16,
     8,
-)  # inputs that share a scale of 4-bit weights: the first that divides all layers' inputs
+)
 _UNQUANTIZED_NAME_PARTS = ("embed", "wte", "wpe", "lm_head", "norm", "score")
 
 
@@ -54,9 +55,8 @@ def build_quantized_loading_options(
             f"precision: {precision} needs the package torchao; install it, or posttrain[quantize], or set full"
         )
     for name in ("torchao", "torchao.utils"):
-        logging.getLogger(name).setLevel(
-            logging.ERROR
-        )  # they name libraries of GPUs that are not here
+        # they name libraries of GPUs that are not here
+        logging.getLogger(name).setLevel(logging.ERROR)
     from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
     from torchao.quantization.granularity import PerGroup
     from transformers import TorchAoConfig

@@ -124,9 +124,8 @@ class ModelScorer:
     @torch.no_grad()
     def _compute_logprobs(self, rows: TokenRows, temperature: float) -> RowScores:
         answer = [np.zeros(0, dtype=np.float32)] * len(rows)
-        places = [
-            index for index, row in enumerate(rows) if len(row) > 1
-        ]  # a first token has no probability
+        # a first token has no probability
+        places = [index for index, row in enumerate(rows) if len(row) > 1]
         device = next(self.model.parameters()).device
         lengths = [len(row) for row in rows]
 

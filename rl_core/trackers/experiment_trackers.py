@@ -61,9 +61,8 @@ class TensorBoardTracker(SilentTracker):
 
     def _write_text(self, name: str, text: str) -> None:
         if self._should_hide_later_steps and self._writer is None:
-            self._texts.append(
-                (name, text)
-            )  # the file begins with the step from which others are hidden
+            # the file begins with the step from which others are hidden
+            self._texts.append((name, text))
         else:
             self._open_writer().add_text(name, text)
 

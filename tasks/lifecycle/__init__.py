@@ -1,6 +1,3 @@
-"""Life of a model version: data lineage, approval, champion, retraining, dead runs.
-
-Garbage collection: reachability graph and deletion plan.
-"""
+"""Lifecycle of a model version: data lineage, promotion, approval, retraining; and detection of crashed runs."""
 
 from __future__ import annotations

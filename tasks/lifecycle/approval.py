@@ -1,16 +1,17 @@
-"""Manual approval of a promotion: requested after the gate, answered once, kept as tags of the model version.
+"""Manual approval of a promotion: requested after the gate, answered once, stored as tags of the model version.
 
-The tags of the version are the truth, so any process that reaches the tracking store can answer: `posttrain approve`,
-the form in the Prefect UI, or the clock. Whoever answers moves the alias at once, whether the run that asked lives or
-not.
+The version's tags are authoritative, so any process that reaches the tracking store can answer: `posttrain approve`,
+the
+form in the Prefect UI, or the expiry of the deadline. Whoever answers moves the alias immediately, whether the
+requesting run is alive or not.
 
     approval.state      waiting, approved, rejected, timed out, superseded
-    approval.request    what is asked: the key of the promote stage, which is one comparison
-    approval.champion   version that the challenger was compared with; none = there was no champion
+    approval.request    key of the promote stage, which identifies one comparison
+    approval.champion   version with which the challenger was compared; none = there was no champion
     approval.asked, .deadline, .when     UTC, to the second
     approval.by, .note  who answered, and why
-    approval.given      an approval that is being applied; whoever finds it while the state is "waiting" applies it
-    approval.run, .run_id, .stage_run_id, .flow_run_id, .prefect_api    where the question comes from
+    approval.given      an approval that is being applied; whoever reads it while the state is "waiting" applies it
+    approval.run, .run_id, .stage_run_id, .flow_run_id, .prefect_api    origin of the request
 """
 
 from __future__ import annotations
@@ -33,29 +34,35 @@ from tasks.tracking import ModelVersion, Tracking
 
 logger = logging.getLogger(__name__)
 
-WAITING, APPROVED, REJECTED, TIMED_OUT, SUPERSEDED = (
-    "waiting",
-    "approved",
-    "rejected",
-    "timed out",
-    "superseded",
-)
-LOCK_SECONDS = 20.0  # to wait for another answer or promotion of the same model
+WAITING = "waiting"
+APPROVED = "approved"
+REJECTED = "rejected"
+TIMED_OUT = "timed out"
+SUPERSEDED = "superseded"
+LOCK_SECONDS = 20.0  # longest wait for another answer or promotion of the same model
+DECISION_BY_STATE = {
+    APPROVED: "promoted",
+    REJECTED: "rejected by hand",
+    TIMED_OUT: "approval timed out",
+    SUPERSEDED: "superseded",
+}
+_ORIGIN_FIELDS = ("run", "run_id", "stage_run_id", "flow_run_id", "prefect_api")
+_ANSWER_FIELDS = ("by", "when", "note")
 
 
 @dataclass(frozen=True)
 class ApprovalRequest:
-    """A request for approval and, once there is one, its answer."""
+    """Request for approval with its answer, once there is one."""
 
     name: str  # registered model
     version: int
     state: str
     key: str
-    champion: int | None  # compared with; None = there was none
+    champion: int | None  # version of the comparison; None = there was none
     deadline: float  # seconds since the epoch
-    asked: str = ""  # when
-    reason: str = ""  # what the gate found
-    run: str = ""  # name of the pipeline run that asks
+    asked: str = ""  # time of the request
+    reason: str = ""  # the gate's result
+    run: str = ""  # name of the requesting pipeline run
     run_id: str = ""
     stage_run_id: str = ""
     flow_run_id: str = ""
@@ -63,32 +70,34 @@ class ApprovalRequest:
     by: str = ""
     when: str = ""
     note: str = ""
-    given: str = ""  # "approved" from the moment at which the approval is on the version
+    given: str = ""  # "approved" once the approval is tagged on the version
 
     @property
     def is_waiting(self) -> bool:
-        """True = nobody has answered yet, even if the deadline has passed."""
+        """Whether nobody has answered yet, even if the deadline has passed."""
         return self.state == WAITING
 
     @property
     def deadline_text(self) -> str:
-        """The deadline, for people."""
+        """The deadline for messages."""
         return _format_timestamp(self.deadline)
 
     @property
     def summary(self) -> str:
-        """One sentence: what is asked, or what was answered."""
-        what = f"version {self.version} of {self.name}"
-        why = f": {self.note}" if self.note else ""
+        """One sentence with the request, or with its answer."""
+        subject = f"version {self.version} of {self.name}"
+        note = f": {self.note}" if self.note else ""
         if self.state == WAITING:
-            return f"{what} waits for approval until {self.deadline_text}: {self.reason}"
+            return f"{subject} waits for approval until {self.deadline_text}: {self.reason}"
         if self.state == APPROVED:
-            return f"{what} promoted: approved by {self.by} on {self.when}{why}; {self.reason}"
+            return f"{subject} promoted: approved by {self.by} on {self.when}{note}; {self.reason}"
         if self.state == REJECTED:
-            return f"{what} rejected by {self.by} on {self.when}{why}; {self.reason}"
+            return f"{subject} rejected by {self.by} on {self.when}{note}; {self.reason}"
         if self.state == TIMED_OUT:
-            return f"{what} rejected: nobody approved it until {self.deadline_text}; {self.reason}"
-        return f"{what} not promoted: {self.note}"
+            return (
+                f"{subject} rejected: nobody approved it until {self.deadline_text}; {self.reason}"
+            )
+        return f"{subject} not promoted: {self.note}"
 
 
 def _format_timestamp(when: float) -> str:
@@ -107,15 +116,16 @@ def _parse_number(text: str) -> int | None:
 
 
 def read_approval_request(version: ModelVersion) -> ApprovalRequest | None:
-    """The newest approval request of a version; None = there never was one."""
+    """Read the newest approval request of a version; None = there never was one."""
+    prefix = "approval."
     tags = {
-        key.removeprefix("approval."): value
+        key.removeprefix(prefix): value
         for key, value in version.tags.items()
-        if key.startswith("approval.")
+        if key.startswith(prefix)
     }
     if "state" not in tags:
         return None
-    plain = {key: tags.get(key, "") for key in _TEXT_FIELDS}
+    texts = {key: tags.get(key, "") for key in (*_ORIGIN_FIELDS, *_ANSWER_FIELDS)}
     return ApprovalRequest(
         name=version.name,
         version=version.version,
@@ -126,26 +136,25 @@ def read_approval_request(version: ModelVersion) -> ApprovalRequest | None:
         asked=tags.get("asked", ""),
         reason=version.tags.get("gate.reason", ""),
         given=tags.get("given", ""),
-        **plain,
+        **texts,
     )
 
 
-_TEXT_FIELDS = ("run", "run_id", "stage_run_id", "flow_run_id", "prefect_api", "by", "when", "note")
-
-
 def list_approval_requests(tracking: Tracking) -> list[ApprovalRequest]:
-    """All questions that were ever asked in a store, the newest deadline first."""
+    """List all approval requests of a store, answered ones included, latest deadline first."""
     registry = tracking.registry
-    found = [
+    requests = [
         read_approval_request(version)
         for name in registry.list_model_names()
         for version in registry.list_versions(name)
     ]
-    return sorted((request for request in found if request), key=lambda request: -request.deadline)
+    return sorted(
+        (request for request in requests if request), key=lambda request: -request.deadline
+    )
 
 
 def request_approval(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
-    """Write a request into the version's tags, in place of an earlier one."""
+    """Write a request to the version's tags, replacing an earlier one."""
     request = replace(
         request,
         state=WAITING,
@@ -160,10 +169,10 @@ def request_approval(tracking: Tracking, request: ApprovalRequest) -> ApprovalRe
         "approval.champion": "none" if request.champion is None else str(request.champion),
         "approval.asked": request.asked,
         "approval.deadline": request.deadline_text,
-        **{f"approval.{key}": getattr(request, key) for key in _TEXT_FIELDS[:5]},
-        **{f"approval.{key}": "" for key in (*_TEXT_FIELDS[5:], "given")},
+        **{f"approval.{key}": getattr(request, key) for key in _ORIGIN_FIELDS},
+        **{f"approval.{key}": "" for key in (*_ANSWER_FIELDS, "given")},
         "gate.decision": "awaiting approval",
-        "approval.state": WAITING,  # last: one that was killed before has not asked
+        "approval.state": WAITING,  # last, so that a process killed before has requested nothing
     }
     tracking.tag_version(request.name, request.version, tags)
     inject_fault("approval.tagged")
@@ -174,13 +183,12 @@ def request_approval(tracking: Tracking, request: ApprovalRequest) -> ApprovalRe
 
 
 def reload_request(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
-    """The same question as the store has it now. Raises: SettingsError where the version is gone."""
-    found = read_approval_request(tracking.registry.fetch_version(request.name, request.version))
-    return (
-        found
-        if found is not None and found.key == request.key
-        else replace(request, state=SUPERSEDED)
-    )
+    """Reload a request from the store. Raises: SettingsError if the version no longer exists."""
+    version = tracking.registry.fetch_version(request.name, request.version)
+    stored = read_approval_request(version)
+    if stored is None or stored.key != request.key:
+        return replace(request, state=SUPERSEDED)
+    return stored
 
 
 def answer_request(
@@ -192,50 +200,50 @@ def answer_request(
     note: str = "",
     in_time: bool = False,
 ) -> ApprovalRequest:
-    """Answer a question and apply the answer: the alias moves only if the champion is still the one compared with.
+    """Answer a request and apply the answer. The alias moves only if the champion is still that of the comparison.
 
     Args:
-        by: who answers. note: why.
+        answered_by: who answers.
+        note: why.
         in_time: the answer was given before the deadline, although it arrives only now.
-    Returns: the question with its answer; superseded where another version has become champion meanwhile.
-    Raises: SettingsError when it was answered before or its time is over.
+    Returns: the request with its answer; superseded if another version has become champion meanwhile.
+    Raises: SettingsError if it was answered before or its deadline has passed.
     """
     with _lock_decision(tracking.output, request.name):
-        now = reload_request(tracking, request)
-        if not now.is_waiting:
-            raise SettingsError(f"nothing to decide any more: {now.summary}")
-        if now.given:  # by a process that was killed before it was applied
-            done = _apply_approval(tracking, now)
+        current = reload_request(tracking, request)
+        if not current.is_waiting:
+            raise SettingsError(f"nothing to decide any more: {current.summary}")
+        if current.given:  # by a process that was killed before it applied the approval
+            answered = _apply_approval(tracking, current)
             if approve:
-                return done
-            raise SettingsError(f"nothing to decide any more: {done.summary}")
-        if time.time() > now.deadline and not in_time:
-            late = _write_answer(tracking, now, TIMED_OUT, "the clock", "")
+                return answered
+            raise SettingsError(f"nothing to decide any more: {answered.summary}")
+        if time.time() > current.deadline and not in_time:
+            expired = _write_answer(tracking, current, TIMED_OUT, "the clock", "")
             raise SettingsError(
-                f"{late.summary}. `posttrain stage promote CONFIG --fresh` asks again, `posttrain promote --version "
-                f"{late.version} --config CONFIG` promotes by hand"
+                f"{expired.summary}. `posttrain stage promote CONFIG --fresh` asks again, `posttrain promote --version "
+                f"{expired.version} --config CONFIG` promotes by hand"
             )
         if not approve:
-            return _write_answer(tracking, now, REJECTED, answered_by, note)
-        given = {"approval.by": answered_by, "approval.note": note, "approval.given": APPROVED}
-        tracking.tag_version(now.name, now.version, given)
+            return _write_answer(tracking, current, REJECTED, answered_by, note)
+        tags = {"approval.by": answered_by, "approval.note": note, "approval.given": APPROVED}
+        tracking.tag_version(current.name, current.version, tags)
         inject_fault("approval.given")
-        return _apply_approval(tracking, replace(now, by=answered_by, note=note, given=APPROVED))
+        approved = replace(current, by=answered_by, note=note, given=APPROVED)
+        return _apply_approval(tracking, approved)
 
 
-def _apply_approval(tracking: Tracking, now: ApprovalRequest) -> ApprovalRequest:
-    """Apply an approval that is on the version: move the alias, then say so."""
-    if not tracking.replace_champion(now.name, now.version, now.champion):
-        champion = tracking.find_champion(now.name)
-        what = f"version {champion.version} is" if champion else "no version is"
-        before = f"version {now.champion}" if now.champion else "none"
-        why = (
-            f"{what} champion now, and the comparison was with {before}; it has to be compared anew"
-        )
-        return _write_answer(tracking, now, SUPERSEDED, now.by, why)
-    done = _write_answer(tracking, now, APPROVED, now.by, now.note)
-    _record_alias_move(tracking, now)
-    return done
+def _apply_approval(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
+    """Apply an approval that is tagged on the version: move the alias, then write the answer."""
+    if not tracking.replace_champion(request.name, request.version, request.champion):
+        champion = tracking.find_champion(request.name)
+        current = f"version {champion.version} is" if champion else "no version is"
+        compared = f"version {request.champion}" if request.champion else "none"
+        note = f"{current} champion now, and the comparison was with {compared}; it has to be compared again"
+        return _write_answer(tracking, request, SUPERSEDED, request.by, note)
+    answered = _write_answer(tracking, request, APPROVED, request.by, request.note)
+    _record_alias_move(tracking, request)
+    return answered
 
 
 def _record_alias_move(tracking: Tracking, request: ApprovalRequest) -> None:
@@ -243,12 +251,16 @@ def _record_alias_move(tracking: Tracking, request: ApprovalRequest) -> None:
     tags = {
         key: value for key, value in version.tags.items() if key.startswith(("approval.", "gate."))
     }
-    if (journal := tracking.record_alias_move(version, "champion", tags)) is not None:
+    journal = tracking.record_alias_move(version, "champion", tags)
+    if journal is not None:
         tracking.deliver_journal(journal)
 
 
 def reapply_answer(tracking: Tracking, request: ApprovalRequest) -> None:
-    """Write down once more, on the runs and in the journal, what an answer changed: its giver may have been killed."""
+    """Repeat the records of an answer on the runs and in the journal.
+
+    The process that answered may have been killed before it wrote them.
+    """
     with _lock_decision(tracking.output, request.name):
         record_answer(tracking, request)
         champion = tracking.find_champion(request.name)
@@ -261,83 +273,74 @@ def reapply_answer(tracking: Tracking, request: ApprovalRequest) -> None:
 
 
 def expire_requests(tracking: Tracking, name: str) -> list[ApprovalRequest]:
-    """Reject requests whose deadline has passed, and apply approvals that a kill cut off; returns both."""
-    found = []
+    """Reject requests whose deadline has passed, and apply approvals that a kill interrupted; return both."""
+    answered = []
     for version in tracking.list_versions(name):
         request = read_approval_request(version)
-        if (
-            request is None
-            or not request.is_waiting
-            or not (request.given or time.time() > request.deadline)
-        ):
+        if request is None or not request.is_waiting:
+            continue
+        if not request.given and time.time() <= request.deadline:
             continue
         with _lock_decision(tracking.output, name):
-            if (now := reload_request(tracking, request)).is_waiting:
-                found.append(
-                    _apply_approval(tracking, now)
-                    if now.given
-                    else _write_answer(tracking, now, TIMED_OUT, "the clock", "")
-                )
-    return found
-
-
-DECISION_BY_STATE = {
-    APPROVED: "promoted",
-    REJECTED: "rejected by hand",
-    TIMED_OUT: "approval timed out",
-    SUPERSEDED: "superseded",
-}
+            current = reload_request(tracking, request)
+            if not current.is_waiting:
+                continue
+            if current.given:
+                answered.append(_apply_approval(tracking, current))
+            else:
+                answered.append(_write_answer(tracking, current, TIMED_OUT, "the clock", ""))
+    return answered
 
 
 def _write_answer(
     tracking: Tracking, request: ApprovalRequest, state: str, answered_by: str, note: str
 ) -> ApprovalRequest:
-    """Write the answer on the version, and on the runs that asked."""
+    """Write the answer to the version's tags, and to the runs that requested it."""
     when = _format_timestamp(time.time())
-    done = replace(request, state=state, by=answered_by, when=when, note=note)
+    answered = replace(request, state=state, by=answered_by, when=when, note=note)
     tags = {
         "approval.by": answered_by,
         "approval.when": when,
         "approval.note": note,
         "gate.decision": DECISION_BY_STATE[state],
-        "approval.state": state,  # last: one that was killed before has not answered
+        "approval.state": state,  # last, so that a process killed before has not answered
     }
     tracking.tag_version(request.name, request.version, tags)
     inject_fault("approval.settled")
-    logger.info("promotion: %s", done.summary)
-    record_answer(tracking, done)
-    return done
+    logger.info("promotion: %s", answered.summary)
+    record_answer(tracking, answered)
+    return answered
 
 
 def record_answer(tracking: Tracking, request: ApprovalRequest) -> None:
-    """Note an answer on the runs that asked; once more where whoever gave it was killed before it could."""
+    """Record an answer on the requesting runs. May be repeated if the process that answered was killed."""
     waiting = replace(request, state=WAITING).summary
     tags = {"approval": request.state, "gate.decision": DECISION_BY_STATE[request.state]}
     for run_id in filter(None, (request.run_id, request.stage_run_id)):
         try:
             tracking.replace_run_sentence(run_id, waiting, request.summary, tags)
-        except PosttrainError as error:  # the run may be gone; the decision stands
-            logger.warning("the decision could not be noted on run %s: %s", run_id, error)
+        except PosttrainError as error:  # the run may have been removed; the decision stands
+            logger.warning("the decision could not be recorded on run %s: %s", run_id, error)
     if request.state != SUPERSEDED:
         _record_answer_locally(tracking.output, request.run_id, waiting, request.summary)
     inject_fault("approval.noted")
 
 
 def _record_answer_locally(output: Path, run_id: str, waiting: str, outcome: str) -> None:
-    """Note the end of the wait in the run's record, if its folder is on this machine; the live page reads it."""
-    changed = {"status": "finished", "answer": {"before": waiting, "now": outcome}}
+    """Record the end of the wait in the run's run.json, which the live page reads, if its folder is on this machine."""
+    changes = {"status": "finished", "answer": {"before": waiting, "now": outcome}}
     for path in [*output.glob("*/run.json"), *output.glob("*/runs/*/run.json")]:
         try:
             record = json.loads(path.read_text())
             if run_id and record.get("run_id") == run_id and record.get("status") == "waiting":
-                write_json_atomic(path, {**record, **changed})
+                write_json_atomic(path, {**record, **changes})
         except (OSError, ValueError, AttributeError, PosttrainError) as error:
             logger.debug("%s: %s", path, error)
 
 
 @contextmanager
 def _lock_decision(output: Path, name: str) -> Iterator[None]:
-    """Lock under which this process alone answers for, or promotes, this model. Raises: FolderBusy."""
+    """Hold the lock under which only this process answers for, or promotes, this model. Raises: FolderBusy."""
     lock = FolderLock(output / f".champion-{name.replace(' ', '_')}.lock")
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
@@ -355,13 +358,13 @@ def _lock_decision(output: Path, name: str) -> Iterator[None]:
 
 
 def build_approval_request(
-    summary: dict[str, Any], champion: int | None, **place: str
+    summary: dict[str, Any], champion: int | None, **origin: str
 ) -> ApprovalRequest:
-    """The question of a promote stage that waits, from its summary.
+    """Build the request of a waiting promote stage from its summary.
 
     Args:
-        champion: the present one. The comparison may have been made with another version of the very same model.
-        place: run, run_id, flow_run_id, ...
+        champion: current champion. The comparison may have used another version of the very same model.
+        origin: run, run_id, flow_run_id, ...
     """
     reason = str(summary["reason"])
     if champion is not None:
@@ -376,5 +379,5 @@ def build_approval_request(
         champion=champion,
         deadline=time.time() + float(summary["approval_timeout_seconds"]),
         reason=reason,
-        **place,
+        **origin,
     )

@@ -1,7 +1,7 @@
-"""Dead runs, killed before they could end: detected by their released lock, delivered, and marked as killed.
+"""Crash detection: find runs whose process died, deliver their journals, and mark them as killed.
 
-A journal is locked by the process that writes it, for as long as that lives (`LineLog`). One that has no end and that
-nobody holds belongs to a process that is gone, whichever process has its number now.
+A running process holds a lock on its journal (`LineLog`). An unfinished journal that nobody locks belongs to a crashed
+process, even if its pid has been reused.
 """
 
 from __future__ import annotations
@@ -32,88 +32,88 @@ from tasks.tracking.replay import list_journals
 
 logger = logging.getLogger(__name__)
 
+_COMPLETED_STATUSES = ("finished", "waiting", "postponed")  # of a run whose stages have finished
+
 
 @dataclass(frozen=True)
 class CrashedRun:
-    """A run whose process is gone, as it was found."""
+    """Run whose process died before the run finished."""
 
-    name: str  # as `posttrain runs` shows it
-    journal_folder: Path  # of its journal
-    mlflow_run_id: str  # MLflow's; "" = it never got one
-    flow_run_id: str  # Prefect's
-    is_pipeline: bool  # else one stage of one
+    name: str  # as listed by `posttrain runs`
+    journal_folder: Path
+    mlflow_run_id: str  # "" = MLflow never assigned one
+    flow_run_id: str  # of Prefect
+    is_pipeline: bool  # False = one stage of a pipeline
     host: str
     pid: int
-    is_remote: bool = False  # it ran on another machine, where alone it can be judged
-    num_undelivered: int = 0  # records that the store did not take yet
+    is_remote: bool = False  # ran on another machine; only that machine can check the lock
+    num_undelivered: int = 0  # records that the store has not accepted yet
 
     @property
     def description(self) -> str:
-        """The finding as a sentence."""
-        what = "run" if self.is_pipeline else "stage run"
+        """One sentence for the user."""
+        kind = "run" if self.is_pipeline else "stage run"
         if self.is_remote:
-            return f"{what} '{self.name}' has no end; it ran on {self.host}, where alone it can be judged"
-        who = f"process {self.pid}" if self.pid else "its process"
-        return f"{what} '{self.name}' was killed without a word: {who} is gone"
+            return f"{kind} '{self.name}' has not finished; only {self.host}, where it ran, can check it"
+        process = f"process {self.pid}" if self.pid else "its process"
+        return f"{kind} '{self.name}' crashed: {process} no longer exists"
 
 
 def find_crashed_runs(root: Path) -> list[CrashedRun]:
-    """Runs under `root` that have no end and no living process, outer ones first; nothing is changed."""
-    return [
-        gone for folder in list_journals(root) if (gone := _read_crashed_run(folder)) is not None
-    ]
+    """List unfinished runs under `root` without a living process, outer runs first. Change nothing."""
+    candidates = [_read_crashed_run(folder) for folder in list_journals(root)]
+    return [run for run in candidates if run is not None]
 
 
 def close_crashed_runs(tracking: Tracking, root: Path) -> list[CrashedRun]:
-    """Find dead runs under `root`; deliver what they recorded and mark them as killed.
+    """Find crashed runs under `root`, deliver their journals and mark them as killed.
 
-    Returns: those found, also those that ran on another machine and were therefore left as they are.
+    Returns: the runs, including those of other machines, which stay unchanged.
     """
-    marked = (
-        gone if gone.is_remote else _mark_killed(tracking, gone) for gone in find_crashed_runs(root)
-    )
-    return [gone for gone in marked if gone is not None]
+    closed = [
+        run if run.is_remote else _mark_killed(tracking, run) for run in find_crashed_runs(root)
+    ]
+    return [run for run in closed if run is not None]
 
 
 def _is_locked(path: Path) -> bool:
-    """True = a living process holds the lock of a journal's file, or none can be told from here."""
-    writable = os.access(
-        path, os.W_OK
-    )  # else it is somebody else's, which can be locked all the same
+    """Return whether a living process locks the file; True if that cannot be determined."""
+    # A read-only file of another user can be locked as well.
+    is_writable = os.access(path, os.W_OK)
     try:
-        descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
-    except (FileNotFoundError, PermissionError):  # removed just now, or another user's alone
+        descriptor = os.open(path, os.O_RDWR if is_writable else os.O_RDONLY)
+    except (FileNotFoundError, PermissionError):  # just removed, or not readable for this user
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
-        os.close(descriptor)  # lets go of the lock
+        os.close(descriptor)  # releases the lock
     return False
 
 
 def _read_crashed_run(folder: Path) -> CrashedRun | None:
-    """The run of a journal, if its process is gone; None where it ended, or lives."""
+    """Read the run of a journal if its process died; None if the run finished or is alive."""
     if _is_locked(build_events_path(folder)):
         return None
-    name, open_since = "", False
+    name, is_open = "", False
     tags: dict[str, str] = {}
-    process: dict[str, Any] = {}
+    last_start: dict[str, Any] = {}
     parent = ""
     for event, _ in read_lines(build_events_path(folder)):
         op = event.get("op")
         if op in ("start", "resume"):
-            open_since, process = True, event
+            is_open, last_start = True, event
             name = event.get("name", name)
             parent = str(event.get("parent_folder") or event.get("parent_run_id") or parent)
         elif op == "end":
-            open_since = False
+            is_open = False
         elif op == "tags":
             tags |= _parse_json_object(event.get("tags"))
-    if not open_since:
+    if not is_open:
         return None
-    host = str(process.get("host", ""))
+    host = str(last_start.get("host", ""))
     return CrashedRun(
         name=name,
         journal_folder=folder,
@@ -121,45 +121,43 @@ def _read_crashed_run(folder: Path) -> CrashedRun | None:
         flow_run_id=str(tags.get("prefect.flow_run_id", "")),
         is_pipeline=not parent,
         host=host,
-        pid=int(process.get("pid") or 0),
+        pid=int(last_start.get("pid") or 0),
         is_remote=bool(host) and host != platform.node(),
     )
 
 
-def _mark_killed(tracking: Tracking, gone: CrashedRun) -> CrashedRun | None:
-    """End the journal where the process ended, and deliver it. None where somebody took it up meanwhile."""
+def _mark_killed(tracking: Tracking, run: CrashedRun) -> CrashedRun | None:
+    """End the journal at the time of its last record, and deliver it. Return None if the run was resumed meanwhile."""
+    events_path = build_events_path(run.journal_folder)
     try:
-        events = LineLog(build_events_path(gone.journal_folder))
+        events = LineLog(events_path)
     except FolderBusy:
         return None
     try:
-        paths = (build_events_path(gone.journal_folder), build_metrics_path(gone.journal_folder))
-        last = int(max(path.stat().st_mtime for path in paths if path.exists()) * 1000)
-        events.append_record(
-            {"op": "tags", "time": last, "tags": {"interrupted": gone.description}}
-        )
-        spent = read_recorded_seconds(gone.journal_folder)
-        events.append_record(
-            {"op": "end", "time": last, "status": "KILLED", **({"seconds": spent} if spent else {})}
-        )
+        paths = (events_path, build_metrics_path(run.journal_folder))
+        last_ms = int(max(path.stat().st_mtime for path in paths if path.exists()) * 1000)
+        tags = {"interrupted": run.description}
+        events.append_record({"op": "tags", "time": last_ms, "tags": tags})
+        end: dict[str, Any] = {"op": "end", "time": last_ms, "status": "KILLED"}
+        seconds = read_recorded_seconds(run.journal_folder)
+        if seconds:
+            end["seconds"] = seconds
+        events.append_record(end)
         inject_fault("dead.noted")
     finally:
         events.close()
-    logger.info("%s; marked as killed", gone.description)
+    logger.info("%s; marked as killed", run.description)
     try:
-        waiting = tracking.deliver_journal(gone.journal_folder)
+        num_undelivered = tracking.deliver_journal(run.journal_folder)
     except (BackendError, FolderBusy) as error:
-        logger.warning("%s cannot be delivered yet: %s", gone.journal_folder, error)
-        waiting = 1
-    return dataclasses.replace(gone, num_undelivered=waiting)
-
-
-_COMPLETED_STATUSES = ("finished", "waiting", "postponed")  # states of a run whose stages are done
+        logger.warning("%s cannot be delivered yet: %s", run.journal_folder, error)
+        num_undelivered = 1
+    return dataclasses.replace(run, num_undelivered=num_undelivered)
 
 
 @dataclass(frozen=True)
 class PipelineRunRecord:
-    """A pipeline run as the output folder remembers it."""
+    """Pipeline run as recorded in the output folder."""
 
     pipeline: str
     started: str
@@ -175,24 +173,21 @@ class PipelineRunRecord:
 
 
 def list_recorded_runs(output: Path) -> list[PipelineRunRecord]:
-    """All pipeline runs of an output folder, the newest first."""
-    found = [
-        _read_run_record(path.parent.parent)
-        for path in output.glob("*/runs/*/.tracking/events.jsonl")
-    ]
-    return sorted(
-        (record for record in found if record), key=lambda record: record.started, reverse=True
-    )
+    """List all pipeline runs of an output folder, newest first."""
+    journals = output.glob("*/runs/*/.tracking/events.jsonl")
+    records = [_read_run_record(path.parent.parent) for path in journals]
+    known = [record for record in records if record is not None]
+    return sorted(known, key=lambda record: record.started, reverse=True)
 
 
 def list_recorded_sweeps(home: Path) -> list[PipelineRunRecord]:
-    """The sweeps of a pipeline's folder; their trials are in `trials/*/runs/*` of each."""
-    found = [
-        _read_run_record(path.parent.parent)
-        for path in home.glob("sweeps/*/.tracking/events.jsonl")
-    ]
+    """List the sweeps of a pipeline's folder. Their trials are in `trials/*/runs/*` of each."""
+    journals = home.glob("sweeps/*/.tracking/events.jsonl")
+    records = [_read_run_record(path.parent.parent) for path in journals]
     return [
-        dataclasses.replace(one, started=one.started.removeprefix("sweep ")) for one in found if one
+        dataclasses.replace(record, started=record.started.removeprefix("sweep "))
+        for record in records
+        if record is not None
     ]
 
 
@@ -212,14 +207,13 @@ def _read_run_record(folder: Path) -> PipelineRunRecord | None:
             settings = _parse_json_object(event.get("text")) or None
     if not name:
         return None
-    own = _read_json_object(folder / "run.json")
+    run_json = _read_json_object(folder / "run.json")
     if status == "running":
-        gone = _read_crashed_run(folder)
-        status = "killed" if gone is not None and not gone.is_remote else "running"
-    elif status in _COMPLETED_STATUSES and own.get("status") in _COMPLETED_STATUSES:
-        status = own[
-            "status"
-        ]  # the journal still says "waiting" after the answer, which is noted beside it
+        crashed = _read_crashed_run(folder)
+        status = "killed" if crashed is not None and not crashed.is_remote else "running"
+    elif status in _COMPLETED_STATUSES and run_json.get("status") in _COMPLETED_STATUSES:
+        # After an approval was answered the journal still says "waiting", but run.json has the answer.
+        status = run_json["status"]
     return PipelineRunRecord(
         pipeline=folder.parent.parent.name,
         started=name.partition(" · ")[2],
@@ -228,8 +222,8 @@ def _read_run_record(folder: Path) -> PipelineRunRecord | None:
         status=status,
         folder=folder,
         settings=settings,
-        only=own.get("only"),
-        evaluated_models=_parse_json_object(own.get("given")),
+        only=run_json.get("only"),
+        evaluated_models=_parse_json_object(run_json.get("given")),
         code_version=tags.get("code_version", ""),
         host=host,
     )
@@ -243,9 +237,9 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _parse_json_object(value: Any) -> dict[str, Any]:
-    """An object, or its JSON text; {} for anything else: others may have written here."""
+    """Parse an object or its JSON text; {} for anything else, because other programs may have written the file."""
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        parsed = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}

@@ -1,11 +1,11 @@
-"""Data lineage of models: digests and row counts of their data files, and the rows that came since.
+"""Data lineage of models: digests and row counts of their data files, and the rows added since.
 
-Each version of a registered model carries the record of the files that its run was given, as tags:
+Each version of a registered model records the files given to its run as tags:
 
     data.sources           demonstrations, environment
     data.demonstrations    {"path": ..., "files": {"mine.jsonl": {"sha256": ..., "size": ..., "rows": ...}}}
 
-A file that begins with the very bytes of the recorded one was appended to, and the rows behind them are the new ones.
+A file that starts with exactly the bytes of the recorded file was appended to; the rows after them are new.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from rl_core.errors import DataError
 from rl_core.storage.manifest import digest_file
 from tasks.config import PipelineSettings
 
-_TAG_CHARACTERS = (
-    4000  # of one tag; stores cut or refuse longer ones, so a longer record goes on in the next
-)
+# Stores truncate or refuse longer tags, so a longer record continues in the next tag.
+_TAG_CHARACTERS = 4000
 _BLANK_BYTES = b" \t\r\n"
 _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file as it was: SHA-256 and number of its bytes, and its rows (lines that are not blank)."""
+    """State of one file: SHA-256 and number of its bytes, and its rows (non-blank lines)."""
 
     sha256: str
     size: int
@@ -41,72 +40,67 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """Data files of one setting: the file it names, or all data files of the folder, by their names in it."""
+    """Data files of one setting: the named file, or all data files of the folder by relative name."""
 
     path: str
     files: dict[str, FileRecord]
 
 
-SourceRecords = dict[
-    str, SourceRecord
-]  # by the source's name: demonstrations, preferences, environment
+SourceRecords = dict[str, SourceRecord]  # by source: demonstrations, preferences, environment
 
 
 @dataclass(frozen=True, slots=True)
 class DataChange:
-    """One file that the model has not seen as it is now."""
+    """File whose current content the model has not seen."""
 
     source: str
     file: str
     kind: Literal["appended", "rewritten", "new file"]
-    rows: int  # that are new; all of them where it cannot be told which
+    rows: int  # number of new rows; all rows if they cannot be told apart
 
     def __str__(self) -> str:
-        where = f"{self.source}: {self.file}"
+        location = f"{self.source}: {self.file}"
         if self.kind == "appended":
-            return f"{where}: {self.rows} rows appended"
-        return f"{where}: {self.kind} of {self.rows} rows"
+            return f"{location}: {self.rows} rows appended"
+        return f"{location}: {self.kind} of {self.rows} rows"
 
 
 @dataclass(frozen=True, slots=True)
 class NewData:
-    """Data that came since a record."""
+    """Data added since a record."""
 
     changes: tuple[DataChange, ...] = ()
-    missing_files: tuple[str, ...] = field(
-        default=()
-    )  # files that are no longer there: nothing to learn from
+    missing_files: tuple[str, ...] = field(default=())  # files that no longer exist
 
     @property
     def rows(self) -> int:
-        """New rows in all."""
+        """Total number of new rows."""
         return sum(change.rows for change in self.changes)
 
     @property
     def sources(self) -> frozenset[str]:
-        """Sources with something new."""
+        """Sources with new data."""
         return frozenset(change.source for change in self.changes)
 
     def __str__(self) -> str:
-        return (
-            "; ".join([*map(str, self.changes), *(f"{name}: gone" for name in self.missing_files)])
-            or "nothing new"
-        )
+        parts = [str(change) for change in self.changes]
+        parts += [f"{name}: no longer exists" for name in self.missing_files]
+        return "; ".join(parts) or "nothing new"
 
 
 def list_data_sources(settings: PipelineSettings) -> dict[str, Path]:
-    """The files (or folders of files) that a pipeline learns from, by name; {} where episodes are generated alone."""
+    """List the files or folders from which a pipeline learns, by name; {} if all episodes are generated."""
     data = settings.stages.prepare_data
-    named = {
+    paths = {
         "demonstrations": data.demonstrations if data is not None else None,
         "preferences": data.preferences if data is not None else None,
         "environment": settings.environment.options.get("path"),
     }
-    return {name: Path(path) for name, path in named.items() if isinstance(path, str)}
+    return {name: Path(path) for name, path in paths.items() if isinstance(path, str)}
 
 
 def record_sources(settings: PipelineSettings) -> SourceRecords:
-    """The record of a pipeline's data as it is now. Raises: DataError where a file cannot be read."""
+    """Record the current state of a pipeline's data. Raises: DataError if a file cannot be read."""
     return {name: _record_source(path) for name, path in list_data_sources(settings).items()}
 
 
@@ -124,7 +118,7 @@ def _record_source(path: Path) -> SourceRecord:
 
 
 def _record_file(path: Path) -> FileRecord:
-    """Lines are read once, so that digest and number of rows belong to the same bytes while someone appends."""
+    """Record a file in one pass, so that digest and row count refer to the same bytes while it is appended to."""
     if path.suffix in PARQUET_SUFFIXES:
         import pyarrow.parquet
 
@@ -140,30 +134,35 @@ def _record_file(path: Path) -> FileRecord:
 
 
 def find_new_data(before: SourceRecords | None, now: SourceRecords) -> NewData:
-    """Data of `now` that `before` does not have. `before` None (unknown): everything is new.
+    """Find the data of `now` that `before` does not have. `before` None (unknown): everything is new.
 
-    A file is known by its content, whatever its name. The files of `now` are read where they may have grown.
+    Files are identified by content, not by name. Files of `now` that may have grown are read.
     """
     changes: list[DataChange] = []
-    gone: list[str] = []
+    missing: list[str] = []
     for source, record in now.items():
-        old = (before or {}).get(source)
-        known = old.files if old is not None else {}
-        digests = {file.sha256 for file in known.values()}
-        alone = len(known) == len(record.files) == 1  # then the file may have another name now
+        old_record = (before or {}).get(source)
+        old_files = old_record.files if old_record is not None else {}
+        old_digests = {file.sha256 for file in old_files.values()}
+        # A single file may have been renamed.
+        is_single_file = len(old_files) == len(record.files) == 1
         for name, file in record.files.items():
-            if file.sha256 not in digests:
-                former = known.get(name) or (next(iter(known.values())) if alone else None)
-                change = _classify_change(source, name, file, former, _locate_file(record, name))
-                changes += [change] if change.rows else []
+            if file.sha256 in old_digests:
+                continue
+            old_file = old_files.get(name)
+            if old_file is None and is_single_file:
+                old_file = next(iter(old_files.values()))
+            change = _classify_change(source, name, file, old_file, _locate_file(record, name))
+            if change.rows:
+                changes.append(change)
         present = {file.sha256 for file in record.files.values()} | set(record.files)
-        if not alone:
-            gone += [
+        if not is_single_file:
+            missing += [
                 f"{source}: {name}"
-                for name, file in known.items()
+                for name, file in old_files.items()
                 if name not in present and file.sha256 not in present
             ]
-    return NewData(tuple(changes), tuple(gone))
+    return NewData(tuple(changes), tuple(missing))
 
 
 def _locate_file(record: SourceRecord, name: str) -> Path:
@@ -176,19 +175,15 @@ def _classify_change(
 ) -> DataChange:
     if old is None:
         return DataChange(source, name, "new file", file.rows)
-    if (
-        file.size > old.size
-        and file.rows >= old.rows
-        and _digest_prefix(path, old.size) == old.sha256
-    ):
-        return DataChange(
-            source, name, "appended", file.rows - old.rows
-        )  # 0 where blank lines came
+    has_grown = file.size > old.size and file.rows >= old.rows
+    if has_grown and _digest_prefix(path, old.size) == old.sha256:
+        # The difference is 0 if only blank lines were added.
+        return DataChange(source, name, "appended", file.rows - old.rows)
     return DataChange(source, name, "rewritten", file.rows)
 
 
 def _digest_prefix(path: Path, size: int) -> str:
-    """SHA-256 of a file's first `size` bytes."""
+    """Return the SHA-256 of a file's first `size` bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while size > 0 and (block := file.read(min(size, _BLOCK_BYTES))):
@@ -197,23 +192,19 @@ def _digest_prefix(path: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------------- tags
-
-
 def format_record_tags(records: SourceRecords) -> dict[str, str]:
-    """The record as tags of a model version."""
+    """Format the record as tags of a model version."""
     tags = {"data.sources": ", ".join(records) or "none"}
     for name, record in records.items():
         text = json.dumps(dataclasses.asdict(record), sort_keys=True)
-        for part, start in enumerate(range(0, len(text), _TAG_CHARACTERS)):
-            tags[f"data.{name}" + (f".{part + 1}" if part else "")] = text[
-                start : start + _TAG_CHARACTERS
-            ]
+        for part, start in enumerate(range(0, len(text), _TAG_CHARACTERS), 1):
+            key = f"data.{name}" if part == 1 else f"data.{name}.{part}"
+            tags[key] = text[start : start + _TAG_CHARACTERS]
     return tags
 
 
 def parse_record_tags(tags: Mapping[str, str]) -> SourceRecords | None:
-    """The record that a version's tags hold; None where they hold none, or one that cannot be read."""
+    """Parse the record from a version's tags; None if there is none, or it is invalid."""
     if "data.sources" not in tags:
         return None
     records: SourceRecords = {}
@@ -224,9 +215,9 @@ def parse_record_tags(tags: Mapping[str, str]) -> SourceRecords | None:
         while f"data.{name}.{len(parts) + 1}" in tags:
             parts.append(tags[f"data.{name}.{len(parts) + 1}"])
         try:
-            found = json.loads("".join(parts))
-            files = {file: FileRecord(**entry) for file, entry in found["files"].items()}
-            records[name] = SourceRecord(found["path"], files)
+            row = json.loads("".join(parts))
+            files = {file: FileRecord(**entry) for file, entry in row["files"].items()}
+            records[name] = SourceRecord(row["path"], files)
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
     return records

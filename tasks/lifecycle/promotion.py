@@ -1,18 +1,15 @@
-"""Attempts at the promotion gate, counted by the held-out episodes that they share.
+"""Promotion of a version to champion: attempts at the gate, regression checks, and moves of the alias by hand.
 
-Every comparison of a challenger with a champion is one attempt. It is a tag of the registered model, so it is there for
-every run, process and pipeline that promotes this model, and stays when versions are removed:
+Every comparison of a challenger with a champion is one attempt. Attempts are counted by the held-out episodes that they
+share. An attempt is a tag of the registered model, so it is visible to every run, process and pipeline that promotes
+this model, and remains when versions are removed:
 
-    gate.attempt.<id>    JSON: the fields of `Attempt`; episodes as one text of digests
+    gate.attempt.<id>    JSON: the fields of `GateAttempt`; episodes as one text of digests
 
-The id is a digest of both models and of the outcomes of all their episodes. A comparison that is made again (a cached,
-resumed or repeated stage) has the same id, so it is counted once; other weights, another champion or other outcomes on
-the same episodes make a new attempt. Claims come before counting: of two processes that claim at the same time at least
-one sees the other, so no two get a lower number than they should.
-
-Regression checks of the champion against its figures at promotion.
-
-The alias `champion` moved by hand: to a version, or back to the champion before.
+The id is a digest of both models and of the outcomes of all their episodes. A repeated comparison (a cached, resumed or
+repeated stage) has the same id and is counted once; other weights, another champion or other outcomes on the same
+episodes make a new attempt. An attempt is claimed before it is counted: of two processes that claim at the same time at
+least one sees the other, so neither gets a number that is too low.
 """
 
 from __future__ import annotations
@@ -37,29 +34,34 @@ from tasks.tracking import ModelVersion, Tracking
 logger = logging.getLogger(__name__)
 
 ATTEMPT_TAG_PREFIX = "gate.attempt."
-EPISODE_DIGEST_LENGTH = 8  # of the digest of an episode
-SKETCH_SIZE = 128  # digests kept of a set of episodes: two sets that share a twentieth of their union are noticed for sure
+EPISODE_DIGEST_LENGTH = 8  # characters
+# Number of digests that represent a set of episodes. Overlaps of at least a twentieth of the union are detected.
+SKETCH_SIZE = 128
+CHECKS_FILE = "champion_checks.jsonl"
+PROOF_FILE = "export.json"  # file of the stage `export`
+PROVEN_TAG = "export.model_sha256"  # version tag: digest of the folder that was proven
+# version tag: the folder is not the model that was trained and evaluated
+EXPORT_REFUSED_TAG = "export.refused"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateAttempt:
-    """One comparison of a challenger with a champion."""
+    """Comparison of a challenger with a champion."""
 
     id: str
-    comparison: str  # of these two models, whatever the episodes
+    comparison: str  # id of the pair of models, whatever the episodes
     draw: int  # of the held-out episodes
-    episodes: tuple[str, ...]  # sketch of them
+    episodes: tuple[str, ...]  # sketch of the episodes
     version: int  # challenger
     champion: int
-    number: int | None = (
-        None  # among the attempts that share episodes, from 1; None = claimed, not counted yet
-    )
-    level: float | None = None  # that it was tested at
+    # among attempts that share episodes, from 1; None = claimed, not counted yet
+    number: int | None = None
+    level: float | None = None  # significance level of the test
     p_value: float | None = None
     decision: str = ""
 
     def shares_episodes(self, episodes: Iterable[str]) -> bool:
-        """True = it was made on some of these episodes (given as a sketch)."""
+        """Return whether some of these episodes (as a sketch) were part of the attempt."""
         return not set(self.episodes).isdisjoint(episodes)
 
 
@@ -68,20 +70,20 @@ def _digest_parts(*parts: Any) -> str:
 
 
 def compute_comparison_id(challenger: str, champion: str) -> str:
-    """Name of a comparison of two models, by the digests of their weights."""
+    """Compute the id of a comparison of two models from the digests of their weights."""
     return _digest_parts(challenger, champion)
 
 
 def sketch_episodes(environment: str, keys: Iterable[tuple[str, int]]) -> tuple[str, ...]:
-    """The `SKETCH` smallest digests of the episodes (level, seed): two sketches meet where the sets overlap.
+    """Return the SKETCH_SIZE smallest digests of the episodes (level, seed). Sketches of overlapping sets overlap.
 
     Source: Broder 1997, On the resemblance and containment of documents (bottom-k sketches).
     """
-    found = (
+    digests = (
         hashlib.sha256(f"{environment}/{level}/{seed}".encode()).hexdigest()[:EPISODE_DIGEST_LENGTH]
         for level, seed in keys
     )
-    return tuple(sorted(set(found))[:SKETCH_SIZE])
+    return tuple(sorted(set(digests))[:SKETCH_SIZE])
 
 
 def build_attempt(
@@ -94,10 +96,13 @@ def build_attempt(
     challenger_evaluation: Evaluation,
     champion_evaluation: Evaluation,
 ) -> GateAttempt:
-    """The attempt that these two evaluations are. `ours`: the challenger's."""
+    """Build the attempt of two evaluations."""
     outcomes = [
-        sorted([e.level, e.seed, e.samples, e.successes, e.reward] for e in found.episodes)
-        for found in (challenger_evaluation, champion_evaluation)
+        sorted(
+            [episode.level, episode.seed, episode.samples, episode.successes, episode.reward]
+            for episode in evaluation.episodes
+        )
+        for evaluation in (challenger_evaluation, champion_evaluation)
     ]
     return GateAttempt(
         id=_digest_parts(comparison, environment, outcomes),
@@ -112,53 +117,53 @@ def build_attempt(
 
 
 def read_attempts(tracking: Tracking, name: str) -> list[GateAttempt]:
-    """All attempts of a registered model, in the order of their ids. A tag that cannot be read is passed over."""
-    found = []
+    """Read all attempts of a registered model, ordered by id. Invalid tags are skipped with a warning."""
+    attempts = []
     for key, value in sorted(tracking.read_model_tags(name).items()):
         if not key.startswith(ATTEMPT_TAG_PREFIX):
             continue
         try:
             row = json.loads(value)
             digits = str(row["episodes"])
-            sketch = tuple(
-                digits[start : start + EPISODE_DIGEST_LENGTH]
-                for start in range(0, len(digits), EPISODE_DIGEST_LENGTH)
-            )
-            found.append(
-                GateAttempt(**{**row, "episodes": sketch}, id=key.removeprefix(ATTEMPT_TAG_PREFIX))
-            )
+            starts = range(0, len(digits), EPISODE_DIGEST_LENGTH)
+            sketch = tuple(digits[start : start + EPISODE_DIGEST_LENGTH] for start in starts)
+            attempt_id = key.removeprefix(ATTEMPT_TAG_PREFIX)
+            attempts.append(GateAttempt(**{**row, "episodes": sketch}, id=attempt_id))
         except (ValueError, TypeError, KeyError) as error:
             logger.warning(
                 "registered model %s: tag %s is no attempt at its gate: %s", name, key, error
             )
-    return found
+    return attempts
+
+
+def _list_overlapping(attempts: Iterable[GateAttempt], attempt: GateAttempt) -> list[GateAttempt]:
+    """List the other attempts that share episodes with `attempt`."""
+    return [
+        other
+        for other in attempts
+        if other.id != attempt.id and other.shares_episodes(attempt.episodes)
+    ]
 
 
 def list_earlier_attempts(
     attempts: Iterable[GateAttempt], attempt: GateAttempt
 ) -> list[GateAttempt]:
-    """Other attempts that share episodes with `attempt` and came before it, the first one first."""
-    mine = attempt.number or float("inf")
-    shared = [a for a in attempts if a.id != attempt.id and a.shares_episodes(attempt.episodes)]
-    return sorted(
-        (a for a in shared if (a.number or float("inf")) <= mine),
-        key=lambda a: (a.number or 0, a.id),
-    )
+    """List earlier attempts that share episodes with `attempt`, oldest first."""
+    number = attempt.number or float("inf")
+    overlapping = _list_overlapping(attempts, attempt)
+    earlier = [other for other in overlapping if (other.number or float("inf")) <= number]
+    return sorted(earlier, key=lambda other: (other.number or 0, other.id))
 
 
 def claim_attempt(tracking: Tracking, name: str, attempt: GateAttempt) -> GateAttempt:
-    """The attempt with its number, which is recorded now unless it was before."""
-    recorded = {found.id: found for found in read_attempts(tracking, name)}
+    """Return the attempt with its number. A new attempt is recorded."""
+    recorded = {known.id: known for known in read_attempts(tracking, name)}
     known = recorded.get(attempt.id)
     if known is not None and known.number is not None:
         return dataclasses.replace(known, version=attempt.version, champion=attempt.champion)
     record_attempt(tracking, name, attempt)
     inject_fault("attempt.claimed")
-    others = [
-        a
-        for a in read_attempts(tracking, name)
-        if a.id != attempt.id and a.shares_episodes(attempt.episodes)
-    ]
+    others = _list_overlapping(read_attempts(tracking, name), attempt)
     counted = dataclasses.replace(attempt, number=1 + len(others))
     record_attempt(tracking, name, counted)
     inject_fault("attempt.counted")
@@ -166,22 +171,19 @@ def claim_attempt(tracking: Tracking, name: str, attempt: GateAttempt) -> GateAt
 
 
 def record_attempt(tracking: Tracking, name: str, attempt: GateAttempt) -> None:
-    """Record an attempt as it stands."""
+    """Record the current state of an attempt."""
     row = {
         key: value
         for key, value in dataclasses.asdict(attempt).items()
         if key != "id" and value is not None
     }
-    row["episodes"] = "".join(row.pop("episodes"))  # last, as it is nothing to read
+    row["episodes"] = "".join(row.pop("episodes"))  # last, because it is not readable
     tracking.tag_model(name, ATTEMPT_TAG_PREFIX + attempt.id, json.dumps(row))
-
-
-CHECKS_FILE = "champion_checks.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class ChampionCheck:
-    """The champion's success now, beside the figure that it is known by."""
+    """Champion's current success compared with the figure recorded at its promotion."""
 
     now: Rate
     registered: Rate
@@ -201,7 +203,7 @@ class ChampionCheck:
 
 
 def read_success_figure(tags: Mapping[str, str]) -> Rate | None:
-    """The success that a version's tags give, with its 95% interval; None where they give none."""
+    """Read the success rate and its 95% interval from a version's tags; None if there are none."""
     try:
         return Rate(
             float(tags["figure.success_rate"]),
@@ -214,7 +216,7 @@ def read_success_figure(tags: Mapping[str, str]) -> Rate | None:
 
 
 def build_figure_tags(result: Evaluation) -> dict[str, str]:
-    """The figure that a version is known by, as tags: later evaluations are compared with it."""
+    """Build the tags of a version's success figure, with which later evaluations are compared."""
     low, high = result.interval
     return {
         "figure.success_rate": f"{result.success_rate:.6g}",
@@ -225,10 +227,10 @@ def build_figure_tags(result: Evaluation) -> dict[str, str]:
 
 
 def check_champion_regression(result: Evaluation, registered: Rate, margin: float) -> ChampionCheck:
-    """Test for a fall of the success rate: the upper 95% bound of its change lies below minus the margin.
+    """Test for a drop of the success rate: the upper 95% bound of its change is below minus the margin.
 
-    The two figures come from different episodes, so their intervals are joined (Newcombe 1998). An unchanged champion
-    is called worse once in forty checks at most, with margin 0; more seldom the larger the margin.
+    The two figures come from different episodes, so their intervals are combined (Newcombe 1998). An unchanged champion
+    is reported as worse in at most one of forty checks with margin 0, and less often the larger the margin.
     """
     now = Rate(result.success_rate, *result.interval, result.samples)
     change = compute_rate_difference(now, registered)
@@ -238,10 +240,12 @@ def check_champion_regression(result: Evaluation, registered: Rate, margin: floa
 def build_check_settings(
     settings: PipelineSettings, champion: ModelVersion, number: int
 ) -> PipelineSettings:
-    """The pipeline that plays held-out episodes with the champion; each check draws others, by its number.
+    """Build the pipeline that plays held-out episodes with the champion.
 
-    The same episodes again would tell nothing that is not known: the same model gives the same answers. What the data
-    stage splits it splits as ever, so nothing that was trained on is played.
+    Each check draws other episodes, by its number.
+
+    Repeating the same episodes would tell nothing new, because the same model gives the same answers. The data stage
+    splits its data as always, so no training data is played.
     """
     text = f"{settings.seed}:check:{champion.version}:{number}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
@@ -254,14 +258,14 @@ def build_check_settings(
 
 
 def count_checks(home: Path, version: int) -> int:
-    """Number of checks of a version so far."""
+    """Count the checks of a version so far."""
     path = home / CHECKS_FILE
     lines = path.read_text().splitlines() if path.is_file() else []
     return sum(json.loads(line)["version"] == version for line in lines if line.endswith("}"))
 
 
 def record_check(home: Path, version: int, verdict: ChampionCheck | None, now: Rate) -> None:
-    """Record a check; it counts from now on."""
+    """Record a check, which counts from now on."""
     row = {
         "version": version,
         "success": now.rate,
@@ -274,16 +278,12 @@ def record_check(home: Path, version: int, verdict: ChampionCheck | None, now: R
     append_bytes(home / CHECKS_FILE, json.dumps(row).encode() + b"\n", synced=True)
 
 
-PROOF_FILE = "export.json"  # file of the stage `export`
-PROVEN_TAG = "export.model_sha256"  # tag of a version: digest of the folder that its proof is of
-EXPORT_REFUSED_TAG = "export.refused"  # tag of a version whose folder is not the model that was trained and evaluated
-
-
 def promote_version(settings: PipelineSettings, version: int | None, note: str = "") -> str:
-    """Move the alias `champion` by hand: to `version`, or back to the champion before when `version` is None.
+    """Move the alias `champion` by hand: to `version`, or back to the previous champion if `version` is None.
 
-    Returns: what was done, as a sentence. Raises: SettingsError when there is no such version; ExportMismatch for one
-        whose folder was found not to be the model that was evaluated, or was never compared with it.
+    Returns: one sentence about what was done.
+    Raises: SettingsError if there is no such version; ExportMismatch for a version whose folder was found not to be the
+        model that was evaluated, or was never compared with it.
     """
     output = Path(settings.output).resolve()
     tracking = Tracking(
@@ -293,23 +293,24 @@ def promote_version(settings: PipelineSettings, version: int | None, note: str =
     registered = settings.tracking.registered_model or settings.name
     champion = registry.find_champion(registered)
     if version is None:
-        before = champion.tags.get("gate.champion_before", "none") if champion else "none"
-        if champion is None or not before.isdigit():
+        previous = champion.tags.get("gate.champion_before", "none") if champion else "none"
+        if champion is None or not previous.isdigit():
             raise SettingsError(
                 f"model '{registered}' has no champion before the present one to go back to; name one with --version N"
             )
-        version = int(before)
+        version = int(previous)
     if champion is not None and champion.version == version:
-        registry.clear_challenger(
-            registered, version
-        )  # an earlier call may have been killed before it did
-        if (journal := tracking.find_journal(champion)) is not None:
+        # Finish an earlier call that was killed.
+        registry.clear_challenger(registered, version)
+        journal = tracking.find_journal(champion)
+        if journal is not None:
             tracking.deliver_journal(journal)
         return f"version {version} of {registered} is the champion already"
-    promoted = registry.fetch_version(registered, version)  # raises where there is none
-    if refused := promoted.tags.get(EXPORT_REFUSED_TAG):
-        raise ExportMismatch(f"version {version} of {registered} is not promoted: {refused}")
-    if not _has_export_proof(promoted.tags, output / settings.name):
+    candidate = registry.fetch_version(registered, version)
+    refusal = candidate.tags.get(EXPORT_REFUSED_TAG)
+    if refusal:
+        raise ExportMismatch(f"version {version} of {registered} is not promoted: {refusal}")
+    if not _has_export_proof(candidate.tags, output / settings.name):
         raise ExportMismatch(
             f"version {version} of {registered} is not promoted: there is no proof that it is the model that was "
             "trained and evaluated; run the configuration that made it again with `stages.evaluate` and "
@@ -320,23 +321,23 @@ def promote_version(settings: PipelineSettings, version: int | None, note: str =
         "gate.reason": note or "promoted by hand",
         "gate.champion_before": str(champion.version) if champion else "none",
     }
-    journal = tracking.record_alias_move(promoted, "champion", tags)
+    journal = tracking.record_alias_move(candidate, "champion", tags)
     registry.tag_version(registered, version, tags)
     inject_fault("hand.tagged")
     registry.set_champion(registered, version)
     if journal is not None:
         tracking.deliver_journal(journal)
-    was = f" (was version {champion.version})" if champion else ""
-    return f"version {version} of {registered} is the champion now{was}"
+    suffix = f" (was version {champion.version})" if champion else ""
+    return f"version {version} of {registered} is the champion now{suffix}"
 
 
 def _has_export_proof(tags: Mapping[str, str], home: Path) -> bool:
-    """True = a proof of export is of this version's folder: by its tags, or in a finished stage of the pipeline.
+    """Return whether an export proof matches this version's folder, in its tags or in a finished stage of the pipeline.
 
-    A store that was away when the stage ran has no tags of it.
+    A store that was unreachable when the stage ran has no tags of it.
     """
     digest = tags.get("model_sha256")
-    if not digest:  # registered without a digest: nothing can be compared with the proof but the tag's being there
+    if not digest:  # registered without a digest, so only the tag's presence can be checked
         return bool(tags.get(PROVEN_TAG))
     if tags.get(PROVEN_TAG) == digest:
         return True
@@ -346,5 +347,5 @@ def _has_export_proof(tags: Mapping[str, str], home: Path) -> bool:
             if any(facts["model_sha256"] == digest for facts in models):
                 return True
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # of another version of posttrain, or just being removed
+            continue  # written by another version of posttrain, or just being removed
     return False

@@ -1,9 +1,9 @@
-"""Retraining: the decision, its starting point and settings, and a record of each one.
+"""Retraining: the decision, its starting point and settings, and the record of each retraining.
 
-    <output>/<pipeline>/retrainings/0001.json   data, start, seed, reason, and what came of it
+    <output>/<pipeline>/retrainings/0001.json   data, start, seed, reason, and outcome
 
-A retraining is decided on and recorded under the folder's lock. One that was interrupted is gone on with: the same
-number, start and seed, so that finished stages are found again.
+A retraining is decided and recorded under the folder's lock. An interrupted retraining is resumed with the same number,
+start and seed, so its finished stages are reused.
 """
 
 from __future__ import annotations
@@ -36,39 +36,35 @@ Start = Literal["champion", "base"]
 
 @dataclass(frozen=True, kw_only=True)
 class Retraining:
-    """The record of one retraining."""
+    """Record of one retraining."""
 
     number: int  # from 1
-    start: (
-        int | None
-    )  # version of the registered model that it starts from; None = the pipeline's base model
-    champion: int | None  # champion when it was decided on
+    start: int | None  # version of the registered model; None = the pipeline's base model
+    champion: int | None  # champion at the time of the decision
     data: dict[str, str]  # record of the data, as tags of a version
     seed: int
     reason: str
-    dropped: tuple[str, ...] = ()  # stages that have nothing new to learn from
+    dropped: tuple[str, ...] = ()  # stages without new data to learn from
     flow_run_id: str = ""
-    status: str = (
-        "open"  # open, failed, waiting (for approval); promoted, rejected, ...: what the gate said
-    )
-    version: int | None = None  # that came of it
+    status: str = "open"  # open, failed, waiting (for approval); or the gate's decision: promoted, rejected, ...
+    version: int | None = None  # the resulting version
     note: str = ""
 
     @property
     def is_decided(self) -> bool:
-        """True = it came to a decision."""
+        """Whether it ended with a decision."""
         return self.status not in ("open", "failed", "waiting")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrainingPlan:
-    """Decision about a retraining. `record` None = none is due; `why` gives the reason either way."""
+    """Decision about a retraining. `record` None = none is due; `reason` explains the decision either way."""
 
     reason: str
     new_data: NewData
     record: Retraining | None = None
     settings: PipelineSettings | None = None
-    is_continuation: bool = False  # True = an interrupted retraining goes on
+    is_continuation: bool = False  # True = resumes an interrupted retraining
 
 
 def plan_retraining(
@@ -85,40 +81,50 @@ def plan_retraining(
     """Decide on a retraining; nothing is written.
 
     Args:
-        now: the record of the pipeline's data as it is. champion: the present one. earlier: retrainings so far.
-        start: in place of the setting. force: also without new data. reason: who or what asked for it.
-        flow_run_id: a run that was interrupted or suspended goes on with its own retraining, whatever came meanwhile.
-    Raises: SettingsError where the pipeline has no gate or trains nothing.
+        now: current record of the pipeline's data.
+        champion: the current champion.
+        earlier: retrainings so far.
+        start: overrides the setting.
+        force: retrain even without new data.
+        reason: who or what requested it.
+        flow_run_id: an interrupted or suspended run resumes its retraining, whatever happened meanwhile.
+    Raises: SettingsError if the pipeline has no gate or trains nothing.
     """
     check_retraining_stages(settings)
     start = start or settings.retrain.start
     before = parse_record_tags(champion.tags) if champion is not None else None
     new = find_new_data(before, now)
-    left = [r for r in earlier if not r.is_decided]
-    own = next(
-        (
-            r
-            for r in reversed(left)
-            if (flow_run_id and r.flow_run_id == flow_run_id) or _is_source_of_champion(r, champion)
-        ),
-        None,
-    )
-    if own is not None:
-        own = dataclasses.replace(own, flow_run_id=flow_run_id or own.flow_run_id)
+    interrupted = _find_interrupted_retraining(earlier, champion, flow_run_id)
+    if interrupted is not None:
+        record = dataclasses.replace(
+            interrupted, flow_run_id=flow_run_id or interrupted.flow_run_id
+        )
         return _build_plan(
-            settings, new, own, f"goes on with retraining {own.number}", continues=True
+            settings, new, record, f"resumes retraining {record.number}", continues=True
         )
     why = explain_retraining(settings, now, champion, earlier, new, start)
     if why.startswith("skipped"):
         if not force:
             return RetrainingPlan(reason=why, new_data=new)
-        why = f"asked for, though: {why.removeprefix('skipped: ')}"
+        why = f"requested nevertheless: {why.removeprefix('skipped: ')}"
     if reason:
         why = f"{reason}: {why}"
     record = _build_next_retraining(settings, now, new, champion, earlier, start, why, flow_run_id)
-    return _build_plan(
-        settings, new, record, why, continues=record.number in {known.number for known in earlier}
-    )
+    continues = record.number in {known.number for known in earlier}
+    return _build_plan(settings, new, record, why, continues=continues)
+
+
+def _find_interrupted_retraining(
+    earlier: Sequence[Retraining], champion: ModelVersion | None, flow_run_id: str
+) -> Retraining | None:
+    """Find the newest undecided retraining of this flow run, or the one that made the champion."""
+    for record in reversed(earlier):
+        if record.is_decided:
+            continue
+        is_same_run = bool(flow_run_id) and record.flow_run_id == flow_run_id
+        if is_same_run or _is_source_of_champion(record, champion):
+            return record
+    return None
 
 
 def check_retraining_stages(settings: PipelineSettings) -> None:
@@ -126,7 +132,8 @@ def check_retraining_stages(settings: PipelineSettings) -> None:
     missing = [name for name in ("evaluate", "promote") if getattr(settings.stages, name) is None]
     if missing:
         raise SettingsError(
-            f"stages.{missing[0]}: is missing; retraining promotes what passes the gate, so add `{missing[0]}: {{}}`"
+            f"stages.{missing[0]}: is missing; retraining promotes a model that passes the gate, so add "
+            f"`{missing[0]}: {{}}`"
         )
     if not any(getattr(settings.stages, name) for name in stage_registry.list_policy_stages()):
         raise SettingsError(
@@ -142,7 +149,7 @@ def explain_retraining(
     new: NewData,
     start: Start,
 ) -> str:
-    """Reason to train; begins with "skipped: " if there is none."""
+    """Return the reason to train; begins with "skipped: " if there is none."""
     if champion is None:
         why = "there is no champion yet"
     elif not now:
@@ -151,35 +158,36 @@ def explain_retraining(
             "--force trains on other episodes"
         )
     elif parse_record_tags(champion.tags) is None:
-        why = f"version {champion.version} does not say what it was trained on"
+        why = f"version {champion.version} has no record of its training data"
     elif not new.changes:
-        gone = f" ({new})" if new.missing_files else ""
-        return f"skipped: nothing is new since champion version {champion.version}{gone}"
+        missing = f" ({new})" if new.missing_files else ""
+        return f"skipped: nothing is new since champion version {champion.version}{missing}"
     elif new.rows < settings.retrain.min_new_rows:
-        return f"skipped: {new.rows} new rows, fewer than retrain.min_new_rows = {settings.retrain.min_new_rows} ({new})"
+        minimum = settings.retrain.min_new_rows
+        return f"skipped: {new.rows} new rows, fewer than retrain.min_new_rows = {minimum} ({new})"
     else:
         why = f"new since champion version {champion.version}: {new}"
-    tried = _find_equal_retrainings(
+    equal = _find_equal_retrainings(
         earlier,
         format_record_tags(now),
         champion.version if champion else None,
         _resolve_start_version(start, champion),
     )
-    if tried and tried[-1].status == "waiting":
-        return (
-            f"skipped: nothing is new since retraining {tried[-1].number}, which waits for approval"
-        )
-    if tried and tried[-1].is_decided:
-        last = tried[-1]
+    if not equal:
+        return why
+    last = equal[-1]
+    if last.status == "waiting":
+        return f"skipped: nothing is new since retraining {last.number}, which waits for approval"
+    if last.is_decided:
         version = f", which made version {last.version}" if last.version else ""
         return f"skipped: nothing is new since retraining {last.number}{version} ({last.status}: {last.note})"
     return why
 
 
 def _is_source_of_champion(record: Retraining, champion: ModelVersion | None) -> bool:
-    """True = the champion came of this retraining, which was killed before it could say so."""
-    made = champion is not None and champion.tags.get("retrain.number") == str(record.number)
-    return made and record.status != "waiting"
+    """Return whether the champion was trained by this retraining, which was killed before it could record that."""
+    is_source = champion is not None and champion.tags.get("retrain.number") == str(record.number)
+    return is_source and record.status != "waiting"
 
 
 def _resolve_start_version(start: Start, champion: ModelVersion | None) -> int | None:
@@ -187,7 +195,7 @@ def _resolve_start_version(start: Start, champion: ModelVersion | None) -> int |
 
 
 def _summarize_content(data: Mapping[str, str]) -> str:
-    """Content of a data record, without the places of its files, for comparison."""
+    """Summarize the contents of a data record for comparison, without the locations of its files."""
     records = parse_record_tags(data) or {}
     return json.dumps(
         {
@@ -201,7 +209,7 @@ def _summarize_content(data: Mapping[str, str]) -> str:
 def _find_equal_retrainings(
     earlier: Sequence[Retraining], data: Mapping[str, str], champion: int | None, start: int | None
 ) -> list[Retraining]:
-    """Earlier retrainings under the same champion, from the same start, on the same data."""
+    """Find earlier retrainings under the same champion, from the same start, on the same data."""
     content = _summarize_content(data)
     return [
         record
@@ -221,21 +229,24 @@ def _build_next_retraining(
     why: str,
     flow_run_id: str,
 ) -> Retraining:
-    """The record of the next retraining: the interrupted one of the same kind, or a new one."""
+    """Build the record of the next retraining: an interrupted one of the same kind, or a new one."""
     data = format_record_tags(now)
-    first, at = _resolve_start_version(start, champion), champion.version if champion else None
-    same = _find_equal_retrainings(earlier, data, at, first)
-    if same and not same[-1].is_decided:
+    start_version, champion_version = (
+        _resolve_start_version(start, champion),
+        champion.version if champion else None,
+    )
+    equal = _find_equal_retrainings(earlier, data, champion_version, start_version)
+    if equal and not equal[-1].is_decided:
         return dataclasses.replace(
-            same[-1], flow_run_id=flow_run_id, reason=why, status="open", note=""
+            equal[-1], flow_run_id=flow_run_id, reason=why, status="open", note=""
         )
     return Retraining(
         number=max((record.number for record in earlier), default=0) + 1,
-        start=first,
-        champion=at,
+        start=start_version,
+        champion=champion_version,
         data=data,
-        seed=_derive_seed(settings, now, at, len(same)),
-        dropped=_list_skippable_stages(settings, new) if first is not None else (),
+        seed=_derive_seed(settings, now, champion_version, len(equal)),
+        dropped=_list_skippable_stages(settings, new) if start_version is not None else (),
         reason=why,
         flow_run_id=flow_run_id,
     )
@@ -244,11 +255,11 @@ def _build_next_retraining(
 def _derive_seed(
     settings: PipelineSettings, now: SourceRecords, champion: int | None, attempt: int
 ) -> int:
-    """The pipeline's seed of a retraining.
+    """Derive the pipeline's seed of a retraining.
 
-    Where episodes are generated each retraining gets its own, so that it learns from other episodes and its gate judges
-    on others: a champion chosen again and again on the same ones would be chosen for its luck with them. Where a file
-    is split into what is trained on and what is held out the seed stays, since another one would hold out what the
+    If episodes are generated, each retraining gets a different seed, so that it learns from other episodes and its gate
+    tests on others: a champion chosen repeatedly on the same episodes would be chosen for its luck with them. If a file
+    is split into training and held-out data, the seed stays the same, because another seed would hold out data that the
     champion has learned.
     """
     if now or not settings.retrain.new_episodes or (champion is None and attempt == 0):
@@ -260,7 +271,7 @@ def _derive_seed(
 def _build_plan(
     settings: PipelineSettings, new: NewData, record: Retraining, why: str, *, continues: bool
 ) -> RetrainingPlan:
-    """The pipeline that a retraining runs."""
+    """Build the plan with the pipeline settings of a retraining."""
     changed = dataclasses.replace(settings, seed=record.seed)
     if record.start is not None:
         model = dataclasses.replace(
@@ -274,69 +285,64 @@ def _build_plan(
 
 
 def _list_skippable_stages(settings: PipelineSettings, new: NewData) -> tuple[str, ...]:
-    """Stages that a champion can skip: they imitate data that it has learned from already.
+    """List the stages that a champion can skip because they imitate data from which it has already learned.
 
-    Copying a demonstrator once more would undo what reward has taught since. Stages that make their own data go on.
+    Imitating a demonstrator again would undo what the reward has taught since. Stages that create their data still
+    run.
     """
     if settings.retrain.repeat == "all":
         return ()
     stages, data = settings.stages, settings.stages.prepare_data
     dropped = []
-    for stage, source in (
-        (known.name, known.learns_from)
-        for known in stage_registry.list_stages()
-        if known.learns_from
-    ):
-        from_file = data is not None and getattr(data, source) is not None
-        fixed = (
-            from_file or source == "demonstrations"
-        )  # a demonstrator writes the same demonstrations again
-        changed = source in new.sources or (
-            source == "demonstrations" and "environment" in new.sources and not from_file
+    for stage in stage_registry.list_stages():
+        source = stage.learns_from
+        if not source or getattr(stages, stage.name) is None:
+            continue
+        is_from_file = data is not None and getattr(data, source) is not None
+        is_from_demonstrator = source == "demonstrations" and not is_from_file
+        # A demonstrator writes the same demonstrations again unless the environment changes.
+        has_changed = source in new.sources or (
+            is_from_demonstrator and "environment" in new.sources
         )
-        if getattr(stages, stage) is not None and fixed and not changed:
-            dropped.append(stage)
-    left = [
-        name
+        if (is_from_file or is_from_demonstrator) and not has_changed:
+            dropped.append(stage.name)
+    trains_policy = any(
+        getattr(stages, name) is not None and name not in dropped
         for name in stage_registry.list_policy_stages()
-        if getattr(stages, name) is not None and name not in dropped
-    ]
-    return tuple(dropped) if left else ()
-
-
-# ---------------------------------------------------------------------------------------------------------- records
+    )
+    return tuple(dropped) if trains_policy else ()
 
 
 def read_retrainings(home: Path) -> list[Retraining]:
-    """The retrainings of a pipeline's folder, the oldest first. A file that cannot be read is passed over."""
-    found = []
+    """Read the retrainings of a pipeline's folder, oldest first. Unreadable files are skipped."""
+    records = []
     for path in sorted((home / "retrainings").glob("*.json")):
         try:
             row = json.loads(path.read_text())
-            found.append(Retraining(**{**row, "dropped": tuple(row["dropped"])}))
+            records.append(Retraining(**{**row, "dropped": tuple(row["dropped"])}))
         except (OSError, ValueError, TypeError, KeyError):
             continue
-    return sorted(found, key=lambda record: record.number)
+    return sorted(records, key=lambda record: record.number)
 
 
 def record_start(home: Path, record: Retraining) -> None:
-    """Record the start, or the resumption, of a retraining; the caller holds the pipeline's lock."""
+    """Record that a retraining starts or resumes. The caller holds the pipeline's lock."""
     clear_leftovers(make_folder(home / "retrainings"), locked=True)
     _write_retraining(home, record)
 
 
 def settle_waiting_retrainings(tracking: Tracking, name: str, home: Path) -> list[Retraining]:
-    """All records; those that waited for an approval which has come since are closed with it.
+    """Read all records, and close those whose awaited approval has been answered.
 
-    One whose champion changed meanwhile counts as failed: it is to be compared anew, so it is tried again.
+    A retraining whose champion changed meanwhile counts as failed: it has to be compared again, so it is repeated.
     """
     expire_requests(tracking, name)
     versions = {version.version: version for version in tracking.list_versions(name)}
     records = []
     for record in read_retrainings(home):
-        version = (
-            versions.get(record.version) if record.status == "waiting" and record.version else None
-        )
+        version = None
+        if record.status == "waiting" and record.version:
+            version = versions.get(record.version)
         request = read_approval_request(version) if version is not None else None
         if request is not None and not request.is_waiting:
             status = {"approved": "promoted", "superseded": "failed"}.get(request.state, "rejected")

@@ -1,1 +1,1 @@
-"""A stage in several processes: launch, torchrun, events of rank 0."""
+"""Processes of a stage: launch under torchrun, event channel of rank 0, child processes."""

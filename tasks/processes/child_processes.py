@@ -15,10 +15,10 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def bind_to_parent(parent: int) -> None:
-    """Have the kernel kill this process (SIGKILL) when its parent, the process `parent`, dies, however it dies.
+    """Have the kernel kill this process (SIGKILL) when its parent, the process `parent`, dies for any reason.
 
-    Exits at once where it is dead already. On systems other than Linux nothing is done: there a parent that is killed
-    with SIGKILL leaves its children to notice a broken connection.
+    Exit immediately if the parent is already dead. Does nothing on systems other than Linux: there the children of a
+    parent killed by SIGKILL notice only a broken connection.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -28,20 +28,19 @@ def bind_to_parent(parent: int) -> None:
 
 
 def wait_for_exit(pids: Iterable[int], timeout_s: float) -> list[int]:
-    """Wait for processes that are being killed and are no children of this one; returns those that still run."""
-    end = time.monotonic() + timeout_s
-    left = list(pids)
+    """Wait for processes that are being killed and are not children of this process; return those that still run."""
+    deadline = time.monotonic() + timeout_s
+    running = list(pids)
     while True:
-        left = [pid for pid in left if _is_running(pid)]
-        if not left or time.monotonic() > end:
-            return left
+        running = [pid for pid in running if _is_running(pid)]
+        if not running or time.monotonic() > deadline:
+            return running
         time.sleep(0.02)
 
 
 def _is_running(pid: int) -> bool:
     try:
-        return bool(
-            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        )  # a zombie waits for init alone
+        # A zombie only waits to be reaped by init.
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

@@ -1,8 +1,8 @@
-"""torchrun as a child process of a stage: dies with its parent and reports the exit status of its processes.
+"""Entry point that runs torchrun as a child process of a stage: it dies with its parent and reports exit statuses.
 
-    python -m tasks.processes.torchrun PARENT_PID REPORT.json [torchrun's own arguments]
+    python -m tasks.processes.torchrun PARENT_PID REPORT.json [torchrun's arguments]
 
-On further nodes, where no stage is the parent, PARENT_PID is 0.
+On further nodes no stage is the parent, and PARENT_PID is 0.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from rl_core.storage.atomic_files import write_json_atomic
 from tasks.processes.child_processes import bind_to_parent
 
-AGENT_PID_VARIABLE = "POSTTRAIN_AGENT_PID"  # tells the processes who their parent has to be
+AGENT_PID_VARIABLE = "POSTTRAIN_AGENT_PID"  # pid that the processes expect as their parent
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun; the report holds the exit status of each process that failed, by rank."""
+    """Run torchrun; write the exit status of each failed process, by rank, to the report."""
     parent, report = int(arguments[0]), Path(arguments[1])
     if parent:
         bind_to_parent(parent)
@@ -30,10 +30,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         run.main(list(arguments[2:]))
     except ChildFailedError as error:
-        if str(report) != os.devnull:  # on further nodes nobody asks
-            write_json_atomic(
-                report, {str(rank): failure.exitcode for rank, failure in error.failures.items()}
-            )
+        if str(report) != os.devnull:  # further nodes write no report
+            statuses = {str(rank): failure.exitcode for rank, failure in error.failures.items()}
+            write_json_atomic(report, statuses)
         return 1
     return 0
 

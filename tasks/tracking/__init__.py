@@ -1,21 +1,22 @@
-"""Experiment tracking: the one package that imports MLflow.
+"""Experiment tracking: the only package that imports MLflow.
 
-journal      records of a run, on local disk first
-shipper      the thread that delivers them
-sink         records as MLflow calls
-store        address of the store, its client, its errors
-tracking     Tracking: one store, its runs, its registry
-replay       delivery of journals of runs that are over
-run_list     the list of runs, with filters and the settings that differ
-run_tracker  RunTracker: rl_core's Tracker over all this
-models       Hugging Face folders as model versions
-registry     references, champion and challenger
-registered_names  names of a sqlite store's models, without MLflow
-traces       episodes as traces
-values       names, flat parameters, environment
-system       CPU, memory, GPU
-beside       TensorBoard and Weights & Biases as further trackers of a run
-plug_in      MlflowTracker: MLflow for the Python API
+journal          records of a run, written to local disk first
+shipper          background thread that delivers them
+sink             records as MLflow calls; episodes as traces
+store            address, client, errors and sqlite tables of the store
+tracking         Tracking: one store, its runs, its registry
+replay           delivery of journals of finished and crashed runs
+run_list         the list of runs, with filters and differing settings
+run_tracker      RunTracker: rl_core's Tracker on top of all this
+models           Hugging Face folders as model versions
+registry         model references, champion and challenger
+removal          removal of runs, versions and models
+values           names, flat parameters, environment
+system           CPU, memory and GPU readings
+experiment_view  MLflow's page of the experiment
+extra_trackers   TensorBoard, Weights & Biases, Prometheus, Datadog and alerts
+plug_in          MlflowTracker: MLflow for the Python API
+server_app       MLflow's server without its Assistant
 """
 
 from tasks.mlflow_environment import build_default_uri, build_offline_environment

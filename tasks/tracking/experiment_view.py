@@ -1,8 +1,9 @@
-"""Page of the experiment in MLflow: columns of its table of runs, and its charts in the order in which people look.
+"""Page of the experiment in MLflow: columns of its table of runs, and its charts, most important first.
 
-MLflow keeps a view that someone shares in a tag of the experiment, found by the link's `viewStateShareKey`. What a run
-does not have is left out by the page. All metrics have a chart in a section of their prefix as well: folded, with
-bookkeeping last. Written for the page of MLflow 3.17; another one that reads these fields no more shows its own order.
+MLflow stores a shared view in a tag of the experiment and finds it by the link's `viewStateShareKey`. The page hides
+what a run does not have. Every metric also has a chart in a section of its prefix; these sections are collapsed, with
+bookkeeping last. Written for the page of MLflow 3.17; a version that does not read these fields shows its default
+order.
 """
 
 from __future__ import annotations
@@ -19,18 +20,17 @@ from tasks.stage_registry import list_policy_stages, list_training_stages
 VIEW_KEY = "posttrain"
 _PREFIX = "mlflow.sharedViewState."
 VIEW_TAG = f"{_PREFIX}{VIEW_KEY}"
-_PACKED_PREFIX = "deflate;"  # with which the page marks a view that it has packed; older stores keep 5,000 characters of a tag
+# MLflow's page marks a compressed view with this prefix. Older stores keep 5,000 characters of a tag.
+_PACKED_PREFIX = "deflate;"
 
-_RESULT, _CHANGED, _SETTINGS, _NAME = (
-    "tags.`result`",
-    "tags.`changed`",
-    "tags.`settings`",
-    "attributes.`Run Name`",
-)
+_RESULT = "tags.`result`"
+_CHANGED = "tags.`changed`"
+_SETTINGS = "tags.`settings`"
+_NAME = "attributes.`Run Name`"
 _DECISION = "tags.`gate.decision`"
 
-# Charts of what stages learn by section, in the order in which people look: a chart of one metric has the name of that,
-# so that names for people stand above.
+# Charts of learning progress by section, most important first. A chart of one metric is titled with the metric's name,
+# so the readable titles are those of the sections.
 _LEARNING_CHARTS = {
     "Success and reward": (("train/success_rate",), ("eval/success_rate",), ("reward/mean",)),
     "KL and entropy, nats per token": (
@@ -40,8 +40,9 @@ _LEARNING_CHARTS = {
     ),
     "Length in tokens, and loss": (("train/completion_tokens",), ("train/loss", "eval/loss")),
 }
-_ENDED = "attributes.end_time"  # of runs sorted by their start the page shows the parents, folded
-_RESULTS_SECTION = "success_rate"  # of a pipeline's run
+# Sorted by start time, the page would show collapsed parent runs instead of the stages' runs.
+_ENDED = "attributes.end_time"
+_RESULTS_SECTION = "success_rate"  # metrics of a pipeline's run
 _UNFOLD_HINT = " (of stages: unfold a run with +)"
 _FOLDED_SECTIONS = (
     "reward",
@@ -63,52 +64,44 @@ _FOLDED_SECTIONS = (
 
 
 def build_experiment_view() -> dict[str, Any]:
-    """The view; stages of the user's, once a config named them, have a column as well."""
-    success = [
-        f"metrics.`success_rate/{name}`" for name in ("base", *list_policy_stages(), "champion")
-    ]
-    names = (_RESULTS_SECTION, *(f"{name}{_UNFOLD_HINT}" for name in _LEARNING_CHARTS))
-    sections = [_build_section(name, is_shown=True) for name in names] + [
-        _build_section(name, is_shown=False) for name in _FOLDED_SECTIONS
-    ]
+    """Build the view. Custom stages that a config has named have a column as well."""
+    stages = ("base", *list_policy_stages(), "champion")
+    success_rates = [f"metrics.`success_rate/{name}`" for name in stages]
+    shown = (_RESULTS_SECTION, *(f"{name}{_UNFOLD_HINT}" for name in _LEARNING_CHARTS))
+    sections = [_build_section(name, is_shown=True) for name in shown]
+    sections += [_build_section(name, is_shown=False) for name in _FOLDED_SECTIONS]
     charts = [
         _build_line_chart(list(metrics), _build_section_id(f"{name}{_UNFOLD_HINT}"))
-        for name in _LEARNING_CHARTS
-        for metrics in _LEARNING_CHARTS[name]
+        for name, section_charts in _LEARNING_CHARTS.items()
+        for metrics in section_charts
     ]
+    columns = [_DECISION, _RESULT, _CHANGED, *success_rates, _SETTINGS]
     return {
-        "selectedColumns": [_DECISION, _RESULT, _CHANGED, *success, _SETTINGS],
-        "columnOrder": [
-            _NAME,
-            "attributes.`Created`",
-            _DECISION,
-            _RESULT,
-            _CHANGED,
-            *success,
-            _SETTINGS,
-        ],
+        "selectedColumns": columns,
+        "columnOrder": [_NAME, "attributes.`Created`", *columns],
+        # The first five columns fit next to the menu at 1,400 px.
         "columnWidths": {
             _NAME: 250,
             _DECISION: 115,
             _RESULT: 380,
             _CHANGED: 240,
             _SETTINGS: 640,
-            **dict.fromkeys(success, 150),
-        },  # the first five fit beside the menu at 1,400 px
+            **dict.fromkeys(success_rates, 150),
+        },
         "compareRunSections": sections,
         "compareRunCharts": charts,
-        "isAccordionReordered": True,  # else the page sorts sections by name
+        "isAccordionReordered": True,  # otherwise the page sorts sections by name
         "hideEmptyCharts": True,
     }
 
 
 def build_stage_view_key(stage: str) -> str:
-    """`viewStateShareKey` of the view of a stage's runs."""
+    """Return the `viewStateShareKey` of the view of a stage's runs."""
     return f"{VIEW_KEY}-{stage}"
 
 
 def build_shared_views() -> dict[str, dict[str, Any]]:
-    """Every view by the experiment's tag that keeps it."""
+    """Build every view, by the experiment's tag that stores it."""
     return {VIEW_TAG: build_experiment_view()} | {
         f"{_PREFIX}{build_stage_view_key(stage)}": _build_stage_view(stage)
         for stage in list_training_stages()
@@ -116,12 +109,14 @@ def build_shared_views() -> dict[str, dict[str, Any]]:
 
 
 def _build_stage_view(stage: str) -> dict[str, Any]:
-    """Runs of one stage, the newest first; charts of what it learns before those of pipelines."""
-    whole = build_experiment_view()
-    results, *others = whole["compareRunSections"]
-    sections = [{**one, "name": one["name"].removesuffix(_UNFOLD_HINT)} for one in others]
+    """Build the view of one stage's runs, newest first, with its learning charts before those of pipelines."""
+    view = build_experiment_view()
+    results, *others = view["compareRunSections"]
+    sections = [
+        {**section, "name": section["name"].removesuffix(_UNFOLD_HINT)} for section in others
+    ]
     newest = {"searchFilter": f"tags.stage = '{stage}'", "orderByKey": _ENDED, "orderByAsc": False}
-    return whole | newest | {"compareRunSections": [*sections, results]}
+    return view | newest | {"compareRunSections": [*sections, results]}
 
 
 def _build_section(name: str, *, is_shown: bool) -> dict[str, Any]:
@@ -138,7 +133,7 @@ def _build_section_id(name: str) -> str:
 
 
 def _build_line_chart(metrics: list[str], section: str) -> dict[str, Any]:
-    """A card of the page that draws these metrics of each run over steps."""
+    """Build a chart of these metrics of each run over steps."""
     return {
         "uuid": _build_section_id(" ".join(metrics)),
         "type": "LINE",
@@ -164,12 +159,12 @@ def _build_line_chart(metrics: list[str], section: str) -> dict[str, Any]:
 
 
 def pack_view(view: Mapping[str, Any]) -> str:
-    """A view as the tag's value."""
+    """Encode a view as a tag value."""
     return _PACKED_PREFIX + base64.b64encode(zlib.compress(json.dumps(view).encode(), 9)).decode()
 
 
 def unpack_view(tag: str) -> Any:
-    """The view of a tag's value, packed or not. Raises: ValueError where it is none."""
+    """Decode a tag value, compressed or not. Raises: ValueError for anything else."""
     if not tag.startswith(_PACKED_PREFIX):
         return json.loads(tag)
     try:
@@ -179,15 +174,12 @@ def unpack_view(tag: str) -> Any:
 
 
 def contains_view(tag: str | None, view: Mapping[str, Any]) -> bool:
-    """True = a stored view has all columns and charts of this one."""
+    """Return whether a stored view has all columns and charts of `view`."""
     try:
         stored = unpack_view(tag or "{}")
-        charts = [
-            {chart["uuid"] for chart in found["compareRunCharts"]} for found in (view, stored)
-        ]
-        return (
-            set(view["selectedColumns"]) <= set(stored["selectedColumns"])
-            and charts[0] <= charts[1]
-        )
+        charts = {chart["uuid"] for chart in view["compareRunCharts"]}
+        stored_charts = {chart["uuid"] for chart in stored["compareRunCharts"]}
+        has_columns = set(view["selectedColumns"]) <= set(stored["selectedColumns"])
+        return has_columns and charts <= stored_charts
     except (ValueError, KeyError, TypeError):
         return False

@@ -1,6 +1,7 @@
-"""Alerts: conditions on metrics that come true, as events of the Prefect server, whose automation calls the webhook.
+"""Trackers in addition to MLflow: those named by `tracking.sinks`, and alerts, each on a separate thread.
 
-Trackers beside MLflow that `tracking.sinks` names, and the alerts; each on a thread of its own.
+An alert is a condition on a metric that becomes true. It is emitted as an event to the Prefect server, whose automation
+calls the webhook.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ logger = logging.getLogger(__name__)
 
 ALERT_EVENT = "posttrain.alert"
 BUILT_IN_ALERTS = {
-    "reward/alarm": "> 0",
-    "online/paused": "> 0",
-}  # of the reward-hacking monitor, of online learning
+    "reward/alarm": "> 0",  # reward-hacking monitor
+    "online/paused": "> 0",  # online learning
+}
 _MEANINGS = {
     "reward/alarm": "the reward rises while success falls: it may be hacked",
-    "online/paused": "learning has stopped and the last good snapshot answers; the run's tag online.alarm says why",
+    "online/paused": "learning has stopped and the last good snapshot is served; see the run's tag online.alarm",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class MetricAlert:
-    """A condition that has come true."""
+    """Condition on a metric that has become true."""
 
     subject: str  # pipeline, or training run of the service
-    stage: str  # "" where there is none
+    stage: str  # "" = none
     metric: str
     value: float
     condition: str
@@ -49,14 +50,14 @@ class MetricAlert:
 
     @property
     def text(self) -> str:
-        """One sentence for people."""
-        place = f"{self.subject} / {self.stage}" if self.stage else self.subject
+        """One sentence for the user."""
+        source = f"{self.subject} / {self.stage}" if self.stage else self.subject
         meaning = f" ({_MEANINGS[self.metric]})" if self.metric in _MEANINGS else ""
-        return f"{place}: {self.metric} is {self.value:.4g}, {self.condition}, at step {self.step}{meaning}"
+        return f"{source}: {self.metric} is {self.value:.4g}, {self.condition}, at step {self.step}{meaning}"
 
 
 class AlertTracker(SilentTracker):
-    """Sends an alert when a condition comes true, and again only after it was false."""
+    """Tracker that sends an alert when a condition becomes true, and again only after it was false."""
 
     def __init__(
         self,
@@ -65,7 +66,12 @@ class AlertTracker(SilentTracker):
         stage: str = "",
         send: Callable[[MetricAlert], None] | None = None,
     ) -> None:
-        """`conditions`: metric -> '> 0.5' or '< 0.1', beside the one that is always there. `send`: `announce`."""
+        """Set the conditions.
+
+        Args:
+            conditions: metric -> '> 0.5' or '< 0.1', in addition to `BUILT_IN_ALERTS`.
+            send: None = `send_alert`.
+        """
         self._conditions = {
             metric: parse_condition(text)
             for metric, text in {**BUILT_IN_ALERTS, **conditions}.items()
@@ -74,24 +80,23 @@ class AlertTracker(SilentTracker):
         self._active_metrics: set[str] = set()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Look at the metrics that have a condition; one that is no number is no news."""
+        """Check the metrics that have a condition. NaN changes nothing."""
         for metric in self._conditions.keys() & metrics.keys():
             value, (sign, bound) = float(metrics[metric]), self._conditions[metric]
             if math.isnan(value):
                 continue
-            if not (value > bound if sign == ">" else value < bound):
+            is_true = value > bound if sign == ">" else value < bound
+            if not is_true:
                 self._active_metrics.discard(metric)
             elif metric not in self._active_metrics:
                 self._active_metrics.add(metric)
-                self._send(
-                    MetricAlert(
-                        self._subject, self._stage, metric, value, f"{sign} {bound:g}", step
-                    )
-                )
+                condition = f"{sign} {bound:g}"
+                alert = MetricAlert(self._subject, self._stage, metric, value, condition, step)
+                self._send(alert)
 
 
 def send_alert(alert: MetricAlert) -> None:
-    """Log an alert, and emit it as an event where a Prefect server is named (PREFECT_API_URL)."""
+    """Log an alert, and emit it as an event if a Prefect server is configured (PREFECT_API_URL)."""
     logger.warning("alert: %s", alert.text)
     from prefect.settings import PREFECT_API_URL
 
@@ -126,13 +131,14 @@ def build_extra_trackers(
     run_id: str,
     stage: str = "",
 ) -> list[BackgroundTracker]:
-    """Trackers of one run, each on a thread of its own.
+    """Build the trackers of one run, each on a separate thread.
 
     Args:
-        home: the pipeline's folder, in which they write unless they name another.
-        pipeline: its name, or that of the service; with `stage` the labels of Prometheus and Datadog.
-        group: name of the run that this one belongs to. folder: of this run within a TensorBoard folder.
-        run_id: lasting name of the run, the same when it is resumed.
+        home: the pipeline's folder, in which trackers write unless they name another one.
+        pipeline: name of the pipeline or of the service; with `stage`, the labels of Prometheus and Datadog.
+        group: name of the run to which this run belongs.
+        folder: folder of this run within a TensorBoard folder.
+        run_id: permanent name of the run, unchanged on resume.
         stage: the stage, or the service's training run.
     """
     labels = {"pipeline": pipeline} | ({"stage": stage} if stage else {})
@@ -147,7 +153,7 @@ def build_extra_trackers(
 def build_alert_tracker(
     conditions: Mapping[str, str], subject: str, stage: str = ""
 ) -> BackgroundTracker:
-    """The alerts of one run."""
+    """Build the alert tracker of one run."""
     return BackgroundTracker("alerts", functools.partial(AlertTracker, conditions, subject, stage))
 
 
@@ -162,9 +168,8 @@ def _build_tracker_factory(
 ) -> Callable[[], Tracker]:
     kind, _, address = sink.partition(":")
     if kind == "tensorboard":
-        return functools.partial(
-            TensorBoardTracker, (Path(address) if address else home / kind) / folder, cut=True
-        )
+        root = Path(address) if address else home / kind
+        return functools.partial(TensorBoardTracker, root / folder, cut=True)
     if kind == "prometheus":
         target = parse_target(address, home, "-".join(labels.values()))
         return functools.partial(PrometheusTracker, target, labels)

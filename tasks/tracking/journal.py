@@ -1,15 +1,17 @@
-"""The local journal of a run: records on disk before anything is sent, and a cursor of their delivery.
+"""Local journal of a run: records on disk before anything is sent, and a cursor of their delivery.
 
     <folder>/metrics.jsonl             one line per call: {"step": 3, "time": <ms>, "metrics": {"train/loss": 0.5}}
-    <folder>/.tracking/events.jsonl    the rest in order: run, params, tags, artifacts, data sets, traces, models, end
-    <folder>/.tracking/files/          what artifacts and models hold, until it is delivered
-    <folder>/.tracking/shipped.json    which run of which store it became, and the byte offset delivered of each file
-    <folder>/.tracking/progress.json   how far the work is: {"done": 3, "total": 10, "message": "...", "time": <ms>,
+    <folder>/.tracking/events.jsonl    all other records in order: run, params, tags, artifacts, data sets, traces,
+    models, end
+    <folder>/.tracking/files/          contents of artifacts and models, until they are delivered
+    <folder>/.tracking/shipped.json    the store's run for this folder, and the byte offset delivered of each file
+    <folder>/.tracking/progress.json   progress of the work: {"done": 3, "total": 10, "message": "...", "time": <ms>,
                                        "seconds": spent on it, in all its processes}
 
-A line is appended with one write and never changed, its time stamp included: delivering it twice stores it once. The
-process may die at any byte; a torn last line is cut off at the next start, and was never sent. Each line of the first
-two has a checksum (`rl_core.storage.line_logs`): one that a disk or a hand changed is named, counted and left out.
+A line is appended with one write and never changed, including its time stamp, so delivering it twice stores it once.
+The process may die at any byte. A torn last line was never sent; the next start truncates it. Each line of the first
+two files has a checksum (`rl_core.storage.line_logs`). A line that was damaged by the disk or edited is reported,
+counted and skipped.
 """
 
 from __future__ import annotations
@@ -43,31 +45,32 @@ from rl_core.storage.line_logs import encode_checked_line, read_checked_lines, r
 
 log = logging.getLogger(__name__)
 
-SCRATCH_PREFIX = "model-"  # beginning of the names of temporaries beside a journal
+SCRATCH_PREFIX = "model-"  # name prefix of temporaries in a journal's folder
+_LOCK_ATTEMPTS, _LOCK_RETRY_S = 5, 0.02
 
 
 def build_metrics_path(folder: Path) -> Path:
-    """File of a run folder's metrics."""
+    """Return the metrics file of a run folder."""
     return folder / "metrics.jsonl"
 
 
 def build_events_path(folder: Path) -> Path:
-    """File of all other records of a run folder."""
+    """Return the file of all other records of a run folder."""
     return folder / ".tracking" / "events.jsonl"
 
 
 def build_cursor_path(folder: Path) -> Path:
-    """File of a run folder's delivery cursor."""
+    """Return the file of a run folder's delivery cursor."""
     return folder / ".tracking" / "shipped.json"
 
 
 def build_progress_path(folder: Path) -> Path:
-    """File of a run folder's progress, for the live page, and of the time that was spent on it."""
+    """Return the file of a run's progress and elapsed time, for the live page."""
     return folder / ".tracking" / "progress.json"
 
 
 def read_recorded_seconds(folder: Path) -> float:
-    """Time that the processes of a run spent on it, up to the last note; 0.0 where there is none."""
+    """Read the seconds that all processes of a run have spent on it, as last recorded; 0.0 if nothing is recorded."""
     try:
         seconds = float(json.loads(build_progress_path(folder).read_text())["seconds"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -75,28 +78,25 @@ def read_recorded_seconds(folder: Path) -> float:
     return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
 
 
-_LOCK_ATTEMPTS, _LOCK_RETRY_S = 5, 0.02
-
-
 def _acquire_file_lock(descriptor: int) -> bool:
-    """Lock a file. One that looks for dead runs holds a lock for a moment, which counts as none."""
-    for tries_left in reversed(range(_LOCK_ATTEMPTS)):
+    """Lock a file, retrying briefly: crash detection holds the lock for a moment while it checks."""
+    for attempts_left in reversed(range(_LOCK_ATTEMPTS)):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except OSError:
-            if tries_left:
+            if attempts_left:
                 time.sleep(_LOCK_RETRY_S)
     return False
 
 
 class LineLog:
-    """An append-only file of JSON lines with one writer, safe against a kill at any byte and against a full disk."""
+    """Append-only file of JSON lines with one writer, safe against a kill at any byte and against a full disk."""
 
     def __init__(self, path: Path) -> None:
-        """Open for appending and cut off a torn last line.
+        """Open for appending and truncate a torn last line.
 
-        Raises: FolderBusy while another process has it open; CheckpointError where the disk refuses.
+        Raises: FolderBusy while another process has it open; CheckpointError if the disk refuses.
         """
         self.path = path
         make_folder(path.parent)
@@ -123,35 +123,35 @@ class LineLog:
         inject_fault("journal.opened")
 
     def _truncate_torn_line(self) -> int:
-        """Cut off what follows the last newline; returns the size that is left."""
+        """Truncate everything after the last newline; return the remaining size."""
         size = os.fstat(self._fd).st_size
-        keep, block = size, 1 << 16
-        while keep > 0:
-            start = max(0, keep - block)
-            newline = os.pread(self._fd, keep - start, start).rfind(b"\n")
+        end, block = size, 1 << 16
+        while end > 0:
+            start = max(0, end - block)
+            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
             if newline >= 0:
-                keep = start + newline + 1
+                end = start + newline + 1
                 break
-            keep = start
-        if keep < size:
-            log.warning("%s: cut off %d bytes of a torn last line", self.path, size - keep)
-            os.ftruncate(self._fd, keep)
-        return keep
+            end = start
+        if end < size:
+            log.warning("%s: cut off %d bytes of a torn last line", self.path, size - end)
+            os.ftruncate(self._fd, end)
+        return end
 
     @property
     def end(self) -> int:
-        """Byte offset behind the last complete line."""
+        """Byte offset after the last complete line."""
         return self._end
 
     def append_record(self, record: Mapping[str, Any]) -> None:
-        """Append one record. A disk that refuses it is warned about; the line is kept and tried again later."""
+        """Append one record. If the disk refuses, warn, keep the line in memory and retry later."""
         line = encode_checked_line(record)
         with self._lock:
             self._pending.append(line)
             self._write_pending()
 
     def flush_pending(self, *, sync: bool = False) -> bool:
-        """Write what the disk refused before, and fsync if asked. Returns whether everything is written."""
+        """Write the lines that the disk refused before, and fsync if `sync`. Return whether everything is written."""
         with self._lock:
             self._write_pending()
             return not self._pending and (not sync or self._sync_file())
@@ -161,7 +161,7 @@ class LineLog:
             if self._fd >= 0:
                 os.fsync(self._fd)
         except OSError as error:
-            log.warning("%s: the disk does not say that it has everything (%s)", self.path, error)
+            log.warning("%s: the disk could not be synced (%s)", self.path, error)
             return False
         return True
 
@@ -173,8 +173,9 @@ class LineLog:
                 if written < len(line):
                     raise OSError(f"only {written} of {len(line)} bytes were written")
             except OSError as error:
-                with contextlib.suppress(OSError):  # the next line goes over it all the same
-                    os.ftruncate(self._fd, self._end)  # shrinking needs no space
+                # Shrinking needs no space. If it fails, the next line overwrites the torn one.
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, self._end)
                 self._refused += 1
                 if self._refused & (self._refused - 1) == 0:  # 1st, 2nd, 4th, 8th, ... refusal
                     log.warning(
@@ -189,11 +190,11 @@ class LineLog:
             inject_fault("journal.line")
 
     def read_records(self, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
-        """Complete records from byte `offset` on, each with the offset behind it."""
+        """Yield complete records from byte `offset` on, each with the offset after it."""
         return read_lines(self.path, offset, end=self._end)
 
     def close(self) -> None:
-        """Write what is left, fsync, and let go of the file. A second call does nothing."""
+        """Write pending lines, fsync, and release the file. A second call does nothing."""
         if self._fd < 0:
             return
         self.flush_pending(sync=True)
@@ -206,7 +207,10 @@ class LineLog:
 def read_lines(
     path: Path, offset: int = 0, end: int | None = None
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Complete JSON lines of `path`, each with the byte offset behind it; a damaged one gives {} and a warning."""
+    """Yield the complete JSON lines of `path`, each with the byte offset after it.
+
+    A damaged line yields {} and a warning.
+    """
     for line in read_checked_lines(path, offset, end):
         if line.record is None:
             report_damaged_line(path, line)
@@ -214,16 +218,16 @@ def read_lines(
 
 
 class MetricsJournal:
-    """metrics.jsonl: each (step, name) once, however often a run is killed, resumed and replays its last steps."""
+    """Journal metrics.jsonl, which holds each (step, name) once, however often a run is killed and replayed."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the journal of a run folder and remember what it holds."""
+        """Open the journal of a run folder and remember its contents."""
         self.lines = LineLog(build_metrics_path(folder))
         self._lock = threading.Lock()
-        # A step maps to a shared set of names: most steps log the same names, so this stays small.
+        # Most steps log the same names, so the sets of names are shared and stay small.
         self._names: dict[int, frozenset[str]] = {}
         self._shared: dict[frozenset[str], frozenset[str]] = {}
-        self.num_repeated = 0  # values left out because their (step, name) was there already
+        self.num_repeated = 0  # values skipped because their (step, name) was already recorded
         self.last_system_step = -1
         for record, _ in read_lines(self.lines.path):
             names = record.get("metrics")
@@ -239,9 +243,9 @@ class MetricsJournal:
         self._names[step] = self._shared.setdefault(names, names)
 
     def append_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Record scalars of one step; a (step, name) that is there already stays as it is.
+        """Record scalars of one step. An existing value of (step, name) stays unchanged.
 
-        Raises: DataError for a value that is no number.
+        Raises: DataError for a value that is not a number.
         """
         step = int(step)
         row: dict[str, float | str] = {}
@@ -252,12 +256,12 @@ class MetricsJournal:
                 raise DataError(
                     f"metric '{name}' at step {step}: {value!r} is not a number"
                 ) from None
-            # JSON has no words for these; float() reads them back from strings.
+            # JSON has no literals for nan and inf; float() parses them from strings.
             row[str(name)] = number if math.isfinite(number) else str(number)
         with self._lock:
-            known = self._names.get(step)
-            if known:
-                fresh = {name: value for name, value in row.items() if name not in known}
+            recorded = self._names.get(step)
+            if recorded:
+                fresh = {name: value for name, value in row.items() if name not in recorded}
                 self.num_repeated += len(row) - len(fresh)
                 row = fresh
             if row:
@@ -272,7 +276,7 @@ class MetricsJournal:
 
 
 def read_metrics(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    """All (step, metrics) of a run folder, in the order in which they were recorded."""
+    """Read all (step, metrics) of a run folder in recorded order."""
     return [
         (int(record["step"]), {name: float(value) for name, value in record["metrics"].items()})
         for record, _ in read_lines(build_metrics_path(folder))
@@ -282,23 +286,23 @@ def read_metrics(folder: Path) -> list[tuple[int, dict[str, float]]]:
 
 @dataclass
 class DeliveryCursor:
-    """Delivery cursor: the part of a run folder that a tracking store has acknowledged."""
+    """Part of a run folder that a tracking store has acknowledged."""
 
     store: str = ""
     run_id: str | None = None
     experiment_id: str | None = None
     metrics_offset: int = 0
     events_offset: int = 0
-    num_failed: int = 0  # records that the store refused for good
-    num_damaged: int = 0  # lines whose checksum does not match: what they recorded is lost
-    identity: str = (
-        ""  # of the store's experiment; another one under the same address has lost the run
-    )
-    versions: dict[str, int] = field(default_factory=dict)  # of models, by the key of their record
+    num_failed: int = 0  # records that the store refused permanently
+    num_damaged: int = 0  # lines whose checksum does not match; their contents are lost
+    # of the store's experiment; a different one at the same address has lost the run
+    identity: str = ""
+    # model versions by the key of their record
+    versions: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def load(cls, folder: Path) -> DeliveryCursor:
-        """The folder's cursor; at the beginning if none is readable, since sending again is harmless."""
+        """Load the folder's cursor. If it is unreadable start from the beginning, because sending again is harmless."""
         try:
             return cls(**json.loads(build_cursor_path(folder).read_bytes()))
         except FileNotFoundError:
@@ -310,7 +314,7 @@ class DeliveryCursor:
             return cls()
 
     def save(self, folder: Path) -> None:
-        """Replace the folder's record atomically."""
+        """Replace the folder's cursor atomically."""
         write_text_atomic(
             build_cursor_path(folder), json.dumps(asdict(self)), point="cursor.written"
         )
@@ -318,20 +322,20 @@ class DeliveryCursor:
 
 
 def clear_journal(folder: Path, delivered: int) -> None:
-    """Remove what a process left that was killed while it kept or delivered something; the caller holds the journal.
+    """Remove what a killed process left behind while recording or delivering. The caller holds the journal.
 
     Args:
-        delivered: offset in events.jsonl; copies that no later record names are not needed.
+        delivered: offset in events.jsonl; copies that no later record names are removed.
     """
-    place = build_events_path(folder).parent
-    clear_leftovers(folder)  # others, without our lock, write run.json there
-    clear_leftovers(place, locked=True)
-    named = {
+    tracking_folder = build_events_path(folder).parent
+    clear_leftovers(folder)  # without the lock, because others write run.json there
+    clear_leftovers(tracking_folder, locked=True)
+    recorded_paths = {
         str(record.get("path", ""))
         for record, _ in read_lines(build_events_path(folder), delivered)
     }
-    needed = {Path(path).parent.name for path in named}
-    copies = [path for path in (place / "files").glob("*") if path.name not in needed]
-    for path in (*copies, *place.glob(f"{SCRATCH_PREFIX}*")):
+    needed = {Path(path).parent.name for path in recorded_paths}
+    copies = [path for path in (tracking_folder / "files").glob("*") if path.name not in needed]
+    for path in (*copies, *tracking_folder.glob(f"{SCRATCH_PREFIX}*")):
         shutil.rmtree(path, ignore_errors=True)
         inject_fault("leftover.removed")

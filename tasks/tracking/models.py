@@ -1,15 +1,13 @@
-"""Folders of artifacts on this machine.
+"""Model versions: a Hugging Face folder as an MLflow model, byte for byte, and its entry in the registry.
 
-Model versions: a Hugging Face folder as an MLflow model, byte for byte, and its entry in the registry.
-
-MLflow's own `transformers.save_model` loads the weights to write them again, asks the hub for a licence, and with
-transformers 5.23 refuses a folder; so the flavor's description is written here, around hard links to the files as the
-stage published them. `mlflow.transformers.load_reference_model`, `mlflow.pyfunc.load_reference_model` and `from_pretrained` on `model/`
-all read the result.
+MLflow's `transformers.save_model` loads the weights to write them again, asks the hub for a licence, and refuses a
+folder with transformers 5.23. Therefore the flavor's description is written here, around hard links to the files as the
+stage published them. `mlflow.transformers.load_model`, `mlflow.pyfunc.load_model` and `from_pretrained` on `model/` all
+read the result.
 
     MLmodel  requirements.txt  python_env.yaml  conda.yaml  input_example.json  serving_input_example.json
     model/                 config.json, *.safetensors, tokenizer files, ...: the stage's folder
-    components/tokenizer/  the tokenizer again, where the flavor looks for it
+    components/tokenizer/  a second copy of the tokenizer, where the flavor looks for it
 """
 
 from __future__ import annotations
@@ -38,41 +36,9 @@ if TYPE_CHECKING:
     from mlflow.models import ModelSignature
 
 
-UPLOAD_PREFIX = ".artifact.uploading."  # begins the name of a file that MLflow writes, until it has its own name
-
-
-def find_local_artifacts(uri: str | None, identity: str) -> Path | None:
-    """The folder of one run or model on this machine; only one that bears its id, which nothing else lies in."""
-    from mlflow.utils.file_utils import local_file_uri_to_path
-
-    if not uri or ("://" in uri and not uri.startswith("file://")):
-        return None
-    path = Path(local_file_uri_to_path(uri))
-    path = path.parent if path.name == "artifacts" else path
-    return (
-        path
-        if path.is_absolute() and path.name == identity and path.is_dir() and not path.is_symlink()
-        else None
-    )
-
-
-def clear_broken_uploads(folder: Path, before: float) -> int:
-    """Delete what processes that were killed within an upload have left in a run's folder; returns the number.
-
-    Args:
-        before: seconds since the epoch; what was written since may be an upload of a living process.
-    """
-    found = 0
-    for path in folder.rglob(f"{UPLOAD_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_mtime < before:
-                path.unlink()
-                found += 1
-    return found
-
-
 log = logging.getLogger(__name__)
 
+UPLOAD_PREFIX = ".artifact.uploading."  # name prefix of a file while MLflow writes it
 Kind = Literal["policy", "reward_model"]
 MODEL_TASKS: dict[str, tuple[str, str]] = {
     "policy": ("text-generation", "TextGenerationPipeline"),
@@ -105,8 +71,36 @@ TOKENIZER_FILES = (
 )
 
 
+def find_local_artifacts(uri: str | None, identity: str) -> Path | None:
+    """Return the artifact folder of one run or model if it is on this machine and named by its id."""
+    from mlflow.utils.file_utils import local_file_uri_to_path
+
+    if not uri or ("://" in uri and not uri.startswith("file://")):
+        return None
+    path = Path(local_file_uri_to_path(uri))
+    if path.name == "artifacts":
+        path = path.parent
+    is_named_by_id = path.is_absolute() and path.name == identity
+    return path if is_named_by_id and path.is_dir() and not path.is_symlink() else None
+
+
+def clear_broken_uploads(folder: Path, before: float) -> int:
+    """Delete files that processes killed during an upload left in a run's folder; return their number.
+
+    Args:
+        before: seconds since the epoch; later files may belong to an upload that is still running.
+    """
+    num_deleted = 0
+    for path in folder.rglob(f"{UPLOAD_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_mtime < before:
+                path.unlink()
+                num_deleted += 1
+    return num_deleted
+
+
 def check_model_folder(folder: Path) -> None:
-    """Refuse a model folder that is incomplete or holds anything that loading could execute.
+    """Refuse a model folder that is incomplete or contains anything that loading could execute.
 
     Raises: DataError naming the file.
     """
@@ -133,7 +127,7 @@ def _is_pickled(path: Path) -> bool:
 
 
 def digest_model(folder: Path) -> str:
-    """SHA-256 over the names and bytes of all files, in the order of their names."""
+    """Return the SHA-256 over the names and bytes of all files, sorted by name."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
@@ -150,7 +144,7 @@ def write_mlflow_model(
     input_example: str | None = None,
     model_id: str | None = None,
 ) -> None:
-    """Write the MLflow model `target` around the Hugging Face folder `source`; files are hard links where possible."""
+    """Write the MLflow model `target` around the Hugging Face folder `source`. Files are hard links where possible."""
     import transformers
     from mlflow import pyfunc
     from mlflow.models import Model
@@ -187,7 +181,7 @@ def write_mlflow_model(
         components=["tokenizer"],
         tokenizer_type=type(tokenizer).__name__,
     )
-    # A reward is the head's number itself; the pipeline's default squeezes it through a sigmoid.
+    # A reward is the head's raw output; by default the pipeline would apply a sigmoid.
     model_config = {"function_to_apply": "none"} if kind == "reward_model" else None
     pyfunc.add_to_model(
         description,
@@ -234,7 +228,10 @@ def _write_requirements(target: Path) -> None:
 
 
 def check_model_registration(folder: Path, kind: str, registered_name: str) -> None:
-    """Refuse what cannot become a version. Raises: SettingsError for a name or kind; DataError as `check_model_folder`."""
+    """Refuse a folder that cannot become a version.
+
+    Raises: SettingsError for an invalid name or kind; DataError as `check_model_folder`.
+    """
     if not MODEL_NAME.fullmatch(registered_name):
         raise SettingsError(
             f"registered model name '{registered_name}': letters, digits, space and _ . - only, at most 100, "
@@ -260,29 +257,30 @@ def register_logged_model(
     scratch: Path,
     time_ms: int,
 ) -> int:
-    """Store the folder as a logged model of the run and as a new registered version; returns the version's number.
+    """Store the folder as a logged model of the run and as a new registered version; return the version's number.
 
-    An attempt that was killed is gone on with: the same model from the same run is one model, and has its metrics once.
+    A killed attempt is continued: the same model from the same run is one model, and its metrics are logged once.
     Args:
-        scratch: folder for temporaries. time_ms: when it was recorded.
+        scratch: folder for temporaries.
+        time_ms: time at which the model was recorded.
     """
     check_model_registration(folder, kind, registered_name)
     digest = digest_model(folder)
-    texts = {name: str(value) for name, value in tags.items() if value is not None}
-    texts |= {"kind": kind, "model_digest": digest}
+    text_tags = {name: str(value) for name, value in tags.items() if value is not None}
+    text_tags |= {"kind": kind, "model_digest": digest}
     with store.translate_errors("store a model"):
         _ensure_registered_model(store, registered_name, kind)
-        same = store.client.search_model_versions(
+        existing = store.client.search_model_versions(
             f"name = '{registered_name}' and run_id = '{run_id}'"
         )
-        for version in same:
+        for version in existing:
             if version.tags.get("model_digest") == digest:
                 return int(version.version)
         model_id = _upload_logged_model(
-            store, run_id, folder, kind, registered_name, texts, input_example, scratch
+            store, run_id, folder, kind, registered_name, text_tags, input_example, scratch
         )
         _attach_to_run(store, run_id, model_id, metrics, step, time_ms)
-        # The registry of a local store would look a models:/ source up in the process-wide store, which may be another.
+        # A local registry would look up a models:/ source in the process-wide store, which may be a different one.
         source = f"models:/{model_id}"
         if store.is_local:
             source = store.client.get_logged_model(model_id).artifact_location
@@ -290,9 +288,9 @@ def register_logged_model(
             registered_name,
             source,
             run_id=run_id,
-            tags=texts,
+            tags=text_tags,
             model_id=model_id,
-            description=description or _describe_version(kind, metrics, texts),
+            description=description or _describe_version(kind, metrics, text_tags),
             await_creation_for=30,
         )
     inject_fault("model.versioned")
@@ -307,12 +305,12 @@ def _ensure_registered_model(store: TrackingStore, name: str, kind: Kind) -> Non
     except MlflowException as error:
         if not is_missing_error(error):
             raise
-        what = "Policies" if kind == "policy" else "Reward models"
-        note = f"{what} trained by posttrain. `champion` passed the promotion gate last; `challenger` did not (yet)."
+        plural = "Policies" if kind == "policy" else "Reward models"
+        note = f"{plural} trained by posttrain. `champion` passed the promotion gate last; `challenger` did not (yet)."
         try:
             store.client.create_registered_model(name, tags={"kind": kind}, description=note)
-        except MlflowException as again:
-            if again.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
+        except MlflowException as creation_error:
+            if creation_error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
                 raise
 
 
@@ -338,8 +336,10 @@ def _upload_logged_model(
         )
     elif str(logged.status) == "READY":
         return str(logged.model_id)
-    elif (before := find_local_artifacts(logged.artifact_location, logged.model_id)) is not None:
-        clear_broken_uploads(before, time.time())
+    else:
+        artifacts = find_local_artifacts(logged.artifact_location, logged.model_id)
+        if artifacts is not None:
+            clear_broken_uploads(artifacts, time.time())
     inject_fault("model.made")
     make_folder(scratch)
     with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=scratch) as temporary:
@@ -362,11 +362,9 @@ def _upload_logged_model(
 def _find_earlier_attempt(
     store: TrackingStore, experiment_id: str, run_id: str, digest: str
 ) -> LoggedModel | None:
-    """The logged model of an attempt that was killed before its version was made."""
-    found = store.client.search_logged_models(
-        [experiment_id], f"tags.`compute_model_digest` = '{digest}'"
-    )
-    return next((model for model in found if model.source_run_id == run_id), None)
+    """Find the logged model of an attempt that was killed before its version was created."""
+    models = store.client.search_logged_models([experiment_id], f"tags.`model_digest` = '{digest}'")
+    return next((model for model in models if model.source_run_id == run_id), None)
 
 
 def _attach_to_run(
@@ -383,16 +381,16 @@ def _attach_to_run(
     outputs = store.client.get_run(run_id).outputs
     if model_id not in [output.model_id for output in (outputs.model_outputs if outputs else ())]:
         store.client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
-    batch = [
+    entries = [
         Metric(sanitize_metric_name(name), float(value), time_ms, step, model_id=model_id)
         for name, value in metrics.items()
     ]
-    if batch:
-        store.client.log_batch(run_id, metrics=batch, synchronous=True)
+    if entries:
+        store.client.log_batch(run_id, metrics=entries, synchronous=True)
 
 
 def _describe_version(kind: Kind, metrics: dict[str, float], tags: dict[str, str]) -> str:
-    """One line; the list of versions shows it as plain text."""
+    """Describe a version in one line, which the list of versions shows as plain text."""
     parent = f" from version {tags['parent_version']}" if tags.get("parent_version") else ""
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items())[:6])
     return f"{tags.get('stage', kind)}{parent}" + (f": {numbers}" if numbers else "")

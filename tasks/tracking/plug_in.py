@@ -13,10 +13,10 @@ from tasks.tracking.tracking import Tracking
 
 
 class MlflowTracker(SilentTracker):
-    """One MLflow run for each training run. Nothing is opened before the run begins.
+    """Tracker that writes one MLflow run per training run. Nothing is opened before the run begins.
 
-    Metrics go to a journal on disk first and are delivered in the background, so a store that is slow or down costs no
-    step. A run that goes on after a stop stays the same MLflow run, as long as its folder is the same.
+    Metrics go to a journal on disk first and are delivered in the background, so a slow or unreachable store delays no
+    step. A resumed run stays the same MLflow run as long as its folder is the same.
     """
 
     def __init__(
@@ -31,11 +31,12 @@ class MlflowTracker(SilentTracker):
         """Choose the store.
 
         Args:
-            uri: as MLflow takes it (sqlite:///FILE, http://HOST:PORT); None = MLFLOW_TRACKING_URI, else a sqlite file
+            uri: MLflow tracking URI (sqlite:///FILE, http://HOST:PORT); None = MLFLOW_TRACKING_URI, else a sqlite file
                 in `folder`.
-            folder: of the journal; None = a temporary one, so a new process starts a new MLflow run.
-            experiment: made where it is missing. name: of the run; None = the algorithm's.
-            timeout_s: seconds that `close` waits for the store; what is left is delivered at the next start.
+            folder: of the journal; None = a temporary folder, so a new process starts a new MLflow run.
+            experiment: created if missing.
+            name: of the run; None = the algorithm's name.
+            timeout_s: seconds that `close` waits for the store; the next start delivers the rest.
         """
         self.uri, self.experiment, self.name, self.timeout_s = uri, experiment, name, timeout_s
         self._folder = Path(folder) if folder is not None else None
@@ -43,7 +44,7 @@ class MlflowTracker(SilentTracker):
         self.run_id: str | None = None  # of the newest run
 
     def begin(self, name: str, params: Mapping[str, Any]) -> None:
-        """Start the MLflow run, or go on with it."""
+        """Start the MLflow run, or resume it."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="posttrain-tracking-"))
         tracking = Tracking(self.uri, self._folder, self.experiment)
@@ -56,28 +57,28 @@ class MlflowTracker(SilentTracker):
         self._open_run().log_metrics(metrics, step)
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
-        """Keep a copy of a finished file or folder."""
+        """Store a copy of a finished file or folder."""
         self._open_run().log_artifact(path, folder)
 
     def log_dict(self, values: Mapping[str, Any], name: str) -> None:
-        """Keep a structure as a JSON artifact."""
+        """Store a structure as a JSON artifact."""
         self._open_run().log_dict(values, name)
 
     def set_tag(self, name: str, value: str) -> None:
-        """Attach a short text."""
+        """Set a tag."""
         self._open_run().set_tag(name, value)
 
     def progress(self, done: int, total: int, message: str = "") -> None:
-        """Note how far the work is."""
+        """Record the progress of the work."""
         self._open_run().progress(done, total, message)
 
     def sync(self) -> None:
-        """Force the journal to the disk."""
+        """Sync the journal to disk."""
         if self._run is not None:
             self._run.sync()
 
     def close(self, status: Status = "FINISHED") -> None:
-        """End the MLflow run; a later `begin` goes on with it."""
+        """End the MLflow run. A later `begin` resumes it."""
         if self._run is not None:
             self._run.close(status, timeout_s=self.timeout_s)
             self.run_id = self._run.run_id
@@ -91,5 +92,5 @@ class MlflowTracker(SilentTracker):
 
 
 def from_address(address: str, folder: Path | None) -> MlflowTracker:
-    """The tracker that "mlflow:ADDRESS" means; the entry point `mlflow` of the group rl_core.trackers."""
+    """Create the tracker for "mlflow:ADDRESS"; the entry point `mlflow` of the group rl_core.trackers."""
     return MlflowTracker(address or None, folder=folder)

@@ -1,8 +1,7 @@
-"""Names, aliases and versions of the registered models of a sqlite store, read without MLflow.
+"""Model registry: references, downloads, and the aliases champion and challenger.
 
-MLflow's import takes seconds, and a mistyped name is to be refused at once.
-
-The model registry: references, downloads, and the aliases champion and challenger.
+Names, aliases and versions of a sqlite store can also be checked without MLflow, whose import takes seconds, so that a
+mistyped name is refused immediately.
 """
 
 from __future__ import annotations
@@ -31,26 +30,35 @@ if TYPE_CHECKING:
     from mlflow.entities import model_registry
 
 
+log = logging.getLogger(__name__)
+
+REFERENCE = re.compile(
+    rf"models:/(?P<name>{MODEL_NAME.pattern}?)(?:@(?P<alias>[\w\-]+)|/(?P<version>\d+|latest))"
+)
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
+ALIAS_MOVED_TAG = "alias.moved."  # version tag, followed by the alias: time of the move in ms
+# starts the paragraph of a version's description with the gate's decision
+_GATE_PARAGRAPH = "\n\nGate: "
+
+
 def refuse_unregistered_model(
     name: str, alias: str | None, version: str | None, database: Path, label: str
 ) -> None:
-    """Refuse a model, alias or version that the store does not have; one of another shape is left to MLflow.
+    """Refuse a model, alias or version that the store does not have. A store with unknown tables is left to MLflow.
 
     Args:
         alias, version: one of them; `version` is a number, or "latest".
-        label: name of the store for people.
+        label: name of the store, for messages.
     Raises: SettingsError with the nearest known name.
     """
     with contextlib.suppress(sqlite3.Error):
         address = f"{database.absolute().as_uri()}?mode=ro"
         with contextlib.closing(sqlite3.connect(address, uri=True, timeout=5.0)) as store:
             names = [row[0] for row in store.execute("SELECT name FROM registered_models")]
-            asked = "SELECT version FROM model_versions WHERE name = ? ORDER BY version"
-            versions = [str(row[0]) for row in store.execute(asked, (name,))]
-            of_model = store.execute(
-                "SELECT alias FROM registered_model_aliases WHERE name = ?", (name,)
-            )
-            aliases = [row[0] for row in of_model]
+            versions_query = "SELECT version FROM model_versions WHERE name = ? ORDER BY version"
+            versions = [str(row[0]) for row in store.execute(versions_query, (name,))]
+            aliases_query = "SELECT alias FROM registered_model_aliases WHERE name = ?"
+            aliases = [row[0] for row in store.execute(aliases_query, (name,))]
         if name not in names:
             raise build_unknown_model_error(name, names, label)
         if alias is not None and alias not in aliases:
@@ -60,42 +68,31 @@ def refuse_unregistered_model(
 
 
 def build_unknown_model_error(name: str, names: Iterable[str], label: str) -> SettingsError:
-    """Error about a model that is not registered; `label`: of the store."""
+    """Build the error for a model that is not registered. `label`: name of the store."""
     return SettingsError(f"no registered model '{name}' in {label}; {suggest_name(name, names)}")
 
 
 def build_unknown_alias_error(name: str, alias: str, aliases: Iterable[str]) -> SettingsError:
-    """Error about an alias that no version of a model has."""
+    """Build the error for an alias that no version of a model has."""
     return SettingsError(
         f"registered model '{name}' has no version with alias '{alias}'; {suggest_name(alias, aliases)}"
     )
 
 
 def build_unknown_version_error(name: str, version: int, versions: Iterable[str]) -> SettingsError:
-    """Error about a version that a model does not have."""
+    """Build the error for a version that a model does not have."""
     known = ", ".join(versions) or "none yet"
     return SettingsError(f"registered model '{name}' has no version {version}; versions: {known}")
 
 
-log = logging.getLogger(__name__)
-
-REFERENCE = re.compile(
-    rf"models:/(?P<name>{MODEL_NAME.pattern}?)(?:@(?P<alias>[\w\-]+)|/(?P<version>\d+|latest))"
-)
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
-
-
-ALIAS_MOVED_TAG = "alias.moved."  # tag of a version, with the alias: when that was put on it, in ms
-
-
 def is_registered_reference(reference: str) -> bool:
-    """True = `reference` names a registered model."""
+    """Return whether `reference` names a registered model."""
     return reference.startswith("models:")
 
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """One version of a registered model."""
+    """Version of a registered model."""
 
     name: str
     version: int
@@ -113,18 +110,18 @@ class ModelVersion:
 
 
 class ModelRegistry:
-    """The registered models of one store."""
+    """Registered models of one store."""
 
     def __init__(self, store: TrackingStore) -> None:
         self._store = store
 
-    # -- references ---------------------------------------------------------------------------------------------
-
     def resolve_model(self, reference: str, cache_folder: Path) -> Path | str:
-        """The local folder (or hub name) behind a folder, a hub name, models:/NAME@ALIAS or models:/NAME/VERSION.
+        """Return the local folder of a model, or its name on the hub.
 
-        A registered version is copied into `resolve_cache_folder` once, unless its files are on this machine already.
-        Raises: SettingsError naming what is unknown; BackendError when the store does not answer.
+        Args:
+            reference: a folder, a hub name, models:/NAME@ALIAS or models:/NAME/VERSION.
+            cache_folder: a registered version is copied here once, unless its files are already on this machine.
+        Raises: SettingsError naming what is unknown; BackendError if the store does not answer.
         """
         if is_registered_reference(reference):
             return self.download_version(self.find_version(reference), cache_folder)
@@ -135,32 +132,27 @@ class ModelRegistry:
                     f"model path '{reference}' is no Hugging Face model folder: config.json is missing"
                 )
             return path.resolve()
-        if (
-            reference.startswith((".", "/", "~", "\\"))
-            or reference.count("/") > 1
-            or not HUB_NAME.fullmatch(reference)
-        ):
+        is_path = reference.startswith((".", "/", "~", "\\")) or reference.count("/") > 1
+        if is_path or not HUB_NAME.fullmatch(reference):
             raise SettingsError(f"model path '{reference}' does not exist")
         return reference
 
     def find_version(self, reference: str) -> ModelVersion:
-        """The version behind models:/NAME@ALIAS, models:/NAME/3 or models:/NAME/latest. Raises: SettingsError."""
+        """Return the version of models:/NAME@ALIAS, models:/NAME/3 or models:/NAME/latest. Raises: SettingsError."""
         match = REFERENCE.fullmatch(reference)
         if match is None:
             raise SettingsError(
                 f"model reference '{reference}' must be models:/NAME@ALIAS (models:/policy@champion), models:/NAME/3 "
                 "or models:/NAME/latest"
             )
-        name = match["name"]
-        if match["alias"]:
-            found = self.find_by_alias(name, match["alias"])
-            if found is None:
+        name, alias = match["name"], match["alias"]
+        if alias:
+            version = self.find_by_alias(name, alias)
+            if version is None:
                 self._require_registered(name)
-                aliases = sorted(
-                    {alias for info in self.list_versions(name) for alias in info.aliases}
-                )
-                raise build_unknown_alias_error(name, match["alias"], aliases)
-            return found
+                known = {known for info in self.list_versions(name) for known in info.aliases}
+                raise build_unknown_alias_error(name, alias, sorted(known))
+            return version
         if match["version"] == "latest":
             versions = self.list_versions(name)
             if not versions:
@@ -170,74 +162,71 @@ class ModelRegistry:
         return self.fetch_version(name, int(match["version"]))
 
     def download_version(self, info: ModelVersion, cache_folder: Path) -> Path:
-        """The Hugging Face folder of a version, on this machine."""
-        target = (
-            cache_folder
-            / f"{info.name.replace(' ', '_')}-v{info.version}-{(info.model_id or 'model')[-8:]}"
-        )
-        if not _is_complete_download(target):
-            with self._store.translate_errors(f"hand out {info.reference}"):
-                location = self._store.client.get_model_version_download_uri(
-                    info.name, str(info.version)
+        """Return the Hugging Face folder of a version, downloaded if it is not on this machine."""
+        model_suffix = (info.model_id or "model")[-8:]
+        target = cache_folder / f"{info.name.replace(' ', '_')}-v{info.version}-{model_suffix}"
+        if _is_complete_download(target):
+            return _find_model_folder(target, info)
+        client = self._store.client
+        with self._store.translate_errors(f"hand out {info.reference}"):
+            location = client.get_model_version_download_uri(info.name, str(info.version))
+            if location.startswith("models:/"):
+                model_id = location.removeprefix("models:/")
+                location = client.get_logged_model(model_id).artifact_location
+            local = _resolve_local_folder(location)
+            if local is not None:
+                return _find_model_folder(local, info)
+            make_folder(cache_folder)
+            clear_leftovers(cache_folder)
+            try:
+                publish_folder(
+                    target,
+                    lambda folder: self._download_artifacts(location, folder),
+                    {"kind": "download"},
                 )
-                if location.startswith("models:/"):
-                    model_id = location.removeprefix("models:/")
-                    location = self._store.client.get_logged_model(model_id).artifact_location
-                local = _resolve_local_folder(location)
-                if local is not None:
-                    return _find_model_folder(local, info)
-                make_folder(cache_folder)
-                clear_leftovers(cache_folder)
-                try:
-                    publish_folder(
-                        target,
-                        lambda folder: self._download_artifacts(location, folder),
-                        {"kind": "download"},
-                    )
-                except CheckpointError:
-                    if not _is_complete_download(target):  # else another process was faster
-                        raise
+            except CheckpointError:
+                if not _is_complete_download(target):  # otherwise another process was faster
+                    raise
         return _find_model_folder(target, info)
 
     def _download_artifacts(self, location: str, folder: Path) -> None:
-        """Download artifacts into a folder."""
+        """Download artifacts to a folder."""
         import mlflow.artifacts
 
-        made = mlflow.artifacts.download_artifacts(
+        downloaded = mlflow.artifacts.download_artifacts(
             artifact_uri=location, dst_path=str(folder), tracking_uri=self._store.uri
         )
-        if Path(made).resolve() != folder.resolve():  # a folder in it, by the artifact's name
-            for path in Path(made).iterdir():
+        # MLflow may create a subfolder with the artifact's name.
+        if Path(downloaded).resolve() != folder.resolve():
+            for path in Path(downloaded).iterdir():
                 path.rename(folder / path.name)
-            Path(made).rmdir()
-
-    # -- versions and aliases -----------------------------------------------------------------------------------
+            Path(downloaded).rmdir()
 
     def list_model_names(self) -> list[str]:
-        """All registered models."""
+        """List all registered models."""
         with self._store.translate_errors("list registered models"):
-            return sorted(
-                model.name
-                for model in self._store.client.search_registered_models(max_results=1000)
-            )
+            models = self._store.client.search_registered_models(max_results=1000)
+        return sorted(model.name for model in models)
 
     def list_versions(self, name: str) -> list[ModelVersion]:
-        """All versions, the oldest first; [] for an unknown name."""
+        """List all versions, oldest first; [] for an unknown name."""
         _check_model_name(name)
         with self._store.translate_errors("list model versions"):
-            found = self._store.client.search_model_versions(f"name = '{name}'", max_results=1000)
-            # The search leaves the aliases out; the model itself knows them.
+            versions = self._store.client.search_model_versions(
+                f"name = '{name}'", max_results=1000
+            )
+            # Search results have no aliases; the registered model has them.
             aliases: dict[int, list[str]] = {}
-            if found:
-                for alias, version in self._store.client.get_registered_model(name).aliases.items():
-                    aliases.setdefault(int(version), []).append(alias)
+            if versions:
+                for alias, number in self._store.client.get_registered_model(name).aliases.items():
+                    aliases.setdefault(int(number), []).append(alias)
         infos = [
-            self._build_version(version, aliases.get(int(version.version), [])) for version in found
+            self._build_version(number, aliases.get(int(number.version), [])) for number in versions
         ]
         return sorted(infos, key=lambda info: info.version)
 
     def fetch_version(self, name: str, version: int) -> ModelVersion:
-        """One version. Raises: SettingsError naming the nearest known model, or the versions there are."""
+        """Return one version. Raises: SettingsError naming the nearest known model, or the existing versions."""
         _check_model_name(name)
         try:
             with self._store.translate_errors("look up a model version"):
@@ -251,7 +240,7 @@ class ModelRegistry:
         )
 
     def find_by_alias(self, name: str, alias: str) -> ModelVersion | None:
-        """The version that carries `alias`; None where none does or the model is unknown."""
+        """Return the version with `alias`; None if there is none or the model is unknown."""
         _check_model_name(name)
         try:
             with self._store.translate_errors("look up an alias"):
@@ -259,19 +248,19 @@ class ModelRegistry:
                     self._store.client.get_model_version_by_alias(name, alias)
                 )
         except DataError:
-            return None  # MLflow calls an unknown alias an invalid parameter
+            return None  # MLflow reports an unknown alias as an invalid parameter
 
     def find_champion(self, name: str) -> ModelVersion | None:
-        """The version that passed the promotion gate last; None where there is none."""
+        """Return the version that passed the promotion gate last; None if there is none."""
         return self.find_by_alias(name, "champion")
 
     def set_champion(self, name: str, version: int) -> None:
-        """Move `champion` to a version; a version that was challenger is so no more. Raises: SettingsError."""
+        """Move `champion` to a version, which is then no longer challenger. Raises: SettingsError."""
         self.set_alias(name, "champion", version)
         self.clear_challenger(name, version)
 
     def clear_challenger(self, name: str, version: int) -> None:
-        """Take the alias `challenger` from a version, if it has it: one that is champion."""
+        """Remove the alias `challenger` from a version that is champion, if it has it."""
         challenger = self.find_by_alias(name, "challenger")
         if challenger is not None and challenger.version == version:
             with self._store.translate_errors("remove an alias"):
@@ -279,18 +268,19 @@ class ModelRegistry:
             inject_fault("alias.cleared")
 
     def replace_champion(self, name: str, version: int, before: int | None) -> bool:
-        """Move `champion` to `version` if it still stands on `before` (None = nowhere); whether it is there now.
+        """Move `champion` to `version` if it is still on `before` (None = on no version).
 
-        One that stands on `version` already was moved by a process that was killed before it could say so.
-
-        Processes that share the output folder never interleave here. MLflow itself has no such step: two machines that
-        promote within the same milliseconds on one server could.
-        Raises: SettingsError for an unknown version; FolderBusy where another process holds on for half a minute.
+        If it is already on `version`, a process moved it and was killed before it could report that. Processes that
+        share the output folder take turns. MLflow itself has no atomic exchange: two machines that promote on one
+        server within the same milliseconds could conflict.
+        Returns: whether `champion` is on `version` now.
+        Raises: SettingsError for an unknown version; FolderBusy if another process holds the lock for half a minute.
         """
         lock = self._store.output / "mlflow" / f"champion-{name.replace(' ', '_')}.lock"
         with FolderLock(lock, wait_s=30.0):
-            present = self.find_champion(name)
-            if (present.version if present is not None else None) not in (before, version):
+            champion = self.find_champion(name)
+            current = champion.version if champion is not None else None
+            if current not in (before, version):
                 return False
             self.set_champion(name, version)
             return True
@@ -300,19 +290,19 @@ class ModelRegistry:
         self.set_alias(name, "challenger", version)
 
     def set_alias(self, name: str, alias: str, version: int, *, time_ms: int | None = None) -> None:
-        """Move an alias to a version, and note the time (None = now). Raises: SettingsError for an unknown one."""
+        """Move an alias to a version and record the time (None = now). Raises: SettingsError for an unknown version."""
         self.fetch_version(name, version)
-        moved = time.time_ns() // 1_000_000 if time_ms is None else time_ms
+        moved_at = time.time_ns() // 1_000_000 if time_ms is None else time_ms
         with self._store.translate_errors("move an alias"):
             self._store.client.set_model_version_tag(
-                name, str(version), f"{ALIAS_MOVED_TAG}{alias}", str(moved)
+                name, str(version), f"{ALIAS_MOVED_TAG}{alias}", str(moved_at)
             )
             inject_fault("alias.timed")
             self._store.client.set_registered_model_alias(name, alias, str(version))
             inject_fault("alias.moved")
 
     def tag_version(self, name: str, version: int, tags: dict[str, Any]) -> None:
-        """Attach short texts to a version; None values are left out. A gate's decision goes into its description, too.
+        """Set tags of a version, skipping None values. A gate's decision is also written to its description.
 
         Raises: SettingsError.
         """
@@ -322,13 +312,13 @@ class ModelRegistry:
                 if value is not None:
                     self._store.client.set_model_version_tag(name, str(version), key, str(value))
             if "gate.decision" in tags:
-                found = self._store.client.get_model_version(name, str(version))
-                text = insert_gate_decision(found.description or "", dict(found.tags))
+                stored = self._store.client.get_model_version(name, str(version))
+                text = insert_gate_decision(stored.description or "", dict(stored.tags))
                 self._store.client.update_model_version(name, str(version), text)
         inject_fault("version.tagged")
 
     def read_model_tags(self, name: str) -> dict[str, str]:
-        """Tags of the registered model itself, which outlive its versions; {} for an unknown name."""
+        """Return the tags of the registered model itself, which outlive its versions; {} for an unknown name."""
         _check_model_name(name)
         try:
             with self._store.translate_errors("look up a registered model"):
@@ -365,28 +355,19 @@ class ModelRegistry:
         )
 
 
-_GATE_PARAGRAPH = (
-    "\n\nGate: "  # begins the paragraph of a version's description that tells the decision
-)
-
-
 def insert_gate_decision(description: str, tags: Mapping[str, str]) -> str:
-    """A version's description with the gate's decision, as its tags tell it, in place of an earlier one."""
-    low, high = tags.get("figure.low"), tags.get("figure.high")
-    rate = (
-        f"success {float(tags['figure.success_rate']):.1%}"
-        if tags.get("figure.success_rate")
-        else ""
-    )
+    """Insert the gate's decision from a version's tags into its description, replacing an earlier decision."""
+    rate, low, high = (tags.get(f"figure.{name}") for name in ("success_rate", "low", "high"))
+    result = f"success {float(rate):.1%}" if rate else ""
     if rate and low and high:
-        rate += f" [{float(low):.1%}, {float(high):.1%}] of {tags.get('figure.samples', '?')} held-out attempts"
-    told = "; ".join(filter(None, (tags.get("gate.reason"), rate)))
-    before = description.partition(_GATE_PARAGRAPH)[0].rstrip()
-    return f"{before}{_GATE_PARAGRAPH}{tags['gate.decision']}: {told}".lstrip()
+        result += f" [{float(low):.1%}, {float(high):.1%}] of {tags.get('figure.samples', '?')} held-out attempts"
+    explanation = "; ".join(filter(None, (tags.get("gate.reason"), result)))
+    text = description.partition(_GATE_PARAGRAPH)[0].rstrip()
+    return f"{text}{_GATE_PARAGRAPH}{tags['gate.decision']}: {explanation}".lstrip()
 
 
 def read_alias_move_time(version: ModelVersion, alias: str) -> float:
-    """Time in ms when `alias` was put on the version that carries it; infinity = by somebody else, who is right."""
+    """Return the time in ms at which `alias` moved to the version that has it; infinity if somebody else moved it."""
     text = version.tags.get(f"{ALIAS_MOVED_TAG}{alias}", "")
     return float(text) if text.isdigit() else math.inf
 
@@ -406,7 +387,7 @@ def _resolve_local_folder(location: str) -> Path | None:
 
 
 def _is_complete_download(target: Path) -> bool:
-    """True = downloaded before, every byte as it came. What is damaged, or of an older version, is removed."""
+    """Return whether every byte was downloaded before. Remove a damaged or outdated download."""
     if not target.exists():
         return False
     try:

@@ -1,7 +1,7 @@
-"""Removal of runs, their traces, model versions and logged models from a store, and their sizes there.
+"""Removal of runs, traces, model versions and logged models from a store.
 
 Runs and logged models go to MLflow's bin, from which `mlflow gc` purges their rows. Artifacts on this machine are
-removed at once; those of a server are the server's, and leave with its own `mlflow gc`.
+deleted immediately. Artifacts of a server belong to the server, whose `mlflow gc` deletes them.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ MAX_TRACES_PER_CALL = 100  # MLflow refuses more
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run as retention sees it."""
+    """Run as retention sees it."""
 
     run_id: str
     name: str
     experiment_id: str
-    parent: str  # "" = it is a pipeline run
+    parent: str  # "" = pipeline run
     status: str
     tags: dict[str, str]
     artifacts: Path | None  # None = not on this machine
 
 
 def list_stored_runs(store: TrackingStore, condition: str) -> list[StoredRun]:
-    """All runs of the store that meet a filter of MLflow's."""
-    found: list[StoredRun] = []
+    """List all runs of the store that match an MLflow filter."""
+    runs: list[StoredRun] = []
     with store.translate_errors("list runs"):
         experiments = [
-            one.experiment_id for one in store.client.search_experiments(max_results=1000)
+            experiment.experiment_id
+            for experiment in store.client.search_experiments(max_results=1000)
         ]
         token = None
         while experiments:
             page = store.client.search_runs(
                 experiments, condition, max_results=PAGE_SIZE, page_token=token
             )
-            found += [_build_stored_run(run) for run in page]
+            runs += [_build_stored_run(run) for run in page]
             token = page.token
             if not token:
                 break
-    return found
+    return runs
 
 
 def _build_stored_run(run: Any) -> StoredRun:
@@ -71,51 +72,50 @@ def _build_stored_run(run: Any) -> StoredRun:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A logged model: the files behind a registered version, or what is left of a failed attempt to make one."""
+    """Logged model: the files of a registered version, or the remains of a failed attempt to create one."""
 
     model_id: str
-    run_id: str  # that made it
+    run_id: str  # run that created it
     folder: Path | None  # None = not on this machine
 
 
 def list_stored_models(store: TrackingStore, experiments: Collection[str]) -> list[StoredModel]:
-    """All logged models of these experiments. A local store's version does not say which is its own: its run does."""
-    found: list[StoredModel] = []
+    """List all logged models of these experiments. In a local store only the run links a version to its model."""
+    models: list[StoredModel] = []
     with store.translate_errors("list logged models"):
         token = None
         while experiments:
             page = store.client.search_logged_models(sorted(experiments), page_token=token)
             for model in page:
                 folder = find_local_artifacts(model.artifact_location, model.model_id)
-                found.append(StoredModel(model.model_id, model.source_run_id or "", folder))
+                models.append(StoredModel(model.model_id, model.source_run_id or "", folder))
             token = page.token
             if not token:
                 break
-    return found
+    return models
 
 
 def list_unfinished_removals(store: TrackingStore, experiments: Collection[str]) -> list[Path]:
-    """Artifact folders of these experiments, on this machine, whose removal a kill has cut off."""
+    """List artifact folders of these experiments, on this machine, whose removal was interrupted by a kill."""
     from mlflow.utils.file_utils import local_file_uri_to_path
 
-    found: list[Path] = []
+    folders: list[Path] = []
     for experiment in sorted(experiments):
         with store.translate_errors("read an experiment"):
             uri = store.client.get_experiment(experiment).artifact_location
         if not uri or ("://" in uri and not uri.startswith("file://")):
             continue
-        for place in (root := Path(local_file_uri_to_path(uri)), root / "models"):
-            found += [
-                path
-                for path in sorted(place.glob(f"{TRASH_PREFIX}*"))
-                if path.is_dir() and not path.is_symlink()
-            ]
-    return found
+        root = Path(local_file_uri_to_path(uri))
+        for parent in (root, root / "models"):
+            for path in sorted(parent.glob(f"{TRASH_PREFIX}*")):
+                if path.is_dir() and not path.is_symlink():
+                    folders.append(path)
+    return folders
 
 
 def list_run_traces(store: TrackingStore, runs: Iterable[StoredRun]) -> dict[str, list[str]]:
-    """Experiment -> ids of the traces that these runs logged."""
-    found: dict[str, list[str]] = {}
+    """Return the ids of the traces that these runs logged, by experiment."""
+    trace_ids: dict[str, list[str]] = {}
     for run in runs:
         with store.translate_errors("list traces"):
             token = None
@@ -127,13 +127,13 @@ def list_run_traces(store: TrackingStore, runs: Iterable[StoredRun]) -> dict[str
                     max_results=500,
                     page_token=token,
                 )
-                found.setdefault(run.experiment_id, []).extend(
+                trace_ids.setdefault(run.experiment_id, []).extend(
                     trace.info.trace_id for trace in page
                 )
                 token = page.token
                 if not token:
                     break
-    return {experiment: ids for experiment, ids in found.items() if ids}
+    return {experiment: ids for experiment, ids in trace_ids.items() if ids}
 
 
 def remove_from_store(
@@ -143,7 +143,7 @@ def remove_from_store(
     models: Sequence[StoredModel],
     traces: dict[str, list[str]],
 ) -> list[str]:
-    """Take them out; returns what could not be, in words. What is gone already is no problem.
+    """Remove runs, versions, models and traces; return a message for each failure. Missing objects are no failure.
 
     Args:
         versions: (registered model, version).
@@ -151,33 +151,30 @@ def remove_from_store(
     """
     problems: list[str] = []
 
-    def attempt(what: str, call: Any, *arguments: Any, **named: Any) -> None:
+    def attempt(action: str, call: Any, *arguments: Any, **options: Any) -> None:
         try:
-            with store.translate_errors(what):
-                call(*arguments, **named)
+            with store.translate_errors(action):
+                call(*arguments, **options)
         except DataError as error:
-            log.debug("%s: %s", what, error)
+            log.debug("%s: %s", action, error)
         except BackendError as error:
             problems.append(str(error))
 
+    client = store.client
     for experiment, ids in traces.items():
         for start in range(0, len(ids), MAX_TRACES_PER_CALL):
             chunk = ids[start : start + MAX_TRACES_PER_CALL]
-            attempt("remove traces", store.client.delete_traces, experiment, trace_ids=chunk)
+            attempt("remove traces", client.delete_traces, experiment, trace_ids=chunk)
     for name, version in versions:
-        attempt(
-            f"remove version {version} of {name}",
-            store.client.delete_model_version,
-            name,
-            str(version),
-        )
-    # Files first: after a kill in between, what the store still lists is found and removed again.
+        action = f"remove version {version} of {name}"
+        attempt(action, client.delete_model_version, name, str(version))
+    # Files are deleted first: after a kill in between, the store still lists the object and it is removed again.
     for model in models:
         if model.folder is not None:
             remove_folder(model.folder)
-        attempt("remove a logged model", store.client.delete_logged_model, model.model_id)
+        attempt("remove a logged model", client.delete_logged_model, model.model_id)
     for run in runs:
         if run.artifacts is not None:
             remove_folder(run.artifacts)
-        attempt(f"remove run {run.name}", store.client.delete_run, run.run_id)
+        attempt(f"remove run {run.name}", client.delete_run, run.run_id)
     return problems

@@ -1,7 +1,7 @@
-"""Delivery of what runs that are over left in their journals: outer runs first, model versions in their order.
+"""Delivery of the journals of runs that have ended: outer runs first, model versions in order.
 
-Versions are numbered by the store, in the order in which it hears of models. So a record that makes a version, or names
-one by its model's content, first has every older model of that name delivered, from whichever journal it waits in.
+The store numbers versions in the order in which it receives models. Before a record that creates a version, or names
+one by its content, every older model of that name is delivered, from whichever journal holds it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class UndeliveredCounts:
-    """Records that no tracking store has taken yet."""
+    """Numbers of records that no tracking store has accepted yet."""
 
     metrics: int = 0  # lines
     others: int = 0
-    models: int = 0  # of the others, those that become model versions
+    models: int = 0  # subset of `others` that become model versions
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all records."""
         return self.metrics + self.others
 
     def __add__(self, other: UndeliveredCounts) -> UndeliveredCounts:
@@ -50,47 +50,46 @@ class UndeliveredCounts:
         )
 
     def __str__(self) -> str:
-        rest = self.others - self.models
         counts = (
             (self.metrics, "line", " of metrics"),
             (self.models, "model version", ""),
-            (rest, "other record", ""),
+            (self.others - self.models, "other record", ""),
         )
         metrics, models, others = (
-            f"{n} {noun}{'' if n == 1 else 's'}{more}" for n, noun, more in counts
+            f"{number} {noun}{'' if number == 1 else 's'}{suffix}"
+            for number, noun, suffix in counts
         )
         return f"{metrics}, {models} and {others}"
 
 
 def list_journals(root: Path) -> Iterator[Path]:
-    """Folders of all journals under `root`, outer ones first; runs may rename and remove folders meanwhile."""
-    name = build_events_path(root).relative_to(root)  # .tracking/events.jsonl
-    found = [
-        Path(place).parent
-        for place, _, files in os.walk(root)
-        if os.path.basename(place) == name.parent.name and name.name in files
+    """Yield the folders of all journals under `root`, outer ones first. Runs may rename and remove folders."""
+    events = build_events_path(root).relative_to(root)  # .tracking/events.jsonl
+    folders = [
+        Path(path).parent
+        for path, _, files in os.walk(root)
+        if os.path.basename(path) == events.parent.name and events.name in files
     ]
-    yield from sorted(found, key=lambda folder: (len(folder.parts), folder))
+    yield from sorted(folders, key=lambda folder: (len(folder.parts), folder))
 
 
 def read_start_record(folder: Path) -> dict[str, Any]:
-    """The record with which a journal begins; {} where there is none yet."""
+    """Return the first record of a journal; {} if there is none yet."""
     return next((record for record, _ in read_lines(build_events_path(folder))), {})
 
 
 def count_undelivered(folder: Path) -> UndeliveredCounts:
-    """Records of one journal that wait; of a live run as well."""
-    state = DeliveryCursor.load(folder)
+    """Count the undelivered records of one journal, also of a live run."""
+    cursor = DeliveryCursor.load(folder)
+    metrics_path, events_path = build_metrics_path(folder), build_events_path(folder)
     if (
-        _read_file_size(build_metrics_path(folder)) <= state.metrics_offset
-        and _read_file_size(build_events_path(folder)) <= state.events_offset
+        _read_file_size(metrics_path) <= cursor.metrics_offset
+        and _read_file_size(events_path) <= cursor.events_offset
     ):
         return UndeliveredCounts()
-    metrics = sum(1 for _ in read_lines(build_metrics_path(folder), state.metrics_offset))
-    ops = [
-        record.get("op") for record, _ in read_lines(build_events_path(folder), state.events_offset)
-    ]
-    return UndeliveredCounts(metrics, len(ops), ops.count("model"))
+    num_metrics = sum(1 for _ in read_lines(metrics_path, cursor.metrics_offset))
+    ops = [record.get("op") for record, _ in read_lines(events_path, cursor.events_offset)]
+    return UndeliveredCounts(num_metrics, len(ops), ops.count("model"))
 
 
 def _read_file_size(path: Path) -> int:
@@ -98,7 +97,7 @@ def _read_file_size(path: Path) -> int:
 
 
 def connect_sink(store: TrackingStore, folder: Path) -> MlflowSink:
-    """The sink of one run folder."""
+    """Connect the sink of one run folder."""
     return MlflowSink(
         store, folder, lambda name, time_ms: _deliver_older_models(store, folder, name, time_ms)
     )
@@ -107,29 +106,27 @@ def connect_sink(store: TrackingStore, folder: Path) -> MlflowSink:
 def _deliver_older_models(store: TrackingStore, folder: Path, name: str, time_ms: int) -> None:
     """Deliver models called `name` that other journals recorded before `time_ms`. Raises: BackendError if one waits."""
     for other in list_journals(store.output):
-        if (
-            other != folder
-            and (first := _find_first_model_time(store, other, name)) is not None
-            and first < time_ms
-        ):
-            try:
-                left = deliver_journal(store, other)
-            except FolderBusy:
-                left = 1  # alive: it delivers by itself
-            if (
-                left
-                and (after := _find_first_model_time(store, other, name)) is not None
-                and after < time_ms
-            ):
-                raise BackendError(f"an older version of {name} waits in {other}")
+        if other == folder or not _has_older_model(store, other, name, time_ms):
+            continue
+        try:
+            num_waiting = deliver_journal(store, other)
+        except FolderBusy:
+            num_waiting = 1  # a live run, which delivers its journal
+        if num_waiting and _has_older_model(store, other, name, time_ms):
+            raise BackendError(f"an older version of {name} waits in {other}")
+
+
+def _has_older_model(store: TrackingStore, folder: Path, name: str, time_ms: int) -> bool:
+    first = _find_first_model_time(store, folder, name)
+    return first is not None and first < time_ms
 
 
 def _find_first_model_time(store: TrackingStore, folder: Path, name: str) -> int | None:
-    """Time of the first model called `name` that waits in a journal, or that the store has lost."""
-    state = DeliveryCursor.load(folder)
+    """Find the time of the first model called `name` that a journal has not delivered, or that the store has lost."""
+    cursor = DeliveryCursor.load(folder)
     store = store.select_experiment(read_start_record(folder).get("experiment"))
-    has_it = state.store == store.label and state.identity in ("", store.identity)
-    offset = state.events_offset if has_it else 0
+    is_same_store = cursor.store == store.label and cursor.identity in ("", store.identity)
+    offset = cursor.events_offset if is_same_store else 0
     if _read_file_size(build_events_path(folder)) <= offset:
         return None
     records = (record for record, _ in read_lines(build_events_path(folder), offset))
@@ -142,17 +139,17 @@ def _find_first_model_time(store: TrackingStore, folder: Path, name: str) -> int
 
 
 def deliver_journal(store: TrackingStore, folder: Path) -> int:
-    """Deliver what waits in the folder of a run that is over; returns how many records still wait.
+    """Deliver the rest of a finished or crashed run's folder; return the number of records that still wait.
 
-    It goes into the experiment that it was recorded for. What was delivered is sent again to a store that is not the
-    one it was delivered to, such as a new database at the same address; a run that somebody removed stays removed.
-    The folder of a run that is alive is left to that run. Raises: FolderBusy for it.
+    The records go to the experiment for which they were recorded. Everything is sent again to a store other than the
+    one it was delivered to, such as a new database at the same address. A run that somebody removed stays removed. The
+    folder of a live run is left to that run. Raises: FolderBusy for it.
     """
     if not build_events_path(folder).exists():
         return 0
     folder = folder.resolve()
-    start = read_start_record(folder)
-    store = store.select_experiment(start.get("experiment"))
+    start_record = read_start_record(folder)
+    store = store.select_experiment(start_record.get("experiment"))
     events = LineLog(build_events_path(folder))
     try:
         journal = MetricsJournal(folder)
@@ -161,9 +158,9 @@ def deliver_journal(store: TrackingStore, folder: Path) -> int:
             clear_journal(folder, shipper.state.events_offset)
             try:
                 if not shipper.is_drained or not _is_delivered(
-                    store, shipper, bool(start.get("experiment"))
+                    store, shipper, bool(start_record.get("experiment"))
                 ):
-                    _deliver_parent(store, start)
+                    _deliver_parent(store, start_record)
                     shipper.deliver_pending()
                     inject_fault("replay.done")
             except BackendError as error:
@@ -178,7 +175,7 @@ def deliver_journal(store: TrackingStore, folder: Path) -> int:
 
 
 def _is_delivered(store: TrackingStore, shipper: Shipper, knows_experiment: bool) -> bool:
-    """True = the store that took a whole journal is this one, at whatever address: its experiment has the same mark."""
+    """Return whether this store accepted the whole journal, at whatever address: its experiment has the same mark."""
     state = shipper.state
     if (
         state.store != store.label
@@ -186,9 +183,8 @@ def _is_delivered(store: TrackingStore, shipper: Shipper, knows_experiment: bool
         and state.run_id
         and state.identity == store.identity != ""
     ):
-        if not connect_sink(store, shipper.folder).has_run_or_deleted(
-            state.run_id
-        ):  # a copy that was made before the run
+        # The store is now at another address. A copy of the database made before the run does not have it.
+        if not connect_sink(store, shipper.folder).has_run_or_deleted(state.run_id):
             return False
         state.store = store.label
         state.save(shipper.folder)
@@ -196,21 +192,21 @@ def _is_delivered(store: TrackingStore, shipper: Shipper, knows_experiment: bool
         return state.store == store.label
     if state.identity or state.run_id is None:
         return state.identity == store.identity
-    with_run = connect_sink(store, shipper.folder).has_run_or_deleted(state.run_id)
-    if with_run:  # delivered by a version that noted no identity
+    has_run = connect_sink(store, shipper.folder).has_run_or_deleted(state.run_id)
+    if has_run:  # delivered by a version that recorded no identity
         state.identity = store.identity
         state.save(shipper.folder)
-    return with_run
+    return has_run
 
 
-def _deliver_parent(store: TrackingStore, start: dict[str, Any]) -> None:
-    """Create the run that the one of `start` is nested in, where the store lacks it."""
-    if not start.get("parent_folder"):
+def _deliver_parent(store: TrackingStore, start_record: dict[str, Any]) -> None:
+    """Create the run in which this run is nested, if the store lacks it."""
+    if not start_record.get("parent_folder"):
         return
-    parent = Path(start["parent_folder"])
-    state = DeliveryCursor.load(parent)
-    if state.run_id is None or state.store != store.label or state.identity != store.identity:
+    parent = Path(start_record["parent_folder"])
+    cursor = DeliveryCursor.load(parent)
+    if cursor.run_id is None or cursor.store != store.label or cursor.identity != store.identity:
         try:
             deliver_journal(store, parent)
         except FolderBusy:
-            return  # alive: it creates its run by itself
+            return  # a live run, which creates its MLflow run

@@ -1,4 +1,4 @@
-"""The list of runs: newest first, with their stages, the settings that differ, and filters."""
+"""List of runs: newest first, with their stages, the settings that differ, and filters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tasks.run_status import describe_run_status
 from tasks.tracking.tracking import RunRow, Tracking
 from tasks.tracking.values import flatten_settings
 
-_MAX_SHOWN_SETTINGS = 4  # settings that differ, in a line
-_MAX_FILTERED_RUNS = 5000  # runs that a filter looks at
+_MAX_SHOWN_SETTINGS = 4  # differing settings in a line
+_MAX_FILTERED_RUNS = 5000  # runs that a filter examines
 _CONDITION = re.compile(r"\s*([^<>=!~]+?)\s*(<=|>=|!=|=|<|>|~)\s*(.*?)\s*")
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
@@ -29,17 +29,17 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
     "!=": operator.ne,
 }
-# Settings that say where a run goes or how it is executed: they decide nothing of what it computes.
+# Settings for the location or execution of a run, which do not affect its results.
 _LOCATION_SETTINGS = re.compile(r"(output|name|tracking\..*|run\..*|.*\.launch\..*)")
 
 
 class RunFilter:
-    """A condition on runs: KEY OPERATOR VALUE, where KEY is a field, a setting, a metric or a tag."""
+    """Condition on runs: KEY OPERATOR VALUE, where KEY is a field, a setting, a metric or a tag."""
 
     FIELDS = ("run", "status", "started", "result", "seconds", "pipeline")
 
     def __init__(self, text: str) -> None:
-        """Raises: SettingsError."""
+        """Parse the condition. Raises: SettingsError."""
         match = _CONDITION.fullmatch(text)
         if match is None or not match[3]:
             raise SettingsError(
@@ -49,18 +49,18 @@ class RunFilter:
         self.text, self.key, self.operator, self.value = text, match[1], match[2], match[3]
 
     def matches_run(self, row: RunRow) -> bool:
-        """False also where the run has no such value."""
-        found = _find_value(row, self.key)
-        if found is None:
+        """Return whether the condition holds. A run without such a value does not match."""
+        actual = _find_value(row, self.key)
+        if actual is None:
             return False
         if self.operator == "~":
-            return self.value.lower() in str(found).lower()
-        numbers = _parse_number(found), _parse_number(self.value)
+            return self.value.lower() in str(actual).lower()
+        numbers = _parse_number(actual), _parse_number(self.value)
         if None not in numbers:
             return _OPERATORS[self.operator](*numbers)
         if self.operator in ("=", "!="):
-            return _OPERATORS[self.operator](str(found).lower(), self.value.lower())
-        return _OPERATORS[self.operator](str(found), self.value)
+            return _OPERATORS[self.operator](str(actual).lower(), self.value.lower())
+        return _OPERATORS[self.operator](str(actual), self.value)
 
 
 def _parse_number(value: Any) -> float | None:
@@ -71,7 +71,7 @@ def _parse_number(value: Any) -> float | None:
 
 
 def _find_value(row: RunRow, key: str) -> Any:
-    """Value of a field, a setting by its whole key or its end, a metric, or a tag; None = the run has none."""
+    """Return a field, a setting by its full key or its end, a metric, or a tag; None if the run has none."""
     fields = {
         "run": row.name,
         "status": _describe_status(row),
@@ -82,25 +82,25 @@ def _find_value(row: RunRow, key: str) -> Any:
     }
     if key in fields:
         return fields[key]
-    for place, values in (
+    sources: tuple[tuple[str, Mapping[str, Any]], ...] = (
         ("settings.", row.params),
         ("metrics.", row.metrics),
         ("tags.", row.tags),
-    ):
-        known: Mapping[str, Any] = values
-        name = key.removeprefix(place)
-        if name in known:
-            return known[name]
+    )
+    for prefix, values in sources:
+        name = key.removeprefix(prefix)
+        if name in values:
+            return values[name]
     settings = _collect_settings(row)
     name = key.removeprefix("settings.")
     if name in settings:
         return settings[name]
-    ends = [value for name, value in settings.items() if name.endswith(f".{key}")]
-    return ends[0] if len(ends) == 1 else None
+    matches = [value for name, value in settings.items() if name.endswith(f".{key}")]
+    return matches[0] if len(matches) == 1 else None
 
 
 def _collect_settings(row: RunRow) -> dict[str, str]:
-    """Settings of a run, flat: those that were set, and defaults for the rest."""
+    """Collect the flat settings of a run: explicit values, and defaults for the rest."""
     stages = {_extract_stage(key) for key in row.params} | {""}
     return {
         key: value for key, stage, value in _list_default_settings() if stage in stages
@@ -109,7 +109,7 @@ def _collect_settings(row: RunRow) -> dict[str, str]:
 
 @functools.cache
 def _list_default_settings() -> list[tuple[str, str, str]]:
-    """(key, stage, value) of every default; stage "" = of no stage."""
+    """List (key, stage, value) of every default; stage "" = no stage."""
     return [
         (key, _extract_stage(key), value)
         for key, value in flatten_settings(collect_default_values()).items()
@@ -130,33 +130,27 @@ def list_runs(
     settings: bool = False,
     find_crashed: Callable[[], Mapping[str, str]] = dict,
 ) -> list[dict[str, str]]:
-    """Runs as lines of a table, the newest pipeline run first, its stages under it in their order.
+    """List runs as table rows: the newest pipeline run first, followed by its stages in order.
 
-    [] where the default store does not exist yet; nothing is created.
+    Return [] if the default store does not exist yet; nothing is created.
     Args:
-        limit: pipeline runs (sweeps count as one, with their trials). where: conditions that all hold (`Filter`).
-        settings: add a column of the settings in which the listed runs of one pipeline differ.
-        gone: is asked where runs go on, as the store says, for the ids of those whose process is gone, with what was
-            found: one that was killed is RUNNING there until the next run or `doctor --repair` says so.
-    Raises: SettingsError for a condition that no run can be asked about.
+        limit: pipeline runs (a sweep counts as one, with its trials).
+        where: conditions that must all hold (`RunFilter`).
+        settings: add a column of the settings in which the listed runs of a pipeline differ.
+        find_crashed: called if the store lists running runs; returns run id -> reason for crashed runs. The store
+            lists a crashed run as RUNNING until the next run or `doctor --repair` corrects it.
+    Raises: SettingsError for a condition on a key that no run has.
     """
-    found = _list_rows_in_order(output, uri, limit, where, find_crashed)
-    told = (
-        find_differing_settings([row for _, row in found if _is_pipeline_run(row)])
-        if settings
-        else {}
-    )
+    rows = _list_rows_in_order(output, uri, limit, where, find_crashed)
+    if not settings:
+        return [_format_row(row, "  " * depth) for depth, row in rows]
+    differing = find_differing_settings([row for _, row in rows if _is_pipeline_run(row)])
     lines = []
-    for depth, row in found:
+    for depth, row in rows:
         line = _format_row(row, "  " * depth)
-        if settings:
-            line = {
-                **{key: line[key] for key in ("run", "status", "started", "took")},
-                "settings": "",
-                **line,
-            }
-            line["settings"] = _describe_settings(told.get(row.run_id, {}))
-        lines.append(line)
+        first_columns = {key: line[key] for key in ("run", "status", "started", "took")}
+        description = _describe_settings(differing.get(row.run_id, {}))
+        lines.append({**first_columns, "settings": description, **line})
     return lines
 
 
@@ -168,9 +162,9 @@ def list_run_records(
     *,
     find_crashed: Callable[[], Mapping[str, str]] = dict,
 ) -> list[dict[str, Any]]:
-    """The same runs for programs: ids, times in seconds, settings, newest metrics and tags, in the same order."""
+    """List the same runs for programs: ids, times in seconds, settings, newest metrics and tags, in the same order."""
     rows = [row for _, row in _list_rows_in_order(output, uri, limit, where, find_crashed)]
-    told = find_differing_settings([row for row in rows if _is_pipeline_run(row)])
+    differing = find_differing_settings([row for row in rows if _is_pipeline_run(row)])
     return [
         {
             "run_id": row.run_id,
@@ -181,7 +175,7 @@ def list_run_records(
             "seconds": row.seconds,
             "result": row.tags.get("result", ""),
             "page": row.url,
-            "differs": told.get(row.run_id, {}),
+            "differs": differing.get(row.run_id, {}),
             "metrics": row.metrics,
             "tags": row.tags,
             "settings": _collect_settings(row) if _is_pipeline_run(row) else row.params,
@@ -191,24 +185,26 @@ def list_run_records(
 
 
 def find_differing_settings(rows: Iterable[RunRow]) -> dict[str, dict[str, str]]:
-    """By run id, the settings that are not the same in all these runs of its pipeline; places do not count."""
+    """Find, by run id, the settings that differ between runs of the same pipeline. Locations are ignored."""
     by_pipeline: dict[str, list[RunRow]] = {}
     for row in rows:
         by_pipeline.setdefault(row.tags.get("pipeline", ""), []).append(row)
-    found: dict[str, dict[str, str]] = {}
+    by_run: dict[str, dict[str, str]] = {}
     for group in by_pipeline.values():
         keys = dict.fromkeys(
             key for row in group for key in row.params if not _LOCATION_SETTINGS.fullmatch(key)
         )
         settings = {row.run_id: _collect_settings(row) for row in group}
-        differ = [key for key in keys if len({one.get(key) for one in settings.values()}) > 1]
+        differing = [
+            key for key in keys if len({values.get(key) for values in settings.values()}) > 1
+        ]
         for row in group:
-            found[row.run_id] = {key: settings[row.run_id].get(key, "-") for key in differ}
-    return found
+            by_run[row.run_id] = {key: settings[row.run_id].get(key, "-") for key in differing}
+    return by_run
 
 
 def _describe_settings(settings: Mapping[str, str]) -> str:
-    """Settings in a few words: the last parts of their keys."""
+    """Describe settings briefly by the last parts of their keys."""
     parts = [
         f"{key.rpartition('.')[2]}={value[:24]}" for key, value in settings.items() if value != "-"
     ]
@@ -218,7 +214,7 @@ def _describe_settings(settings: Mapping[str, str]) -> str:
 
 
 def _is_pipeline_run(row: RunRow) -> bool:
-    """True = a run of a pipeline with settings of its own, also a trial; not a stage's and not a sweep's."""
+    """Return whether this is a pipeline run with its settings, such as a trial, and not a run of a stage or a sweep."""
     return row.tags.get("kind") in ("pipeline", "trial", "stage") and "stage" not in row.tags
 
 
@@ -229,32 +225,37 @@ def _list_rows_in_order(
     where: Sequence[str],
     find_crashed: Callable[[], Mapping[str, str]],
 ) -> list[tuple[int, RunRow]]:
-    """(depth, run): the newest pipeline run first, each followed by what is nested in it, the oldest first."""
+    """List (depth, run): the newest pipeline run first, each followed by its nested runs, oldest first."""
     filters = [RunFilter(text) for text in where]
     tracking = Tracking(uri, output)
-    local = build_default_uri(tracking.output)
-    if tracking.store.uri == local and not Path(local.removeprefix("sqlite:///")).exists():
+    default_uri = build_default_uri(tracking.output)
+    if (
+        tracking.store.uri == default_uri
+        and not Path(default_uri.removeprefix("sqlite:///")).exists()
+    ):
         return []
     rows = tracking.list_runs(limit=_MAX_FILTERED_RUNS if filters else min(50_000, 20 * limit))
-    dead = find_crashed() if any(row.status == "RUNNING" for row in rows) else {}
-    rows = [_mark_killed(row, dead[row.run_id]) if row.run_id in dead else row for row in rows]
+    crashed = find_crashed() if any(row.status == "RUNNING" for row in rows) else {}
+    rows = [
+        _mark_killed(row, crashed[row.run_id]) if row.run_id in crashed else row for row in rows
+    ]
     _check_filter_keys(filters, rows)
-    known = {row.run_id for row in rows}
+    run_ids = {row.run_id for row in rows}
     children: dict[str, list[RunRow]] = {}
     for row in reversed(rows):
-        if row.parent_run_id in known:
+        if row.parent_run_id in run_ids:
             children.setdefault(str(row.parent_run_id), []).append(row)
-    tops = [row for row in rows if not row.parent_run_id]
+    roots = [row for row in rows if not row.parent_run_id]
     if filters:
-        tops = [
+        roots = [
             row
             for row in rows
-            if _is_pipeline_run(row) and all(one.matches_run(row) for one in filters)
+            if _is_pipeline_run(row) and all(run_filter.matches_run(row) for run_filter in filters)
         ]
-    found: list[tuple[int, RunRow]] = []
-    for row in tops[:limit]:
-        found += _list_nested(row, children, 0)
-    return found
+    ordered: list[tuple[int, RunRow]] = []
+    for row in roots[:limit]:
+        ordered += _list_nested(row, children, 0)
+    return ordered
 
 
 def _mark_killed(row: RunRow, reason: str) -> RunRow:
@@ -264,62 +265,52 @@ def _mark_killed(row: RunRow, reason: str) -> RunRow:
 def _list_nested(
     row: RunRow, children: Mapping[str, list[RunRow]], depth: int
 ) -> list[tuple[int, RunRow]]:
-    return [
-        (depth, row),
-        *(
-            one
-            for child in children.get(row.run_id, [])
-            for one in _list_nested(child, children, depth + 1)
-        ),
-    ]
+    rows = [(depth, row)]
+    for child in children.get(row.run_id, []):
+        rows += _list_nested(child, children, depth + 1)
+    return rows
 
 
 def _check_filter_keys(filters: Sequence[RunFilter], rows: Sequence[RunRow]) -> None:
-    """Raises: SettingsError for a key that no run has."""
-    wholes = [row for row in rows if _is_pipeline_run(row)]
-    for one in filters:
-        if (
-            wholes
-            and one.key not in RunFilter.FIELDS
-            and all(_find_value(row, one.key) is None for row in wholes)
-        ):
-            names = {
-                name
-                for row in wholes
-                for values in (_collect_settings(row), row.metrics, row.tags)
-                for name in values
-            }
-            raise SettingsError(
-                f"--where {one.text!r}: no run has '{one.key}'; {suggest_name(one.key, sorted(names))}"
-            )
+    """Refuse a key that no run has. Raises: SettingsError."""
+    runs = [row for row in rows if _is_pipeline_run(row)]
+    if not runs:
+        return
+    for run_filter in filters:
+        key = run_filter.key
+        if key in RunFilter.FIELDS or any(_find_value(run, key) is not None for run in runs):
+            continue
+        names: set[str] = set()
+        for run in runs:
+            names.update(_collect_settings(run), run.metrics, run.tags)
+        raise SettingsError(
+            f"--where {run_filter.text!r}: no run has '{key}'; {suggest_name(key, sorted(names))}"
+        )
 
 
 def find_run(rows: Sequence[RunRow], name: str) -> RunRow:
-    """The run of that name, id (or its beginning), or the newest whole run of that pipeline. Raises: DataError."""
-    wholes = [row for row in rows if _is_pipeline_run(row)]
-    same = [row for row in wholes if name in (row.name, row.run_id)]
-    same = same or [row for row in wholes if len(name) >= 6 and row.run_id.startswith(name)]
-    same = same or [
-        row
-        for row in wholes
-        if row.tags.get("pipeline") == name and row.tags.get("kind") == "pipeline"
-    ]
-    if not same:
-        if part := next((row for row in rows if name in (row.name, row.run_id)), None):
-            is_sweep = part.tags.get("kind") == "sweep"
-            whole = (
-                "a sweep; name its trials" if is_sweep else "a part of a run; name the whole run"
-            )
-            raise DataError(f"'{name}' is {whole} (posttrain runs)")
-        names = sorted({row.name for row in wholes})
-        raise DataError(
-            f"no run '{name}'; {suggest_name(name, names) if names else 'there are none'} (posttrain runs)"
-        )
-    return same[0]
+    """Find a run by name, id or beginning of an id, or the newest run of that pipeline. Raises: DataError."""
+    runs = [row for row in rows if _is_pipeline_run(row)]
+    matches = [row for row in runs if name in (row.name, row.run_id)]
+    if not matches and len(name) >= 6:
+        matches = [row for row in runs if row.run_id.startswith(name)]
+    if not matches:
+        pipeline_runs = [row for row in runs if row.tags.get("kind") == "pipeline"]
+        matches = [row for row in pipeline_runs if row.tags.get("pipeline") == name]
+    if matches:
+        return matches[0]
+    other = next((row for row in rows if name in (row.name, row.run_id)), None)
+    if other is not None:
+        if other.tags.get("kind") == "sweep":
+            raise DataError(f"'{name}' is a sweep; name its trials (posttrain runs)")
+        raise DataError(f"'{name}' is a part of a run; name the whole run (posttrain runs)")
+    names = sorted({row.name for row in runs})
+    known = suggest_name(name, names) if names else "there are none"
+    raise DataError(f"no run '{name}'; {known} (posttrain runs)")
 
 
 def list_stage_runs(rows: Sequence[RunRow], run: RunRow) -> list[RunRow]:
-    """Stage runs that are nested in a run, the oldest first."""
+    """List the stage runs nested in a run, oldest first."""
     return [row for row in reversed(rows) if row.parent_run_id == run.run_id]
 
 
@@ -344,13 +335,9 @@ def _format_row(row: RunRow, indent: str) -> dict[str, str]:
 
 
 def _describe_result(row: RunRow) -> str:
-    """Outcome of a run in a few words: its own `result` tag, the gate's decision, or its main figure."""
-    for tag in (
-        "error",
-        "interrupted",
-        "result",
-        "gate.decision",
-    ):  # the first two are gone when a run goes on
+    """Describe a run's outcome briefly: its `result` tag, the gate's decision, or its main figure."""
+    # The tags `error` and `interrupted` are removed when a run is resumed.
+    for tag in ("error", "interrupted", "result", "gate.decision"):
         if row.tags.get(tag):
             text = " ".join(row.tags[tag].split())
             return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""One tracked run: rl_core's Tracker over a local journal and a background shipper."""
+"""Tracked run: rl_core's Tracker on top of a local journal and a background shipper."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ log = logging.getLogger(__name__)
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 ProgressCallback = Callable[[int, int, str], None]
 
-UNREACHABLE_TIMEOUT_SECONDS = 5.0  # that a run waits at its end for a store that was away before
-PROGRESS_SECONDS = 1.0  # between two notes of how far the work is
+# longest wait at the end of a run for a store that was unreachable
+UNREACHABLE_TIMEOUT_SECONDS = 5.0
+PROGRESS_SECONDS = 1.0  # between two updates of the recorded progress
 
 
 class RunTracker:
-    """Implements rl_core.tracking.Tracker. Every call appends to the run folder; a thread delivers to MLflow.
+    """Implementation of rl_core.tracking.Tracker. Every call appends to the run folder; a thread delivers to MLflow.
 
-    Use as a context manager, or call `close`: FINISHED at a normal end, KILLED after Stopped or an interrupt, FAILED
+    Use it as a context manager, or call `close`: FINISHED at a normal end, KILLED after Stopped or an interrupt, FAILED
     after any other exception.
     """
 
@@ -70,13 +71,11 @@ class RunTracker:
         self.store, self.name, self.folder = store, name, folder.resolve()
         self.on_progress = list(on_progress)
         self.on_metrics: list[Callable[[Mapping[str, float], int], None]] = []
-        self.extra_trackers: list[BackgroundTracker] = []  # get metrics, tags and the end as well
+        self.extra_trackers: list[BackgroundTracker] = []  # also receive metrics, tags and the end
         self.done, self.total, self.message = 0, 0, ""
         self._last_progress = -PROGRESS_SECONDS
-        self._start_time, self._earlier_seconds = (
-            time.monotonic(),
-            read_recorded_seconds(self.folder),
-        )
+        self._start_time = time.monotonic()
+        self._earlier_seconds = read_recorded_seconds(self.folder)
         self._closed = False
         self._events = LineLog(build_events_path(self.folder))
         try:
@@ -123,14 +122,12 @@ class RunTracker:
     def _append_event(self, op: str, **fields: Any) -> None:
         self._events.append_record({"op": op, "time": time.time_ns() // 1_000_000, **fields})
 
-    # -- the Tracker protocol -----------------------------------------------------------------------------------
-
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record scalars of one step; what is recorded for a (step, name) already stays as it is."""
+        """Record scalars of one step. An existing value of (step, name) stays unchanged."""
         with self.store.cost.count_waiting():
             self.journal.append_metrics(metrics, step)
-        for tell in self.on_metrics:
-            tell(metrics, step)
+        for callback in self.on_metrics:
+            callback(metrics, step)
         for sink in self.extra_trackers:
             sink.log_metrics(metrics, step)
 
@@ -140,13 +137,13 @@ class RunTracker:
             sink.log_system(metrics, number)
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
-        """Keep a copy of a finished file or folder. It may be moved or removed afterwards, but not written over."""
+        """Store a copy of a finished file or folder, which may then be moved or removed but not overwritten."""
         with self.store.cost.count_waiting():
             path = Path(path).resolve()
             if not path.exists():
                 log.warning("tracking: %s does not exist and was not logged", path)
                 return
-            # The stage's folder gets its final name while files still wait; a hard link stays valid.
+            # The stage's folder is renamed while files still wait; a hard link stays valid.
             self._append_event(
                 "artifact",
                 path=self._store_copy(path),
@@ -155,22 +152,21 @@ class RunTracker:
             )
 
     def _store_copy(self, path: Path) -> str:
-        """Keep a copy of a file or folder until it is delivered; returns its place in the run folder."""
-        kept = build_events_path(self.folder).parent / "files" / uuid.uuid4().hex / path.name
-        make_folder(kept.parent)
-        link_tree(path, kept)
-        fsync_tree(
-            kept.parent
-        )  # the record of it, which is synced later, promises that it is there
+        """Copy a file or folder until it is delivered; return the copy's path in the run folder."""
+        copy = build_events_path(self.folder).parent / "files" / uuid.uuid4().hex / path.name
+        make_folder(copy.parent)
+        link_tree(path, copy)
+        # The record, which is synced later, refers to the copy.
+        fsync_tree(copy.parent)
         inject_fault("artifact.kept")
-        return str(kept.relative_to(self.folder))
+        return str(copy.relative_to(self.folder))
 
     def set_tag(self, name: str, value: str) -> None:
-        """Attach a short text to the run."""
+        """Set a tag of the run."""
         self.set_tags({name: value})
 
     def progress(self, done: int, total: int, message: str = "") -> None:
-        """Remember how far the work is, note it for `posttrain monitor`, and tell the callbacks."""
+        """Record the progress of the work for `posttrain monitor`, and call the callbacks."""
         self.done, self.total, self.message = done, total, message
         if done >= total:
             self._write_progress()
@@ -184,7 +180,10 @@ class RunTracker:
                 self.on_progress.remove(callback)
 
     def record_elapsed_time(self) -> None:
-        """Note the time spent on the run, at most once a second: a run that is killed counts on from the last note."""
+        """Record the time spent on the run, at most once a second.
+
+        After a kill the time continues from the last record.
+        """
         if time.monotonic() - self._last_progress >= PROGRESS_SECONDS:
             self._write_progress()
 
@@ -205,10 +204,8 @@ class RunTracker:
         }
         write_text_unsynced(build_progress_path(self.folder), json.dumps(values))
 
-    # -- more to record -----------------------------------------------------------------------------------------
-
     def set_tags(self, tags: Mapping[str, Any]) -> None:
-        """Attach short texts; None values are left out. A VersionOf becomes the model version's name on delivery."""
+        """Set tags, skipping None values. A VersionByContent becomes the model version's name on delivery."""
         versions = {
             name: value._asdict()
             for name, value in tags.items()
@@ -228,25 +225,25 @@ class RunTracker:
                 sink.set_tag(name, text)
 
     def set_description(self, markdown: str) -> None:
-        """Markdown at the top of the run's page; links to MLflow's pages are made relative."""
+        """Set the markdown at the top of the run's page. Links to MLflow's pages become relative."""
         self.set_tags({"mlflow.note.content": self.store.convert_to_relative_links(markdown)})
 
     def log_params(self, params: Any, prefix: str = "") -> None:
-        """Settings (nested mapping or dataclass) as flat parameters: policy.sampling.temperature."""
+        """Record settings (nested mapping or dataclass) as flat parameters: policy.sampling.temperature."""
         flat = flatten_settings(params, prefix)
         if flat:
             self._append_event("params", params=flat)
 
     def log_text(self, text: str, name: str) -> None:
-        """A text as an artifact called `name` ('report/summary.md')."""
+        """Record a text as an artifact called `name` ('report/summary.md')."""
         self._append_event("text", text=text, name=_check_artifact_name(name))
 
     def log_dict(self, values: Any, name: str) -> None:
-        """A structure as a JSON artifact."""
+        """Record a structure as a JSON artifact."""
         self.log_text(json.dumps(values, indent=2, default=str, ensure_ascii=False) + "\n", name)
 
     def log_environment(self) -> None:
-        """Python and every installed distribution, as environment/requirements.txt."""
+        """Record Python and every installed distribution as environment/requirements.txt."""
         self.log_text(freeze_environment(), "environment/requirements.txt")
 
     def log_dataset(
@@ -258,7 +255,7 @@ class RunTracker:
         *,
         profile: Mapping[str, Any] | None = None,
     ) -> None:
-        """An input of the run: where it is, its SHA-256, and how it is used; `profile`: rows, sizes, ..."""
+        """Record an input of the run: its location, SHA-256 and use. `profile`: rows, sizes, ..."""
         self._append_event(
             "dataset",
             path=str(path),
@@ -271,7 +268,10 @@ class RunTracker:
     def log_traces(
         self, trajectories: Sequence[Trajectory], limit: int = 20, *, model: str = ""
     ) -> int:
-        """Send the first `limit` episodes as traces, a span a turn; returns how many. `model` says who played them."""
+        """Record the first `limit` episodes as traces, with a span per turn; return their number.
+
+        `model`: who played them.
+        """
         rows = [trajectory.to_json() for trajectory in trajectories[:limit]]
         if rows:
             self._append_event("traces", rows=rows, model=model)
@@ -291,21 +291,22 @@ class RunTracker:
         parent: VersionByContent | None = None,
         timeout_s: float = 30.0,
     ) -> int | None:
-        """Record a Hugging Face folder as a new version of a registered model; returns the version's number.
+        """Record a Hugging Face folder as a new version of a registered model; return the version's number.
 
-        None = the store is away: the version is made as soon as it answers, after those that were recorded before. The
-        same bytes from the same run are one version, so a retry is safe.
+        None = the store is unreachable; the version is created once it answers, after those recorded before. The same
+        bytes from the same run are one version, so a retry is safe.
 
         Args:
-            parent: the model that this one was trained from; becomes the tag `parent_version`, and stands for PARENT in
-                the description.
-            timeout_s: seconds to wait while the store does not answer; an upload that goes on is waited for.
-        Raises: DataError for a folder that is no safe model, and where the store refuses it; SettingsError for a name
-            that is none.
+            parent: the model from which this one was trained; becomes the tag `parent_version`, and replaces
+                PARENT_PLACEHOLDER in the description.
+            timeout_s: seconds to wait while the store does not answer. A running upload is always awaited.
+        Raises: DataError for a folder that is no safe model, and if the store refuses it; SettingsError for an invalid
+            name.
         """
         folder = Path(folder)
         check_model_registration(folder, kind, registered_name)
         key = uuid.uuid4().hex
+        text_tags = {name: str(value) for name, value in (tags or {}).items() if value is not None}
         with self.store.cost.count_waiting():
             self._append_event(
                 "model",
@@ -317,74 +318,74 @@ class RunTracker:
                 metrics=dict(metrics or {}),
                 step=step,
                 input_example=input_example,
-                tags={
-                    name: str(value) for name, value in (tags or {}).items() if value is not None
-                },
+                tags=text_tags,
                 description=description,
                 parent=parent._asdict() if parent else None,
             )
-            deadline = time.monotonic() + (
-                min(timeout_s, UNREACHABLE_TIMEOUT_SECONDS) if self._shipper.problem else timeout_s
-            )
-            while (
-                key not in self._shipper.state.versions and key not in self._shipper.refused_models
-            ):
-                if self._shipper.problem and time.monotonic() > deadline:
-                    log.warning(
-                        "tracking: the model is registered as %s when the store answers",
-                        registered_name,
-                    )
-                    return None
-                self._shipper.request_delivery()
-                time.sleep(0.5 if self._shipper.problem else 0.05)
+            if not self._wait_for_version(key, timeout_s):
+                log.warning(
+                    "tracking: the model is registered as %s when the store answers",
+                    registered_name,
+                )
+                return None
         if key in self._shipper.refused_models:
             raise self._shipper.refused_models[key]
         return self._shipper.state.versions[key]
 
+    def _wait_for_version(self, key: str, timeout_s: float) -> bool:
+        """Wait until the store has accepted or refused a model. Return False if it is unreachable for `timeout_s`."""
+        if self._shipper.problem:
+            timeout_s = min(timeout_s, UNREACHABLE_TIMEOUT_SECONDS)
+        deadline = time.monotonic() + timeout_s
+        while key not in self._shipper.state.versions and key not in self._shipper.refused_models:
+            if self._shipper.problem and time.monotonic() > deadline:
+                return False
+            self._shipper.request_delivery()
+            time.sleep(0.5 if self._shipper.problem else 0.05)
+        return True
+
     def log_alias(self, alias: str, model: VersionByContent, tags: Mapping[str, Any]) -> None:
-        """Record that an alias was moved, and the version tagged: a store that loses its database gets both again."""
+        """Record that an alias was moved and the version tagged.
+
+        A store that loses its database gets both again.
+        """
         self._events.append_record(_build_alias_record(alias, model, tags))
 
     def sync(self) -> None:
-        """Put everything on disk: a checkpoint that follows says that it was recorded."""
+        """Sync everything to disk. A checkpoint that follows relies on it."""
         self.journal.lines.flush_pending(sync=True)
         self._events.flush_pending(sync=True)
 
-    # -- identity -----------------------------------------------------------------------------------------------
-
     @property
     def run_id(self) -> str | None:
-        """The MLflow run's id; None until the store has answered."""
+        """Id of the MLflow run; None until the store has answered."""
         return self._shipper.state.run_id
 
     @property
     def url(self) -> str | None:
-        """The run's page; None until the store has answered."""
+        """Page of the run; None until the store has answered."""
         state = self._shipper.state
         return self.store.build_run_url(state.run_id, state.experiment_id) if state.run_id else None
 
     @property
     def num_failed(self) -> int:
-        """Records that the store refused for good."""
+        """Number of records that the store refused permanently."""
         return self._shipper.state.num_failed
 
     def wait_started(self, timeout_s: float) -> None:
         """Wait until the run exists, or the first attempt to create it failed."""
         self._shipper.wait_started(timeout_s)
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
     def flush(self, timeout_s: float = 0.0) -> bool:
-        """Put everything on disk; then wait at most `timeout_s` for the store. Returns whether it has everything."""
-        self.journal.lines.flush_pending(sync=True)
-        self._events.flush_pending(sync=True)
+        """Sync everything to disk, then wait at most `timeout_s` for the store; return whether it has everything."""
+        self.sync()
         self._shipper.request_delivery()
         return self._shipper.wait_drained(timeout_s) if timeout_s > 0 else self._shipper.is_drained
 
     def close(self, status: Status = "FINISHED", *, timeout_s: float = 30.0) -> bool:
-        """End the run: deliver for at most `timeout_s`; the rest stays on disk for the next start or `replay`.
+        """End the run: deliver for at most `timeout_s`; the rest stays on disk for the next start or `posttrain sync`.
 
-        Returns whether the store has everything. A second call does nothing.
+        Return whether the store has everything. A second call does nothing.
         """
         if self._closed:
             return self._shipper.is_drained
@@ -394,11 +395,10 @@ class RunTracker:
         with self.store.cost.count_waiting():
             self._write_progress()
             self._append_event("end", status=status, seconds=round(self.seconds, 3))
-            self.journal.lines.flush_pending(sync=True)
-            self._events.flush_pending(sync=True)
-            away = self.store.is_unreachable or bool(self._shipper.problem)
+            self.sync()
+            is_unreachable = self.store.is_unreachable or bool(self._shipper.problem)
             delivered = self._shipper.close(
-                min(timeout_s, UNREACHABLE_TIMEOUT_SECONDS) if away else timeout_s
+                min(timeout_s, UNREACHABLE_TIMEOUT_SECONDS) if is_unreachable else timeout_s
             )
             self.store.is_unreachable = bool(self._shipper.problem)
         if not delivered:
@@ -415,7 +415,7 @@ class RunTracker:
             )
         if damaged := self._shipper.state.num_damaged:
             log.warning(
-                "tracking: %d damaged lines of %s were left out: what they recorded is lost",
+                "tracking: %d damaged lines of %s were skipped; their contents are lost",
                 damaged,
                 self.folder,
             )
@@ -446,7 +446,7 @@ class RunTracker:
 def record_alias_move(
     folder: Path, alias: str, model: VersionByContent, tags: Mapping[str, Any]
 ) -> None:
-    """As `RunTracker.log_alias`, in the journal of a run that is over. Raises: FolderBusy while it is alive."""
+    """Record an alias move in the journal of a run that has ended. Raises: FolderBusy while the run is live."""
     events = LineLog(build_events_path(folder))
     try:
         events.append_record(_build_alias_record(alias, model, tags))
@@ -463,7 +463,7 @@ def _build_alias_record(
 
 
 def _check_artifact_name(name: str) -> str:
-    """A place within the run's artifacts. Raises: SettingsError for one outside of it."""
+    """Normalise a path within the run's artifacts. Raises: SettingsError for a path outside of them."""
     parts = [part for part in str(name).replace("\\", "/").split("/") if part not in ("", ".")]
     if ".." in parts or str(name).startswith(("/", "\\")):
         raise SettingsError(

@@ -1,9 +1,9 @@
 """MLflow's server without its Assistant: the app `posttrain` of `mlflow server --app-name`.
 
-The Assistant is an agent with a shell under the account that started the server. Whoever reaches the server chooses its
-model and lifts its limits (`PUT .../assistant/config`), and MLflow asks for no password: on a shared machine every
-account could run commands as that one. No setting of MLflow 3.17 switches it off, and its panel opens by itself over a
-quarter of the page on a first visit under a local name.
+The Assistant is an agent with a shell under the account that started the server. Anybody who reaches the server can
+choose its model and lift its limits (`PUT .../assistant/config`), and MLflow asks for no password: on a shared machine
+every account could run commands as that user. No setting of MLflow 3.17 disables it, and on a first visit under a local
+name its panel opens over a quarter of the page.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-_ASSISTANT_PATH = re.compile(
-    r"/(ajax-)?api/[^/]+/mlflow/assistant(/|$)"
-)  # behind a static prefix, too
-REFUSAL_MESSAGE = "the Assistant of MLflow is switched off on the servers of posttrain: it would run commands on this machine"
-# What the page keeps in the browser about the panel (keys and values of MLflow 3.17), and everything that opens it.
+# The path may follow a static prefix.
+_ASSISTANT_PATH = re.compile(r"/(ajax-)?api/[^/]+/mlflow/assistant(/|$)")
+REFUSAL_MESSAGE = (
+    "MLflow's Assistant is disabled on servers of posttrain: it would run commands on this machine"
+)
+# Keys and values with which the page of MLflow 3.17 stores in the browser that the panel is closed, and a style that
+# hides everything that opens it.
 _CLOSE_PANEL_HTML = """<script>try{localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1','true');
 localStorage.setItem('mlflow.assistant.panelOpen_v1','false')}catch(e){}</script>
 <style>[data-assistant-ui=true]{display:none!important}</style>"""
@@ -38,16 +40,16 @@ class _AssistantBlocker:
 
 
 def create_app() -> Any:
-    """MLflow's application (FastAPI) as `mlflow server` makes it, without the Assistant and its panel."""
+    """Create MLflow's application (FastAPI) as `mlflow server` does, without the Assistant and its panel."""
     from flask import Response
-    from mlflow.server import app as pages
+    from mlflow.server import app as flask_app
     from mlflow.server.fastapi_app import app
 
-    def page() -> Response:
-        text = Path(str(pages.static_folder), "index.html").read_text(encoding="utf-8")
-        text = text.replace("<head>", f"<head>{_CLOSE_PANEL_HTML}", 1)
-        return Response(text, mimetype="text/html", headers={"Cache-Control": "no-cache"})
+    def serve_index() -> Response:
+        html = Path(str(flask_app.static_folder), "index.html").read_text(encoding="utf-8")
+        html = html.replace("<head>", f"<head>{_CLOSE_PANEL_HTML}", 1)
+        return Response(html, mimetype="text/html", headers={"Cache-Control": "no-cache"})
 
-    pages.view_functions["serve"] = page  # of the address /
+    flask_app.view_functions["serve"] = serve_index  # serves the address /
     app.add_middleware(_AssistantBlocker)
     return app

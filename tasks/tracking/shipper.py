@@ -1,7 +1,7 @@
-"""The background thread that delivers a run folder to the tracking store, in order, each record at least once.
+"""Background thread that delivers a run folder to the tracking store, in order, each record at least once.
 
-Records carry their own time stamp and run, and the store keeps one copy of equal records, so at least once is exactly
-once. A store that is down costs nothing but waiting: the offset stays, the thread backs off and tries again.
+Records carry their time stamp and run, and the store keeps one copy of equal records, so at least once amounts to
+exactly once. An unreachable store only causes waiting: the offset stays, and the thread backs off and retries.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from tasks.tracking.journal import (
 
 log = logging.getLogger(__name__)
 
-BATCH_SIZE = 1000  # metrics of one call; MLflow refuses more
+BATCH_SIZE = 1000  # metrics in a call; MLflow refuses more
 MAX_ATTEMPTS = 3  # for a record that the store refuses while it is up
-MAX_PAUSE_SECONDS = 30.0  # seconds between attempts while the store is down
+MAX_PAUSE_SECONDS = 30.0  # between attempts while the store is unreachable
 
 
 class RunNotFound(Exception):
-    """The store does not know the run any more."""
+    """Run that the store no longer has."""
 
 
 class TrackingSink(Protocol):
-    """A tracking store as the shipper uses it. BackendError = retry later; any other error = drop the record."""
+    """Tracking store as the shipper uses it. BackendError = retry later; any other error = drop the record."""
 
     store: str
 
     @property
     def identity(self) -> str:
-        """Mark of the store's experiment: another one at the same address is another store. "" = it has none."""
+        """Mark of the store's experiment, which differs for another store at the same address. "" = none."""
 
     def create_run(self, event: dict[str, Any], *, retried: bool) -> tuple[str, str]:
-        """Create the run (or find the one an earlier attempt created); returns its id and its experiment's."""
+        """Create the run, or find the one that an earlier attempt created; return its id and its experiment's id."""
 
     def has_run(self, run_id: str) -> bool:
-        """True = the run still exists."""
+        """Return whether the run still exists."""
 
     def store_metrics(self, run_id: str, rows: list[tuple[str, float, int, int]]) -> None:
-        """Store at most BATCH (name, value, time in ms, step)."""
+        """Store at most BATCH_SIZE rows (name, value, time in ms, step)."""
 
     def store_event(self, run_id: str, event: dict[str, Any]) -> int | None:
-        """Store anything else; of a model, the version that it became."""
+        """Store any other record; return the version of a model."""
 
 
 class Shipper:
-    """Delivers one run folder."""
+    """Delivery of one run folder."""
 
     def __init__(
         self,
@@ -69,9 +69,11 @@ class Shipper:
         interval_s: float = 2.0,
         count_cpu: Callable[[float], None] | None = None,
     ) -> None:
-        """`connect` makes the sink; it is called on the thread, and again after it failed.
+        """Load the cursor.
 
-        `count_cpu` is told the processor seconds of each delivery.
+        Args:
+            connect: creates the sink; called in the thread, and again after a failure.
+            count_cpu: receives the processor seconds of each delivery.
         """
         self.folder = folder
         self.state = DeliveryCursor.load(folder)
@@ -80,19 +82,17 @@ class Shipper:
         self._interval_s = interval_s
         self._count_cpu = count_cpu
         self._wake = threading.Event()
-        self._first_attempt_done = threading.Event()  # the first attempt to create the run is over
+        # the first attempt to create the run has ended
+        self._first_attempt_done = threading.Event()
         self._close_requested = threading.Event()
-        self._abandoned = threading.Event()  # the time to deliver is over
+        self._abandoned = threading.Event()  # the time for the delivery has passed
         self._checked = False
-        self._resumed = events.end > 0  # an earlier process recorded here
+        self._resumed = events.end > 0  # an earlier process recorded to this folder
         self._start_attempts = 0
         self.problem = ""  # of the newest delivery; "" = the store answers
-        self.refused_models: dict[
-            str, Exception
-        ] = {}  # models that the store refused for good, by the key of their record
+        # record key -> error, of models that the store refused permanently
+        self.refused_models: dict[str, Exception] = {}
         self._thread: threading.Thread | None = None
-
-    # -- the thread ---------------------------------------------------------------------------------------------
 
     def start_thread(self) -> None:
         """Start delivering in the background."""
@@ -104,7 +104,7 @@ class Shipper:
     def _run_loop(self) -> None:
         pause = self._interval_s
         while True:
-            used = time.thread_time()
+            cpu_before = time.thread_time()
             try:
                 self.deliver_pending()
                 pause = self._interval_s
@@ -113,24 +113,24 @@ class Shipper:
                 pause = min(max(2 * pause, 1.0), MAX_PAUSE_SECONDS)
                 if self._close_requested.is_set():
                     pause = min(pause, 0.5)
-            except Exception:  # a fault of tracking never ends a training run
+            except Exception:  # an error of tracking never ends a training run
                 log.exception(
-                    "tracking: unexpected fault while delivering %s; it is tried again", self.folder
+                    "tracking: unexpected error while delivering %s; retrying later", self.folder
                 )
                 pause = MAX_PAUSE_SECONDS
             finally:
                 self._first_attempt_done.set()
                 if self._count_cpu is not None:
-                    self._count_cpu(time.thread_time() - used)
+                    self._count_cpu(time.thread_time() - cpu_before)
             if self._abandoned.is_set() or (self._close_requested.is_set() and self.is_drained):
                 return
             self._wake.wait(pause)
             self._wake.clear()
 
     def _report_problem(self, problem: str) -> None:
-        level = logging.DEBUG if self.problem else logging.WARNING  # one warning an outage
+        level = logging.DEBUG if self.problem else logging.WARNING  # one warning per outage
         log.log(
-            level, "tracking: %s; the run goes on, its records wait in %s", problem, self.folder
+            level, "tracking: %s; the run continues, its records wait in %s", problem, self.folder
         )
         self.problem = problem
 
@@ -139,11 +139,11 @@ class Shipper:
         self._first_attempt_done.wait(timeout_s)
 
     def request_delivery(self) -> None:
-        """Deliver soon."""
+        """Wake the thread to deliver soon."""
         self._wake.set()
 
     def wait_drained(self, timeout_s: float) -> bool:
-        """Wait until everything recorded so far is delivered; False when the time is over first."""
+        """Wait until everything recorded so far is delivered; return False on timeout."""
         deadline = time.monotonic() + timeout_s
         while not self.is_drained:
             if time.monotonic() >= deadline or self._thread is None or not self._thread.is_alive():
@@ -153,7 +153,7 @@ class Shipper:
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """Deliver what is left for at most `timeout_s`, then stop; returns whether everything was delivered."""
+        """Deliver the rest for at most `timeout_s`, then stop; return whether everything was delivered."""
         self._close_requested.set()
         self.request_delivery()
         if self._thread is not None:
@@ -164,22 +164,19 @@ class Shipper:
 
     @property
     def is_drained(self) -> bool:
-        """True = every record is delivered."""
+        """Whether every record is delivered."""
         lines = (self._journal.lines, self._events)
         offsets = (self.state.metrics_offset, self.state.events_offset)
         return all(offset >= line.end for line, offset in zip(lines, offsets, strict=True))
 
     def count_waiting(self) -> tuple[int, int]:
-        """Numbers of metric lines and of other records that wait."""
-        metrics = sum(1 for _ in read_lines(self._journal.lines.path, self.state.metrics_offset))
-        return metrics, sum(
-            1 for _ in read_lines(build_events_path(self.folder), self.state.events_offset)
-        )
-
-    # -- one delivery -------------------------------------------------------------------------------------------
+        """Return the numbers of undelivered metric lines and other records."""
+        metrics = read_lines(self._journal.lines.path, self.state.metrics_offset)
+        events = read_lines(build_events_path(self.folder), self.state.events_offset)
+        return sum(1 for _ in metrics), sum(1 for _ in events)
 
     def deliver_pending(self) -> None:
-        """Deliver all that is recorded now. Raises: BackendError when the store does not answer."""
+        """Deliver everything recorded so far. Raises: BackendError if the store does not answer."""
         self._journal.lines.flush_pending()
         self._events.flush_pending()
         if self._sink is None:
@@ -207,17 +204,7 @@ class Shipper:
 
     def _ensure_run(self, sink: TrackingSink) -> bool:
         if self.state.run_id is not None and not self._checked:
-            moved = self.state.store != sink.store
-            is_same = not moved or (
-                self.state.identity != "" and self.state.identity == sink.identity
-            )
-            if not is_same or not sink.has_run(self.state.run_id):
-                self._forget_run()
-            elif (
-                moved
-            ):  # the same experiment at another address, as of a server in front of its database
-                self.state.store = sink.store
-                self.state.save(self.folder)
+            self._check_known_run(sink, self.state.run_id)
             self._checked = True
         if self.state.run_id is not None:
             return True
@@ -225,47 +212,62 @@ class Shipper:
         if first is None:
             return False
         self._start_attempts += 1
-        # A run may exist although no answer came back, here or in a process that was killed.
+        # A run may exist although no answer arrived, in this process or in one that was killed.
         retried = self._start_attempts > 1 or self._resumed
-        run_id, experiment_id = sink.create_run(
-            first[0] or _build_lost_start_record(self.folder), retried=retried
-        )
+        start_record = first[0] or _build_lost_start_record(self.folder)
+        run_id, experiment_id = sink.create_run(start_record, retried=retried)
         inject_fault("ship.created")
         self.state = DeliveryCursor(sink.store, run_id, experiment_id, identity=sink.identity)
         self.state.save(self.folder)
         self._checked = True
         return True
 
+    def _check_known_run(self, sink: TrackingSink, run_id: str) -> None:
+        """Forget a run that this store does not have; follow a store that is now at another address."""
+        has_moved = self.state.store != sink.store
+        is_same = not has_moved or (
+            self.state.identity != "" and self.state.identity == sink.identity
+        )
+        if not is_same or not sink.has_run(run_id):
+            self._forget_run()
+        elif has_moved:  # for example a server that now runs in front of the same database
+            self.state.store = sink.store
+            self.state.save(self.folder)
+
     def _deliver_metrics(self, sink: TrackingSink) -> None:
         rows: list[tuple[str, float, int, int]] = []
-        offset, damaged = self.state.metrics_offset, 0
+        offset, num_damaged = self.state.metrics_offset, 0
         for record, end in self._journal.lines.read_records(offset):
             values = record.get("metrics", {})
-            new = [
+            record_rows = [
                 (name, float(value), record["time"], record["step"])
                 for name, value in values.items()
             ]
-            if rows and len(rows) + len(new) > BATCH_SIZE:
-                self._send_metrics(sink, rows, offset, damaged)
-                rows, damaged = [], 0
-            rows += new
-            damaged += not record
+            if rows and len(rows) + len(record_rows) > BATCH_SIZE:
+                self._send_metrics(sink, rows, offset, num_damaged)
+                rows, num_damaged = [], 0
+            rows += record_rows
+            num_damaged += not record
             offset = end
-        self._send_metrics(sink, rows, offset, damaged)
+        self._send_metrics(sink, rows, offset, num_damaged)
 
     def _send_metrics(
-        self, sink: TrackingSink, rows: list[tuple[str, float, int, int]], offset: int, damaged: int
+        self,
+        sink: TrackingSink,
+        rows: list[tuple[str, float, int, int]],
+        offset: int,
+        num_damaged: int,
     ) -> None:
         for start in range(0, len(rows), BATCH_SIZE):
             self._send_or_split(sink, rows[start : start + BATCH_SIZE])
         if offset > self.state.metrics_offset:
             inject_fault("ship.metrics")
             self.state.metrics_offset = offset
-            self.state.num_damaged += damaged
+            self.state.num_damaged += num_damaged
             self.state.save(self.folder)
 
     def _send_or_split(self, sink: TrackingSink, rows: list[tuple[str, float, int, int]]) -> None:
-        """Send; where the store refuses the batch, find the value that it refuses and leave only that one out."""
+        """Send a batch. If the store refuses it, bisect to find the refused value and skip only that one."""
         assert self.state.run_id is not None
         try:
             sink.store_metrics(self.state.run_id, rows)
@@ -281,9 +283,8 @@ class Shipper:
     def _deliver_events(self, sink: TrackingSink) -> None:
         assert self.state.run_id is not None
         for event, end in self._events.read_records(self.state.events_offset):
-            for attempt in (
-                range(1, MAX_ATTEMPTS + 1) if event else ()
-            ):  # a damaged line says nothing
+            # A damaged line is empty and needs no attempt.
+            for attempt in range(1, MAX_ATTEMPTS + 1) if event else ():
                 try:
                     version = sink.store_event(self.state.run_id, event)
                     if version is not None:
@@ -304,18 +305,18 @@ class Shipper:
             self.state.num_damaged += not event
             self.state.save(self.folder)
 
-    def _count_failure(self, what: str, error: Exception) -> None:
+    def _count_failure(self, record: str, error: Exception) -> None:
         self.state.num_failed += 1
         log.warning(
-            "tracking: %s was refused and left out (%d so far): %s",
-            what,
+            "tracking: %s was refused and skipped (%d so far): %s",
+            record,
             self.state.num_failed,
             error,
         )
 
 
 def _build_lost_start_record(folder: Path) -> dict[str, Any]:
-    """Record with which a run begins, made up where its line is damaged: name and time of its folder."""
+    """Build a start record to replace a damaged one, from name and time of the folder."""
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:32]
     name = folder.name.removesuffix(".tracking")
     time_ms = int(build_events_path(folder).stat().st_mtime * 1000)

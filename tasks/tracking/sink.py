@@ -1,9 +1,8 @@
-"""Episodes as MLflow traces: one trace an episode, one span a turn, so that a reviewer reads what the policy did.
+"""Journaled records as MLflow calls, all of them idempotent.
 
-The spans of all episodes go out in one call (15 ms an episode on sqlite; through MLflow's live tracing it was 300).
-Ids follow from the run and the episode, so sending twice stores one.
-
-Journaled records as MLflow calls, all of them idempotent.
+Episodes become traces: one trace per episode, one span per turn, so that a reviewer can read what the policy did. The
+spans of all episodes are sent in one call (15 ms per episode on sqlite; 300 ms with MLflow's live tracing). Their ids
+derive from the run and the episode, so sending twice stores one.
 """
 
 from __future__ import annotations
@@ -42,17 +41,40 @@ if TYPE_CHECKING:
     from mlflow.entities import Assessment, Span, TraceInfo
 
 
-MILLISECOND = 1_000_000  # nanoseconds
-# Episodes are played in batches, so that no turn has a time of its own: spans of 1 ns, in the order of the turns, which
-# pages show as 0 ms.
+log = logging.getLogger(__name__)
+
+# in a model's description, replaced by the number of the parent version
+PARENT_PLACEHOLDER = "{parent}"
+# Tag by which a run is found again if its id was never received. Pages hide it.
+RUN_KEY_TAG = "mlflow.posttrain.runKey"
+MAX_TAG_LENGTH = 5000
+MAX_PARAMS_PER_CALL = 100
+NS_PER_MS = 1_000_000
+# Episodes are played in batches, so a turn has no duration. Spans of 1 ns keep the order of the turns, and pages show
+# them as 0 ms.
 SPAN_NS = 1
 MAX_PREVIEW_LENGTH = 1000
+_TRACED_FIELDS = (
+    "environment",
+    "level",
+    "kind",
+    "seed",
+    "success",
+    "reward",
+    "rewards",
+    "target",
+    "answer",
+    "num_action_tokens",
+    "mean_logprob",
+    "policy_version",
+    "sample",
+)
 
 
 def send_traces(
     store: TrackingStore, run_id: str, rows: list[dict[str, Any]], *, time_ms: int, model: str
 ) -> None:
-    """Store `rows` (Trajectory.to_json) as traces of a run. `model` says who played them ('sft', 'policy')."""
+    """Store `rows` (Trajectory.to_json) as traces of a run. `model`: who played them ('sft', 'policy')."""
     from mlflow.tracing.client import TracingClient
 
     client = TracingClient(store.uri)
@@ -70,7 +92,7 @@ def send_traces(
 
 
 class _EpisodeTrace:
-    """One trajectory on its way to a trace."""
+    """Trace of one trajectory."""
 
     def __init__(
         self, trajectory: Trajectory, run_id: str, model: str, index: int, time_ms: int
@@ -91,7 +113,7 @@ class _EpisodeTrace:
         self.name = f"{trajectory.level} {trajectory.kind} #{trajectory.seed}".replace("  ", " ")
 
     def build_trace_info(self, experiment_id: str) -> TraceInfo:
-        """Tags by which the list of traces is shown and searched."""
+        """Build the trace's description, with the tags that the list of traces shows and searches."""
         from mlflow.entities import TraceInfo, TraceLocation, TraceState
 
         trajectory = self.trajectory
@@ -123,7 +145,7 @@ class _EpisodeTrace:
         )
 
     def _build_assessments(self) -> list[Assessment]:
-        """The environment's judgements, which the list of traces shows as columns and counts."""
+        """Build the environment's judgements, which the list of traces shows as columns and counts."""
         from mlflow.entities import AssessmentSource, Feedback
 
         source = AssessmentSource(
@@ -135,57 +157,38 @@ class _EpisodeTrace:
             "success": self.trajectory.success,
             "reward": self.trajectory.reward,
         }
-        found: list[Assessment] = [
+        assessments: list[Assessment] = [
             Feedback(name=name, value=value, source=source, trace_id=self.trace_id)
             for name, value in values.items()
             if value != ""
         ]
-        for (
-            judgement
-        ) in found:  # else each delivery would add another one under an id that MLflow draws
-            judgement.assessment_id = (
-                "a-" + hashlib.sha256(self.trace_bytes + judgement.name.encode()).hexdigest()[:32]
+        # With ids assigned by MLflow, each delivery would add another assessment.
+        for assessment in assessments:
+            assessment.assessment_id = (
+                "a-" + hashlib.sha256(self.trace_bytes + assessment.name.encode()).hexdigest()[:32]
             )
-        return found
+        return assessments
 
     def _describe_verdict(self) -> str:
-        said = "no answer" if self.trajectory.answer is None else self.trajectory.answer
-        if self.trajectory.success:
-            return f"{said} (right)"
-        return (
-            f"{said} (wrong; right is {self.trajectory.target})"
-            if self.trajectory.target
-            else f"{said} (wrong)"
-        )
+        trajectory = self.trajectory
+        answer = "no answer" if trajectory.answer is None else trajectory.answer
+        if trajectory.success:
+            return f"{answer} (right)"
+        if trajectory.target:
+            return f"{answer} (wrong; right is {trajectory.target})"
+        return f"{answer} (wrong)"
 
     def build_spans(self) -> Iterator[Span]:
-        """The episode, its turns, and under each turn that called a tool the call."""
+        """Yield the episode's span, its turns, and below each turn its tool call."""
         trajectory = self.trajectory
-        attributes = {
-            name: getattr(trajectory, name)
-            for name in (
-                "environment",
-                "level",
-                "kind",
-                "seed",
-                "success",
-                "reward",
-                "rewards",
-                "target",
-                "answer",
-            )
-        } | {
-            "stop_reason": str(trajectory.stop_reason),
-            "num_action_tokens": trajectory.num_action_tokens,
-            "mean_logprob": trajectory.mean_logprob,
-            "policy_version": trajectory.policy_version,
-            "sample": trajectory.sample,
-        }
+        attributes = {name: getattr(trajectory, name) for name in _TRACED_FIELDS}
+        attributes["stop_reason"] = str(trajectory.stop_reason)
+        end_ns = self._compute_time_ns(2 * len(trajectory.turns) + 1)
         yield self._build_span(
             "episode",
             "AGENT",
             None,
-            (self._compute_time_ns(0), self._compute_time_ns(2 * len(trajectory.turns) + 1)),
+            (self._compute_time_ns(0), end_ns),
             trajectory.prompt,
             self._describe_verdict(),
             attributes,
@@ -195,20 +198,19 @@ class _EpisodeTrace:
             yield from self._build_turn_spans(index, turn)
 
     def _build_turn_spans(self, index: int, turn: Turn) -> Iterator[Span]:
-        when = (self._compute_time_ns(2 * index), self._compute_time_ns(2 * index + 2))
+        times_ns = (self._compute_time_ns(2 * index), self._compute_time_ns(2 * index + 2))
         name, call = f"turn {index + 1}", turn.tool_call
         attributes = {"turn": index + 1, "is_error": turn.is_error, "num_tokens": turn.num_tokens}
-        sees = (
-            self.trajectory.prompt if index == 0 else self.trajectory.turns[index - 1].observation
-        )
-        title = (
-            f"{name}: {call.name}" if call else f"{name}: {'misuse' if turn.is_error else 'answer'}"
-        )
+        turns = self.trajectory.turns
+        sees = self.trajectory.prompt if index == 0 else turns[index - 1].observation
+        action = "misuse" if turn.is_error else "answer"
+        if call:
+            action = call.name
         yield self._build_span(
-            title,
+            f"{name}: {action}",
             "LLM",
             "episode",
-            when,
+            times_ns,
             {"sees": sees},
             {"action": turn.action, "observation": turn.observation},
             attributes,
@@ -220,7 +222,7 @@ class _EpisodeTrace:
                 call.name,
                 "TOOL",
                 name,
-                (self._compute_time_ns(2 * index + 1), when[1]),
+                (self._compute_time_ns(2 * index + 1), times_ns[1]),
                 call.arguments,
                 turn.observation,
                 {"is_error": turn.is_error},
@@ -229,15 +231,15 @@ class _EpisodeTrace:
             )
 
     def _compute_time_ns(self, position: int) -> int:
-        """Time of a place in the episode's order, in ns since the epoch."""
-        return self.start_ms * MILLISECOND + position * SPAN_NS
+        """Compute the time of a position in the episode, in ns since the epoch."""
+        return self.start_ms * NS_PER_MS + position * SPAN_NS
 
     def _build_span(
         self,
         name: str,
         kind: str,
         parent: str | None,
-        when_ns: tuple[int, int],
+        times_ns: tuple[int, int],
         inputs: Any,
         outputs: Any,
         attributes: dict[str, Any],
@@ -247,7 +249,7 @@ class _EpisodeTrace:
     ) -> Span:
         from mlflow.entities import Span
 
-        everything = {
+        span_attributes = {
             "mlflow.traceRequestId": self.trace_id,
             "mlflow.spanType": kind,
             "mlflow.spanInputs": inputs,
@@ -260,58 +262,47 @@ class _EpisodeTrace:
                 "span_id": self._compute_span_id(key or name),
                 "parent_span_id": self._compute_span_id(parent) if parent else None,
                 "name": name,
-                "start_time_unix_nano": when_ns[0],
-                "end_time_unix_nano": when_ns[1],
+                "start_time_unix_nano": times_ns[0],
+                "end_time_unix_nano": times_ns[1],
                 "events": [],
                 "status": {"code": "STATUS_CODE_OK" if ok else "STATUS_CODE_ERROR", "message": ""},
-                "attributes": {name: json.dumps(value) for name, value in everything.items()},
+                "attributes": {name: json.dumps(value) for name, value in span_attributes.items()},
             }
         )
 
     def _compute_span_id(self, key: str) -> str:
-        return base64.b64encode(
-            hashlib.sha256(self.trace_bytes + key.encode()).digest()[:8]
-        ).decode()
-
-
-log = logging.getLogger(__name__)
-
-PARENT_PLACEHOLDER = (
-    "{parent}"  # in a model's description, for the number of the version that it was trained from
-)
-RUN_KEY_TAG = "mlflow.posttrain.runKey"  # tag by which a run is found again when its id was never learnt; pages hide it
-MAX_TAG_LENGTH = 5000
-MAX_PARAMS_PER_CALL = 100  # of one call
+        digest = hashlib.sha256(self.trace_bytes + key.encode()).digest()
+        return base64.b64encode(digest[:8]).decode()
 
 
 class MlflowSink:
-    """Delivers records to one MLflow store."""
+    """Sink that delivers the records of a run folder to one MLflow store."""
 
     def __init__(
-        self, store: TrackingStore, folder: Path, settle: Callable[[str, int], None] | None = None
+        self,
+        store: TrackingStore,
+        folder: Path,
+        deliver_older_models: Callable[[str, int], None] | None = None,
     ) -> None:
         """Open the store.
 
         Args:
             folder: the run folder; paths in its records are relative to it.
-            settle: has models of a name that were recorded before a time (ms) delivered first, or raises BackendError.
+            deliver_older_models: called with a name and a time in ms; delivers the models of that name recorded before
+                that time, or raises BackendError.
         """
-        self._store, self._folder, self._deliver_older_models = (
-            store,
-            folder,
-            settle or (lambda name, time_ms: None),
-        )
+        self._store = store
+        self._folder = folder
+        self._deliver_older_models = deliver_older_models or (lambda name, time_ms: None)
         self.store = store.label
         assert store.client
         self._start_time = time.time()
-        self._cleaned_runs: set[str] = set()  # runs without files of an upload that a kill ended
+        self._cleaned_runs: set[str] = set()  # runs from which broken uploads have been removed
 
     @property
     def identity(self) -> str:
-        """As `Store.identity`."""
+        """See `TrackingStore.identity`."""
         return self._store.identity
-
-    # -- runs ---------------------------------------------------------------------------------------------------
 
     def create_run(self, event: dict[str, Any], *, retried: bool) -> tuple[str, str]:
         """Create the run, or find the one that an earlier attempt created."""
@@ -323,11 +314,11 @@ class MlflowSink:
                 self._store.client.update_run(run.info.run_id, status="RUNNING")
                 return run.info.run_id, run.info.experiment_id
             if retried:
-                found = self._store.client.search_runs(
+                matches = self._store.client.search_runs(
                     [experiment_id], f"tags.`{RUN_KEY_TAG}` = '{event['key']}'", max_results=1
                 )
-                if found:
-                    return found[0].info.run_id, experiment_id
+                if matches:
+                    return matches[0].info.run_id, experiment_id
             tags = {
                 RUN_KEY_TAG: event["key"],
                 "mlflow.user": read_user_name(),
@@ -342,25 +333,21 @@ class MlflowSink:
             return run.info.run_id, experiment_id
 
     def _find_parent_run(self, event: dict[str, Any]) -> str | None:
-        if event.get(
-            "parent_folder"
-        ):  # first: a store that lost everything knows the parent by another id
-            state = DeliveryCursor.load(Path(event["parent_folder"]))
-            if (
-                state.run_id is None
-                or state.store != self.store
-                or state.identity not in ("", self.identity)
-            ):
+        # The folder comes first: a store that lost everything has the parent under another id.
+        if event.get("parent_folder"):
+            cursor = DeliveryCursor.load(Path(event["parent_folder"]))
+            is_same_store = cursor.store == self.store and cursor.identity in ("", self.identity)
+            if cursor.run_id is None or not is_same_store:
                 raise BackendError("the parent run is not created yet")
-            return state.run_id
+            return cursor.run_id
         return str(event["parent_run_id"]) if event.get("parent_run_id") else None
 
     def has_run(self, run_id: str) -> bool:
-        """True = the run exists and is not in the bin."""
+        """Return whether the run exists and is not in the bin."""
         return self._read_lifecycle_stage(run_id) == "active"
 
     def has_run_or_deleted(self, run_id: str) -> bool:
-        """True = the run exists, be it in the bin."""
+        """Return whether the run exists, possibly in the bin."""
         return self._read_lifecycle_stage(run_id) != ""
 
     def _read_lifecycle_stage(self, run_id: str) -> str:
@@ -372,42 +359,40 @@ class MlflowSink:
             raise BackendError(f"{self.store} could not look for a run: {error}") from error
 
     @contextmanager
-    def _translate_write_errors(self, run_id: str, doing: str) -> Iterator[None]:
-        """As `Store.answers`; a refusal because the run is gone is RunGone."""
+    def _translate_write_errors(self, run_id: str, action: str) -> Iterator[None]:
+        """Translate errors of the store. A refusal because the run is missing becomes RunNotFound."""
         try:
-            with self._store.translate_errors(doing):
+            with self._store.translate_errors(action):
                 yield
         except DataError:
             if not self.has_run(run_id):
                 raise RunNotFound(run_id) from None
             raise
 
-    # -- records ------------------------------------------------------------------------------------------------
-
     def store_metrics(self, run_id: str, rows: list[tuple[str, float, int, int]]) -> None:
         """Store metrics with one call."""
         from mlflow.entities import Metric
 
-        batch = [
-            Metric(sanitize_metric_name(name), value, when, step)
-            for name, value, when, step in rows
+        metrics = [
+            Metric(sanitize_metric_name(name), value, time_ms, step)
+            for name, value, time_ms, step in rows
         ]
         with self._translate_write_errors(run_id, "store metrics"):
-            self._store.client.log_batch(run_id, metrics=batch, synchronous=True)
+            self._store.client.log_batch(run_id, metrics=metrics, synchronous=True)
 
     def store_event(self, run_id: str, event: dict[str, Any]) -> int | None:
-        """Store a record that is no metric; returns the version that a model became."""
+        """Store a record other than a metric; return the version of a model."""
         op = event.get("op", "")
         handler = getattr(self, f"_op_{op}", None) if op.isidentifier() else None
         if handler is None:
-            log.warning("tracking: a record of unknown kind %r was left out", op)
+            log.warning("tracking: a record of unknown kind %r was skipped", op)
             return None
         with self._translate_write_errors(run_id, f"store {op}"):
             version: int | None = handler(run_id, event)
         return version
 
     def _op_start(self, run_id: str, event: dict[str, Any]) -> None:
-        """The run exists already: its creation comes before everything."""
+        """Do nothing: the run was created before any record."""
 
     def _op_resume(self, run_id: str, event: dict[str, Any]) -> None:
         client = self._store.client
@@ -436,46 +421,49 @@ class MlflowSink:
         self._log_batch(run_id, tags=tags)
 
     def _find_version_by_content(self, model: dict[str, str], time_ms: int) -> int | None:
-        """The newest version that holds a model's content; None where there is none."""
+        """Return the newest version with a model's content; None if there is none."""
         self._deliver_older_models(model["name"], time_ms)
-        found = self._store.client.search_model_versions(
+        versions = self._store.client.search_model_versions(
             f"name = '{model['name']}'", max_results=1000
         )
-        same = [
-            int(one.version) for one in found if one.tags.get("model_sha256") == model["sha256"]
+        matching = [
+            int(version.version)
+            for version in versions
+            if version.tags.get("model_sha256") == model["sha256"]
         ]
-        return max(same, default=None)
+        return max(matching, default=None)
 
     def _op_model(self, run_id: str, event: dict[str, Any]) -> int:
-        """A version of a registered model; the same bytes from the same run are the same version again."""
+        """Create a version of a registered model. The same bytes from the same run are the same version."""
         self._deliver_older_models(event["name"], event["time"])
-        parent = (
-            self._find_version_by_content(event["parent"], event["time"])
-            if event.get("parent")
-            else None
-        )
-        kept = self._folder / event["path"]
+        parent = None
+        if event.get("parent"):
+            parent = self._find_version_by_content(event["parent"], event["time"])
+        copy = self._folder / event["path"]
+        parent_tags = {"parent_version": str(parent)} if parent else {}
+        parent_name = str(parent) if parent else "?"
         version = register_logged_model(
             self._store,
             run_id,
-            _resolve_content(kept, event["origin"]),
+            _resolve_content(copy, event["origin"]),
             event["kind"],
             event["name"],
             metrics=event["metrics"],
-            tags=event["tags"] | ({"parent_version": str(parent)} if parent else {}),
+            tags=event["tags"] | parent_tags,
             step=event["step"],
             input_example=event["input_example"],
-            description=event["description"].replace(
-                PARENT_PLACEHOLDER, str(parent) if parent else "?"
-            ),
+            description=event["description"].replace(PARENT_PLACEHOLDER, parent_name),
             scratch=build_events_path(self._folder).parent,
             time_ms=event["time"],
         )
-        remove_folder(kept.parent)
+        remove_folder(copy.parent)
         return version
 
     def _op_params(self, run_id: str, event: dict[str, Any]) -> None:
-        """Parameters never change in MLflow: a resumed run with another value keeps the first, and says so."""
+        """Log parameters.
+
+        They never change in MLflow: a resumed run with another value keeps the first and gets a tag.
+        """
         from mlflow.entities import Param, RunTag
 
         known = self._store.client.get_run(run_id).data.params
@@ -503,35 +491,35 @@ class MlflowSink:
         self._store.client.log_batch(run_id, params=params, tags=tags, synchronous=True)
 
     def _op_alias(self, run_id: str, event: dict[str, Any]) -> None:
-        """A move that was made when it was recorded: made again in a store that lost it, never against a later one."""
+        """Repeat a recorded alias move in a store that lost it, unless the alias was moved later."""
         registry, name, alias = ModelRegistry(self._store), event["model"]["name"], event["alias"]
         version = self._find_version_by_content(event["model"], event["time"])
-        present = registry.find_by_alias(name, alias)
-        if version is None or (present is not None and present.version == version):
+        current = registry.find_by_alias(name, alias)
+        if version is None or (current is not None and current.version == version):
             return
-        if present is None or read_alias_move_time(present, alias) <= event["time"]:
+        if current is None or read_alias_move_time(current, alias) <= event["time"]:
             registry.set_alias(name, alias, version, time_ms=event["time"])
             registry.tag_version(name, version, event["tags"])
 
     def _op_artifact(self, run_id: str, event: dict[str, Any]) -> None:
-        kept = self._folder / event["path"]
-        if not kept.exists() and kept.parent.exists():
-            raise DataError(f"{kept} does not exist any more")
-        path = _resolve_content(kept, event.get("origin", ""))
+        copy = self._folder / event["path"]
+        if not copy.exists() and copy.parent.exists():
+            raise DataError(f"{copy} does not exist any more")
+        path = _resolve_content(copy, event.get("origin", ""))
         if not path.exists():
-            return  # sent by a process that was killed before it noted that
+            return  # sent by a process that was killed before it recorded that
         target = event.get("folder") or None
         self._clear_broken_uploads(run_id)
         if path.is_dir():
-            inner = f"{target}/{path.name}" if target else path.name
-            self._store.client.log_artifacts(run_id, str(path), artifact_path=inner)
+            target_folder = f"{target}/{path.name}" if target else path.name
+            self._store.client.log_artifacts(run_id, str(path), artifact_path=target_folder)
         else:
             self._store.client.log_artifact(run_id, str(path), artifact_path=target)
         inject_fault("artifact.sent")
-        remove_folder(kept.parent)
+        remove_folder(copy.parent)
 
     def _op_text(self, run_id: str, event: dict[str, Any]) -> None:
-        """As MLflow's `log_text`, whose temporaries stay in the system's folder when a kill ends it."""
+        """Log a text like MLflow's `log_text`, whose temporaries would stay in the system's folder after a kill."""
         self._clear_broken_uploads(run_id)
         name = PurePosixPath(event["name"])
         folder = str(name.parent) if name.parent.name else None
@@ -542,21 +530,21 @@ class MlflowSink:
             self._store.client.log_artifact(run_id, str(path), artifact_path=folder)
 
     def _clear_broken_uploads(self, run_id: str) -> None:
-        """Before the first upload to a run, since a record whose upload was killed is delivered again."""
-        if run_id not in self._cleaned_runs:
-            self._cleaned_runs.add(run_id)
-            folder = find_local_artifacts(
-                self._store.client.get_run(run_id).info.artifact_uri, run_id
-            )
-            if folder is not None:
-                clear_broken_uploads(folder, self._start_time)
+        """Clear broken uploads once per run: a record whose upload was killed is delivered again."""
+        if run_id in self._cleaned_runs:
+            return
+        self._cleaned_runs.add(run_id)
+        artifact_uri = self._store.client.get_run(run_id).info.artifact_uri
+        folder = find_local_artifacts(artifact_uri, run_id)
+        if folder is not None:
+            clear_broken_uploads(folder, self._start_time)
 
     def _op_dataset(self, run_id: str, event: dict[str, Any]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         dataset = Dataset(
             name=event["name"],
-            digest=event["digest"][:36],  # all that MLflow keeps; the whole one is in the profile
+            digest=event["digest"][:36],  # MLflow stores no more; the profile has the full digest
             source_type="local",
             source=json.dumps({"uri": event["path"]}),
             profile=json.dumps({**event.get("profile", {}), "digest": event["digest"]}),
@@ -570,12 +558,15 @@ class MlflowSink:
         )
 
 
-def _resolve_content(kept: Path, origin: str) -> Path:
-    """Place of an artifact or a model: the journal's copy, or, where that was delivered before, what it came from.
+def _resolve_content(copy: Path, origin: str) -> Path:
+    """Return the location of an artifact or a model: the journal's copy, or its origin if the copy was delivered.
 
-    A stage's folder loses the ending `.open` when it has finished.
+    A stage's folder loses its suffix `.open` when the stage has finished.
     """
-    if kept.exists() or not origin:
-        return kept
+    if copy.exists() or not origin:
+        return copy
     finished = [part.removesuffix(".open") for part in Path(origin).parts]
-    return next((path for path in (Path(origin), Path(*finished)) if path.exists()), kept)
+    for path in (Path(origin), Path(*finished)):
+        if path.exists():
+            return path
+    return copy

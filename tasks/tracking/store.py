@@ -1,9 +1,8 @@
-"""The tables of a sqlite store: made aside and published whole, so that no half-made database stays.
+"""The MLflow store: its address, a client, translated errors, and the tables of a sqlite store.
 
-MLflow makes them in dozens of steps, and cannot go on where a full disk or a kill ended one: "table ... exists". These
-steps take seconds, so new tables are kept for each version of MLflow, and other output folders begin with a copy.
-
-The MLflow store: its address, a client, and translated errors.
+The tables of a new sqlite store are created in a temporary file and published as a whole. MLflow creates them in dozens
+of steps, and cannot continue where a full disk or a kill ended one ("table ... exists"). The steps take seconds, so new
+tables are cached for each version of MLflow, and other output folders start with a copy.
 """
 
 from __future__ import annotations
@@ -56,158 +55,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DATABASE_LOCK_SECONDS = 120.0  # for another process that makes the same database
+DEFAULT_PORT = 5000  # where `posttrain ui` serves a local store
+DATABASE_LOCK_SECONDS = 120.0  # longest wait for another process that creates the same database
 DISK_FULL_HINT = (
     "make room or raise the file size limit (ulimit -f); `posttrain sync` then delivers what waits"
 )
 
-
-def ensure_database(uri: str) -> None:
-    """Make a sqlite store's database where it is missing; set one aside that was half-made and holds nothing.
-
-    Other stores, and databases of other versions that hold runs, are left as they are. MLflow is imported already.
-    Raises: BackendError where the disk refuses.
-    """
-    if (
-        not uri.startswith("sqlite:///")
-        or (name := uri.removeprefix("sqlite:///")) in ("", ":memory:")
-        or "?" in name
-    ):
-        return
-    path = Path(name)
-    try:
-        make_folder(path.parent)
-        if _is_complete_database(path):
-            return
-        with FolderLock(path.with_name(f".{path.name}.lock"), wait_s=DATABASE_LOCK_SECONDS):
-            if not _is_complete_database(path):
-                _create_database(path)
-    except (OSError, sqlite3.Error, CheckpointError) as error:
-        raise BackendError(
-            f"{path}: the tracking database cannot be made: {error}; {DISK_FULL_HINT}"
-        ) from error
-
-
-def _is_complete_database(path: Path) -> bool:
-    """True = it has all tables, or holds something, so that it is not ours to replace."""
-    from mlflow.store.db.utils import Base
-
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with contextlib.closing(
-        sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0)
-    ) as database:
-        try:
-            tables = {
-                row[0]
-                for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            }
-            filled = (t for t in ("runs", "registered_models", "trace_info") if t in tables)
-            return set(Base.metadata.tables) <= tables or any(
-                database.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone() for table in filled
-            )
-        except sqlite3.DatabaseError as error:
-            # Operational: locked, or a disk that fails, which says nothing about it. Else it is no database at all.
-            return isinstance(error, sqlite3.OperationalError)
-
-
-def _create_database(path: Path) -> None:
-    clear_leftovers(path.parent)
-    with reserve_temporary(path) as temporary:
-        if not _copy_cached_tables(temporary):
-            _create_tables(temporary)
-            _cache_tables(temporary)
-        inject_fault("store.tables")
-        if path.exists():
-            aside = move_aside(path, f"{path.name}.half-made")
-            log.warning(
-                "%s was never finished and holds nothing; set aside as %s", path, aside.name
-            )
-        path.with_name(f"{path.name}-journal").unlink(missing_ok=True)  # of the half-made one
-        move_into_place(temporary, path)
-        inject_fault("store.made")
-
-
-def _create_tables(temporary: Path) -> None:
-    """Make a database with all tables; nothing is left of one that could not be made."""
-    from mlflow.store.db.utils import _initialize_tables
-    from sqlalchemy import create_engine
-    from sqlalchemy.exc import SQLAlchemyError
-
-    engine = create_engine(f"sqlite:///{temporary}")
-    try:
-        _initialize_tables(engine)
-    except SQLAlchemyError as error:
-        for left in (temporary, temporary.with_name(f"{temporary.name}-journal")):
-            left.unlink(missing_ok=True)
-        raise sqlite3.OperationalError(str(getattr(error, "orig", None) or error)) from error
-    finally:
-        engine.dispose()
-
-
-def _copy_cached_tables(temporary: Path) -> bool:
-    """Copy the kept tables; False where there are none, or no room. Never raises."""
-    kept = _find_cached_tables()
-    if kept is None or not _is_valid_cache(kept):
-        return False
-    try:
-        with replace_file(temporary, binary=True) as file:
-            file.write(kept.read_bytes())
-        return True
-    except (OSError, PosttrainError) as error:
-        log.debug("MLflow makes its own tables: %s", error)
-        return False
-
-
-def _cache_tables(made: Path) -> None:
-    """Keep new tables, which hold no run yet, for other output folders. Never raises."""
-    kept = _find_cached_tables()
-    if kept is None:
-        return
-    try:
-        make_folder(kept.parent)
-        with replace_file(kept, binary=True) as file:
-            file.write(made.read_bytes())
-            inject_fault("store.kept")
-    except (OSError, PosttrainError) as error:
-        log.debug("MLflow's tables are not kept: %s", error)
-
-
-def _find_cached_tables() -> Path | None:
-    """File of the kept tables; None where this user has no cache."""
-    try:
-        return resolve_cache_folder("mlflow") / f"{version('mlflow')}.db"
-    except (OSError, PosttrainError):
-        return None
-
-
-def _is_valid_cache(kept: Path) -> bool:
-    """True = an undamaged database with all tables, the number of their migration, and no run."""
-    from mlflow.store.db.utils import Base
-
-    if not kept.is_file():
-        return False
-    try:
-        with contextlib.closing(
-            sqlite3.connect(f"{kept.absolute().as_uri()}?mode=ro", uri=True)
-        ) as database:
-            tables = {
-                row[0]
-                for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            }
-            return (
-                set(Base.metadata.tables) <= tables
-                and database.execute("SELECT count(*) FROM alembic_version").fetchone()[0] == 1
-                and database.execute("SELECT count(*) FROM runs").fetchone()[0] == 0
-                and database.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-            )
-    except sqlite3.Error:
-        return False
-
-
-DEFAULT_PORT = 5000  # where `posttrain ui` serves a local store
-
-# Codes with which MLflow says that the request, not the store, is at fault: asking again gives the same answer.
+# MLflow's error codes for a faulty request, which gets the same answer when it is repeated.
 _REFUSAL_CODES = {
     "BAD_REQUEST",
     "ENDPOINT_NOT_FOUND",
@@ -217,9 +71,15 @@ _REFUSAL_CODES = {
     "RESOURCE_ALREADY_EXISTS",
     "RESOURCE_DOES_NOT_EXIST",
 }
+# SQLAlchemy puts this before its message if the error occurred in a query.
+_AUTOFLUSH = (
+    "(raised as a result of Query-invoked autoflush; consider using a session.no_autoflush block if this flush is "
+    "occurring prematurely)"
+)
 
-# What the experiment's page shows: runs and charts before prompts and judges, and how to read them.
-_IDENTITY_TAG = "posttrain.identity"  # tag of an experiment: another database at the same address has another one
+# tag of an experiment; differs for another database at the same address
+_IDENTITY_TAG = "posttrain.identity"
+# The experiment's page shows runs and charts before prompts and judges, and explains how to read them.
 _EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
     "mlflow.note.content": """One run per pipeline, with one nested run per stage (unfold it with +).
@@ -238,9 +98,147 @@ passed the promotion gate last.
 }
 
 
+def ensure_database(uri: str) -> None:
+    """Create a sqlite store's database if it is missing; move an incomplete and empty database aside.
+
+    Other stores, and databases of other versions that hold runs, stay unchanged. MLflow must be imported already.
+    Raises: BackendError if the disk refuses.
+    """
+    name = uri.removeprefix("sqlite:///")
+    if name == uri or name in ("", ":memory:") or "?" in name:
+        return
+    path = Path(name)
+    try:
+        make_folder(path.parent)
+        if _is_complete_database(path):
+            return
+        with FolderLock(path.with_name(f".{path.name}.lock"), wait_s=DATABASE_LOCK_SECONDS):
+            if not _is_complete_database(path):
+                _create_database(path)
+    except (OSError, sqlite3.Error, CheckpointError) as error:
+        raise BackendError(
+            f"{path}: the tracking database cannot be created: {error}; {DISK_FULL_HINT}"
+        ) from error
+
+
+def _is_complete_database(path: Path) -> bool:
+    """Return whether the database has all tables, or holds data and must not be replaced."""
+    from mlflow.store.db.utils import Base
+
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    address = f"{path.absolute().as_uri()}?mode=ro"
+    with contextlib.closing(sqlite3.connect(address, uri=True, timeout=10.0)) as database:
+        try:
+            tables = _list_tables(database)
+            if set(Base.metadata.tables) <= tables:
+                return True
+            return any(
+                database.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone()
+                for table in ("runs", "registered_models", "trace_info")
+                if table in tables
+            )
+        except sqlite3.DatabaseError as error:
+            # An OperationalError (locked, failing disk) says nothing about the contents. Others: no database at all.
+            return isinstance(error, sqlite3.OperationalError)
+
+
+def _list_tables(database: sqlite3.Connection) -> set[str]:
+    rows = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    return {row[0] for row in rows}
+
+
+def _create_database(path: Path) -> None:
+    clear_leftovers(path.parent)
+    with reserve_temporary(path) as temporary:
+        if not _copy_cached_tables(temporary):
+            _create_tables(temporary)
+            _cache_tables(temporary)
+        inject_fault("store.tables")
+        if path.exists():
+            aside = move_aside(path, f"{path.name}.half-made")
+            log.warning("%s is incomplete and empty; moved to %s", path, aside.name)
+        # A journal left behind belongs to the incomplete database.
+        path.with_name(f"{path.name}-journal").unlink(missing_ok=True)
+        move_into_place(temporary, path)
+        inject_fault("store.made")
+
+
+def _create_tables(temporary: Path) -> None:
+    """Create a database with all tables. Delete it if that fails."""
+    from mlflow.store.db.utils import _initialize_tables
+    from sqlalchemy import create_engine
+    from sqlalchemy.exc import SQLAlchemyError
+
+    engine = create_engine(f"sqlite:///{temporary}")
+    try:
+        _initialize_tables(engine)
+    except SQLAlchemyError as error:
+        for file in (temporary, temporary.with_name(f"{temporary.name}-journal")):
+            file.unlink(missing_ok=True)
+        raise sqlite3.OperationalError(str(getattr(error, "orig", None) or error)) from error
+    finally:
+        engine.dispose()
+
+
+def _copy_cached_tables(temporary: Path) -> bool:
+    """Copy the cached tables. Return False if there are none, or no room. Never raises."""
+    cached = _find_cached_tables()
+    if cached is None or not _is_valid_cache(cached):
+        return False
+    try:
+        with replace_file(temporary, binary=True) as file:
+            file.write(cached.read_bytes())
+        return True
+    except (OSError, PosttrainError) as error:
+        log.debug("MLflow's tables are created from scratch: %s", error)
+        return False
+
+
+def _cache_tables(database: Path) -> None:
+    """Cache new tables, which hold no run yet, for other output folders. Never raises."""
+    cached = _find_cached_tables()
+    if cached is None:
+        return
+    try:
+        make_folder(cached.parent)
+        with replace_file(cached, binary=True) as file:
+            file.write(database.read_bytes())
+            inject_fault("store.kept")
+    except (OSError, PosttrainError) as error:
+        log.debug("MLflow's tables are not cached: %s", error)
+
+
+def _find_cached_tables() -> Path | None:
+    """Return the file of the cached tables; None if this user has no cache."""
+    try:
+        return resolve_cache_folder("mlflow") / f"{version('mlflow')}.db"
+    except (OSError, PosttrainError):
+        return None
+
+
+def _is_valid_cache(cached: Path) -> bool:
+    """Return whether this is an undamaged database with all tables, its migration number, and no run."""
+    from mlflow.store.db.utils import Base
+
+    if not cached.is_file():
+        return False
+    address = f"{cached.absolute().as_uri()}?mode=ro"
+    try:
+        with contextlib.closing(sqlite3.connect(address, uri=True)) as database:
+            return (
+                set(Base.metadata.tables) <= _list_tables(database)
+                and database.execute("SELECT count(*) FROM alembic_version").fetchone()[0] == 1
+                and database.execute("SELECT count(*) FROM runs").fetchone()[0] == 0
+                and database.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+            )
+    except sqlite3.Error:
+        return False
+
+
 @functools.cache
 def read_user_name() -> str:
-    """Name of the present user; their number in containers without a user database."""
+    """Return the current user's name, or their number in containers without a user database."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -248,7 +246,7 @@ def read_user_name() -> str:
 
 
 class TrackingCost:
-    """Seconds that tracking took: of the callers, who wait for it, and of processor time on its own threads."""
+    """Seconds that tracking took: waiting time of the callers, and processor time of its threads."""
 
     def __init__(self) -> None:
         self.foreground_seconds = 0.0
@@ -263,7 +261,7 @@ class TrackingCost:
 
     @contextmanager
     def count_waiting(self) -> Iterator[None]:
-        """Count the time within as the caller's."""
+        """Count the duration of the block as the caller's."""
         started = time.perf_counter()
         try:
             yield
@@ -272,10 +270,13 @@ class TrackingCost:
 
 
 class TrackingStore:
-    """One MLflow tracking store and model registry, with one experiment in it. Threads may share it."""
+    """MLflow tracking store and model registry, with one experiment in it. Thread-safe."""
 
     def __init__(self, uri: str | None, output: Path, experiment: str) -> None:
-        """`uri` None: MLFLOW_TRACKING_URI where it is set, else sqlite under `output`. Nothing is opened yet."""
+        """Choose the store without opening it.
+
+        `uri` None: MLFLOW_TRACKING_URI if it is set, else sqlite under `output`.
+        """
         self.output = output.resolve()
         self.default_uri = build_default_uri(self.output)
         self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or self.default_uri
@@ -289,40 +290,41 @@ class TrackingStore:
         self._unreachable = threading.Event()
 
     def select_experiment(self, experiment: str | None) -> TrackingStore:
-        """The same store with another experiment; None = this one."""
+        """Return the same store with another experiment; None = this one."""
         if experiment is None:
             return self
         if experiment not in self._siblings:
             other = TrackingStore(self.uri, self.output, experiment)
-            other.cost, other._unreachable, other._siblings = (
-                self.cost,
-                self._unreachable,
-                self._siblings,
-            )
+            other.cost = self.cost
+            other._unreachable = self._unreachable
+            other._siblings = self._siblings
             self._siblings[experiment] = other
         return self._siblings[experiment]
 
     @property
     def is_unreachable(self) -> bool:
-        """True = it did not answer the last time that something was delivered; then nobody waits long for it."""
+        """Whether the store did not answer the last delivery. Nobody waits long for an unreachable store."""
         return self._unreachable.is_set()
 
     @is_unreachable.setter
-    def is_unreachable(self, away: bool) -> None:
-        (self._unreachable.set if away else self._unreachable.clear)()
+    def is_unreachable(self, value: bool) -> None:
+        if value:
+            self._unreachable.set()
+        else:
+            self._unreachable.clear()
 
     @property
     def is_local(self) -> bool:
-        """True = a database that this machine opens itself."""
+        """Whether the store is a database that this machine opens itself."""
         return not self.uri.startswith(("http://", "https://"))
 
     @property
     def label(self) -> str:
-        """The store's address as it may be shown and written down."""
+        """The store's address without its password, for messages and records."""
         return strip_uri_password(self.uri)
 
     def import_mlflow(self) -> None:
-        """Import MLflow, and what it opens a sqlite store with; its environment is set before."""
+        """Import MLflow, and its modules for sqlite stores, after setting its environment."""
         for name, value in build_offline_environment().items():
             os.environ.setdefault(name, value)
         import mlflow
@@ -339,14 +341,13 @@ class TrackingStore:
         ):
             logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger("mlflow.store.db.utils").addFilter(_should_log_record)
-        logging.getLogger("urllib3.connectionpool").setLevel(
-            logging.ERROR
-        )  # the shipper says it once
+        # The shipper reports an outage once.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         assert mlflow
 
     @property
     def client(self) -> MlflowClient:
-        """The client; the first use of a new sqlite store creates its tables. Raises: BackendError, SettingsError."""
+        """The client. The first use of a new sqlite store creates its tables. Raises: BackendError, SettingsError."""
         with self._lock:
             if self._client is None:
                 self.import_mlflow()
@@ -363,7 +364,7 @@ class TrackingStore:
 
     @property
     def experiment_id(self) -> str:
-        """The experiment's id; it is created, or restored where someone deleted it. Raises: BackendError."""
+        """Id of the experiment, which is created if missing and restored if deleted. Raises: BackendError."""
         if self._experiment_id is None:
             with self.translate_errors("open the experiment"):
                 self._experiment_id = self._open_experiment()
@@ -372,54 +373,58 @@ class TrackingStore:
 
     @property
     def identity(self) -> str:
-        """Mark of the experiment, made with it: a database that was made anew has another. Raises: BackendError."""
+        """Mark of the experiment, created with it; a recreated database has a different one. Raises: BackendError."""
         return self._identity if self.experiment_id else ""
 
     def _open_experiment(self) -> str:
-        from mlflow.exceptions import MlflowException
-
-        found = self.client.get_experiment_by_name(self.experiment)
-        if found is None:
-            location = None
-            if self.uri == self.default_uri:
-                location = (self.output / "mlflow" / "artifacts").as_uri()
-            mark = uuid.uuid4().hex
-            try:
-                made = self.client.create_experiment(
-                    self.experiment,
-                    artifact_location=location,
-                    tags={tag: pack_view(view) for tag, view in build_shared_views().items()}
-                    | {**_EXPERIMENT_TAGS, _IDENTITY_TAG: mark},
-                )
-                inject_fault("store.experiment")
-                self._identity = mark
-                return made
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                    raise
-                found = self.client.get_experiment_by_name(
-                    self.experiment
-                )  # another process was faster
-                assert found is not None
-        if found.lifecycle_stage == "deleted":
+        experiment = self.client.get_experiment_by_name(self.experiment)
+        if experiment is None:
+            created = self._create_experiment()
+            if created is not None:
+                return created
+            experiment = self.client.get_experiment_by_name(self.experiment)
+            assert experiment is not None
+        experiment_id = str(experiment.experiment_id)
+        if experiment.lifecycle_stage == "deleted":
             log.warning(
                 "experiment '%s' was deleted in %s; it is restored", self.experiment, self.label
             )
-            self.client.restore_experiment(found.experiment_id)
+            self.client.restore_experiment(experiment_id)
         for tag, view in build_shared_views().items():
-            if not contains_view(
-                found.tags.get(tag), view
-            ):  # made by an earlier version, or by hand
-                self.client.set_experiment_tag(found.experiment_id, tag, pack_view(view))
-        self._identity = found.tags.get(_IDENTITY_TAG, "")
+            # The view may be missing or come from an earlier version.
+            if not contains_view(experiment.tags.get(tag), view):
+                self.client.set_experiment_tag(experiment_id, tag, pack_view(view))
+        self._identity = experiment.tags.get(_IDENTITY_TAG, "")
         if not self._identity:
             self._identity = uuid.uuid4().hex
-            self.client.set_experiment_tag(found.experiment_id, _IDENTITY_TAG, self._identity)
-        return str(found.experiment_id)
+            self.client.set_experiment_tag(experiment_id, _IDENTITY_TAG, self._identity)
+        return experiment_id
+
+    def _create_experiment(self) -> str | None:
+        """Create the experiment; return its id, or None if another process was faster."""
+        from mlflow.exceptions import MlflowException
+
+        location = None
+        if self.uri == self.default_uri:
+            location = (self.output / "mlflow" / "artifacts").as_uri()
+        identity = uuid.uuid4().hex
+        tags = {tag: pack_view(view) for tag, view in build_shared_views().items()}
+        tags |= {**_EXPERIMENT_TAGS, _IDENTITY_TAG: identity}
+        try:
+            created = self.client.create_experiment(
+                self.experiment, artifact_location=location, tags=tags
+            )
+            inject_fault("store.experiment")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            return None
+        self._identity = identity
+        return str(created)
 
     @contextmanager
-    def translate_errors(self, doing: str) -> Iterator[None]:
-        """Turn MLflow's errors into ours: BackendError where asking again may help, DataError where not."""
+    def translate_errors(self, action: str) -> Iterator[None]:
+        """Translate MLflow's errors: BackendError if a retry may help, otherwise DataError."""
         try:
             yield
         except (BackendError, SettingsError, DataError):
@@ -427,64 +432,70 @@ class TrackingStore:
         except Exception as error:
             if is_refusal(error):
                 raise DataError(
-                    f"{self.label} refused to {doing}: {shorten_error(error)}"
+                    f"{self.label} refused to {action}: {shorten_error(error)}"
                 ) from error
             if _is_programming_error(error):
                 raise
-            raise BackendError(f"{self.label} could not {doing}: {shorten_error(error)}") from error
+            raise BackendError(
+                f"{self.label} could not {action}: {shorten_error(error)}"
+            ) from error
 
     def build_ui_url(self, path: str) -> str:
-        """Address of a page of the UI: on the server, or where `posttrain ui` serves a local store."""
+        """Return the address of a UI page, on the server or where `posttrain ui` serves a local store."""
         return f"{self._resolve_ui_address()}/#/{path}"
 
     def _resolve_ui_address(self) -> str:
-        served = find_served_page(self.output, "mlflow") or f"http://127.0.0.1:{DEFAULT_PORT}"
-        return served if self.is_local else self.label.rstrip("/")
+        local_address = (
+            find_served_page(self.output, "mlflow") or f"http://127.0.0.1:{DEFAULT_PORT}"
+        )
+        return local_address if self.is_local else self.label.rstrip("/")
 
     def convert_to_relative_links(self, markdown: str) -> str:
-        """Markdown for a page of MLflow: links to its other pages follow the server that shows them."""
+        """Make links between MLflow's pages relative, so that they follow the server that shows them."""
         return markdown.replace(f"]({self._resolve_ui_address()}/#/", "](#/")
 
     def build_run_url(self, run_id: str, experiment_id: str | None = None, *, tab: str = "") -> str:
-        """The page of a run. `tab`: of that page, such as model-metrics, traces or artifacts/report.html."""
-        # Without the workflow the page would be laid out for prompts and judges.
-        page = f"experiments/{experiment_id or self.experiment_id}/runs/{run_id}{f'/{tab}' if tab else ''}"
+        """Return the page of a run. `tab`: such as model-metrics, traces or artifacts/report.html."""
+        page = f"experiments/{experiment_id or self.experiment_id}/runs/{run_id}"
+        if tab:
+            page += f"/{tab}"
+        # Without the workflow type the page would be laid out for prompts and judges.
         return self.build_ui_url(f"{page}?workflowType=machine_learning")
 
     def build_runs_url(self) -> str:
-        """The table of the experiment's runs, with the columns that tell how they ended."""
+        """Return the table of the experiment's runs, with the columns about their results."""
         page = f"experiments/{self.experiment_id}/runs"
         return self.build_ui_url(
             f"{page}?viewStateShareKey={VIEW_KEY}&workflowType=machine_learning"
         )
 
     def build_charts_url(self, stage: str) -> str:
-        """Charts of a stage's runs, the newest first, in the order of `build_experiment_view`."""
+        """Return the charts of a stage's runs, newest first, in the order of `build_experiment_view`."""
         page = f"experiments/{self.experiment_id}/runs"
         view = f"compareRunsMode=CHART&viewStateShareKey={build_stage_view_key(stage)}"
         return self.build_ui_url(f"{page}?{view}&workflowType=machine_learning")
 
     def build_version_url(self, name: str, version: int) -> str:
-        """The page of a model version."""
+        """Return the page of a model version."""
         return self.build_ui_url(f"models/{name}/versions/{version}?workflowType=machine_learning")
 
 
 def _should_log_record(record: logging.LogRecord) -> bool:
-    """False = an error of the database that MLflow logs with its traceback and raises; `answers` says it in a line."""
+    """Return False for database errors that MLflow logs with a traceback: it raises them as well."""
     return record.exc_info is None
 
 
 @contextmanager
 def _skip_error_page_lexers() -> Iterator[None]:
-    """Context in which Mako, which MLflow's migrations import, does without the lexers of its coloured error pages.
+    """Import Mako, which MLflow's migrations need, without the lexers of its coloured error pages.
 
-    Importing them takes longer than the rest of Mako and of Alembic.
+    Importing the lexers takes longer than the rest of Mako and of Alembic.
     """
     name = "mako.ext.pygmentplugin"
     if name in sys.modules:
         yield
         return
-    sys.modules[name] = None  # type: ignore[assignment]  # an ImportError, for which Mako is prepared
+    sys.modules[name] = None  # type: ignore[assignment]  # causes an ImportError, which Mako handles
     try:
         yield
     finally:
@@ -492,30 +503,24 @@ def _skip_error_page_lexers() -> Iterator[None]:
 
 
 def is_refusal(error: Exception) -> bool:
-    """True = the store understood the request and will never grant it."""
+    """Return whether the store understood the request and will never grant it."""
     return getattr(error, "error_code", None) in _REFUSAL_CODES
 
 
 def is_missing_error(error: Exception) -> bool:
-    """True = the store says that the object does not exist."""
+    """Return whether the store reports that the object does not exist."""
     return getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST"
 
 
 def _is_programming_error(error: Exception) -> bool:
-    # A missing artifact file or a programming fault is no reason to wait for the store.
+    # Waiting for the store does not fix a missing artifact file or a programming error.
     return isinstance(
         error, FileNotFoundError | IsADirectoryError | TypeError | AttributeError | KeyError
     )
 
 
-_AUTOFLUSH = (  # before SQLAlchemy's messages, where the error came up in a query
-    "(raised as a result of Query-invoked autoflush; consider using a session.no_autoflush block if this flush is "
-    "occurring prematurely)"
-)
-
-
 def shorten_error(error: Exception) -> str:
-    """The first line of an error, without addresses of objects in memory and without passwords."""
+    """Return the first line of an error, without memory addresses and passwords."""
     text = str(error).strip().removeprefix(_AUTOFLUSH).strip().splitlines()
     line = re.sub(r"<[^<>]* object at 0x[0-9a-f]+>", "", text[0] if text else type(error).__name__)
     line = re.sub(r"//[^/@\s]+@", "//", line)

@@ -17,7 +17,7 @@ MEBIBYTE = 2**20
 
 
 def sample_system_metrics(process: psutil.Process, folder: Path) -> dict[str, float]:
-    """One reading; percentages since the previous reading of the same process object."""
+    """Take one reading. Percentages refer to the time since the previous reading with the same process object."""
     memory = psutil.virtual_memory()
     disk = psutil.disk_usage(str(folder))
     metrics = {
@@ -39,31 +39,30 @@ def sample_system_metrics(process: psutil.Process, folder: Path) -> dict[str, fl
 
 
 def _find_loaded_torch() -> ModuleType | None:
-    """torch where a stage has loaded it: a run of which everything is cached needs no GPU, and no seconds for it."""
+    """Return torch if a stage has loaded it.
+
+    A fully cached run needs no GPU and should not spend seconds on the import.
+    """
     torch = sys.modules.get("torch")
-    if torch is None or getattr(
-        torch.__spec__, "_initializing", False
-    ):  # another thread is importing it
+    # Another thread may be importing it.
+    if torch is None or getattr(torch.__spec__, "_initializing", False):
         return None
     return torch
 
 
 def _measure_gpu_memory(torch: ModuleType, index: int) -> dict[str, float]:
-    """Memory of a GPU; without a CUDA context, which a look must not create, as the driver's library tells it."""
+    """Measure the memory of a GPU. Without a CUDA context, which a reading must not create, ask the driver."""
+    prefix = f"system/gpu_{index}_memory"
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info(index)
         return {
-            f"system/gpu_{index}_memory_usage_megabytes": (total - free) / MEBIBYTE,
-            f"system/gpu_{index}_memory_usage_percentage": 100 * (total - free) / total,
-            f"system/gpu_{index}_memory_reserved_megabytes": torch.cuda.memory_reserved(index)
-            / MEBIBYTE,
+            f"{prefix}_usage_megabytes": (total - free) / MEBIBYTE,
+            f"{prefix}_usage_percentage": 100 * (total - free) / total,
+            f"{prefix}_reserved_megabytes": torch.cuda.memory_reserved(index) / MEBIBYTE,
         }
     try:
-        return {
-            f"system/gpu_{index}_memory_usage_megabytes": torch.cuda.device_memory_used(index)
-            / MEBIBYTE
-        }
-    except Exception:  # as in `_utilization`
+        return {f"{prefix}_usage_megabytes": torch.cuda.device_memory_used(index) / MEBIBYTE}
+    except Exception:  # see `_measure_gpu_utilization`
         return {}
 
 
@@ -73,14 +72,13 @@ def _measure_gpu_utilization(torch: ModuleType, index: int) -> dict[str, float]:
             f"system/gpu_{index}_utilization_percentage": float(torch.cuda.utilization(index)),
             f"system/gpu_{index}_power_usage_watts": torch.cuda.power_draw(index) / 1000,
         }
-    except (
-        Exception
-    ):  # no NVML bindings, no right to read them, or a sliced GPU: NVML's errors share no base
+    # No NVML bindings, no permission, or a partitioned GPU: NVML's errors share no base class.
+    except Exception:
         return {}
 
 
 class SystemMonitor:
-    """A thread that hands a reading to `record(metrics, sample number)` every `seconds`."""
+    """Thread that passes a reading to `record(metrics, sample number)` every `seconds`."""
 
     def __init__(
         self,
@@ -89,7 +87,7 @@ class SystemMonitor:
         record: Callable[[dict[str, float], int], None],
         first: int = 0,
     ) -> None:
-        """`first` is the number of the first reading: a resumed run counts on."""
+        """Start the thread. `first`: number of the first reading, so that a resumed run continues counting."""
         self._folder, self._seconds, self._record, self._number = folder, seconds, record, first
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run_loop, name="system-metrics", daemon=True)
@@ -103,11 +101,11 @@ class SystemMonitor:
             try:
                 self._record(sample_system_metrics(process, self._folder), self._number)
                 self._number += 1
-            except Exception as error:  # never worth a run
+            except Exception as error:  # readings must never end a run
                 log.warning("system metrics stopped: %s", error)
                 return
 
     def close(self) -> None:
-        """Stop; returns once no reading is under way."""
+        """Stop; return once no reading is in progress."""
         self._stop.set()
         self._thread.join(5)

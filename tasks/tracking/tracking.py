@@ -1,4 +1,4 @@
-"""Tracking: one store, its runs, and the registry beside it."""
+"""Tracking: one store, its runs, and its model registry."""
 
 from __future__ import annotations
 
@@ -27,27 +27,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunRow:
-    """One line of the list of runs."""
+    """Row of the list of runs."""
 
     run_id: str
     name: str
     status: str  # RUNNING, FINISHED, FAILED, KILLED
     start_time: float  # seconds since the epoch
-    seconds: (
-        float | None
-    )  # spent on it in all its processes; None = still running, or killed without a word
+    seconds: float | None  # spent on it in all its processes; None = running or crashed
     parent_run_id: str | None
     url: str
     tags: dict[str, str] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)  # the newest value of each
-    params: dict[str, str] = field(default_factory=dict)  # settings, flat
+    metrics: dict[str, float] = field(default_factory=dict)  # newest value of each
+    params: dict[str, str] = field(default_factory=dict)  # flat settings
 
 
 class Tracking:
     """Runs and registry of one store. Construction opens nothing: MLflow is imported at the first use."""
 
     def __init__(self, uri: str | None, output: Path, experiment: str = "posttrain") -> None:
-        """`uri` None: MLFLOW_TRACKING_URI, else sqlite and artifacts in `output`/mlflow."""
+        """Choose the store. `uri` None: MLFLOW_TRACKING_URI, else sqlite and artifacts in `output`/mlflow."""
         self.output = Path(output).resolve()
         self.store = TrackingStore(uri, self.output, experiment)
         self.registry = ModelRegistry(self.store)
@@ -59,38 +57,39 @@ class Tracking:
 
     @property
     def experiment_id(self) -> str:
-        """The experiment's id; it is created where it is missing. Raises: BackendError."""
+        """Id of the experiment, which is created if missing. Raises: BackendError."""
         return self.store.experiment_id
 
     def build_run_url(self, run_id: str, *, tab: str = "") -> str:
-        """The page of a run: on the server, or where `posttrain ui` will serve a local store; "" while it is away.
+        """Return the page of a run, on the server or where `posttrain ui` serves a local store.
 
-        tab: of that page, such as model-metrics, traces or artifacts/report.html.
+        Args:
+            tab: tab of that page, such as model-metrics, traces or artifacts/report.html.
+        Returns: the address; "" if the store is unreachable.
         """
         return self._build_url(lambda: self.store.build_run_url(run_id, tab=tab)) if run_id else ""
 
     def build_charts_url(self, stage: str) -> str:
-        """Charts of the runs of a stage that trains, success first; "" while the store is away."""
+        """Return the charts of the runs of a training stage, success first; "" if the store is unreachable."""
         return self._build_url(lambda: self.store.build_charts_url(stage))
 
     def build_runs_url(self) -> str:
-        """The table of this experiment's runs; "" while the store is away."""
+        """Return the table of this experiment's runs; "" if the store is unreachable."""
         return self._build_url(self.store.build_runs_url)
 
-    def _build_url(self, make: Callable[[], str]) -> str:
+    def _build_url(self, build: Callable[[], str]) -> str:
         try:
-            return make()
+            return build()
         except BackendError as error:
             log.debug("no page yet: %s", error)
             return ""
 
     def find_run_page(self, run_id: str) -> str:
-        """As `run_url`, for a run of any experiment; "" where the store does not know it."""
+        """Return the page of a run of any experiment; "" if the store does not have the run."""
         try:
             with self.store.translate_errors("look up a run"):
-                return self.store.build_run_url(
-                    run_id, self.store.client.get_run(run_id).info.experiment_id
-                )
+                run = self.store.client.get_run(run_id)
+                return self.store.build_run_url(run_id, run.info.experiment_id)
         except DataError:
             return ""
 
@@ -99,18 +98,16 @@ class Tracking:
         """Seconds that tracking has taken so far."""
         return self.store.cost
 
-    # -- the registry, by its most used names -------------------------------------------------------------------
-
     def resolve_model(self, reference: str, cache_folder: Path) -> Path | str:
-        """As `Registry.resolve_model`."""
+        """Resolve a model like `ModelRegistry.resolve_model`."""
         return self.registry.resolve_model(reference, cache_folder)
 
     def list_versions(self, name: str) -> list[ModelVersion]:
-        """All versions of a registered model, the oldest first."""
+        """List all versions of a registered model, oldest first."""
         return self.registry.list_versions(name)
 
     def find_champion(self, name: str) -> ModelVersion | None:
-        """The version that passed the promotion gate last."""
+        """Return the version that passed the promotion gate last."""
         return self.registry.find_champion(name)
 
     def set_champion(self, name: str, version: int) -> None:
@@ -118,7 +115,7 @@ class Tracking:
         self.registry.set_champion(name, version)
 
     def replace_champion(self, name: str, version: int, before: int | None) -> bool:
-        """Move the alias `champion` if it still stands on `before`; returns True if it was moved."""
+        """Move the alias `champion` if it is still on `before`; return whether it is on `version` now."""
         return self.registry.replace_champion(name, version, before)
 
     def set_challenger(self, name: str, version: int) -> None:
@@ -126,11 +123,11 @@ class Tracking:
         self.registry.set_challenger(name, version)
 
     def tag_version(self, name: str, version: int, tags: Mapping[str, Any]) -> None:
-        """Attach short texts to a version."""
+        """Set tags of a version."""
         self.registry.tag_version(name, version, dict(tags))
 
     def read_model_tags(self, name: str) -> dict[str, str]:
-        """Tags of the registered model itself."""
+        """Return the tags of the registered model itself."""
         return self.registry.read_model_tags(name)
 
     def tag_model(self, name: str, key: str, value: str) -> None:
@@ -138,48 +135,40 @@ class Tracking:
         self.registry.tag_model(name, key, value)
 
     def download_version(self, name: str, version: int, cache_folder: Path) -> Path:
-        """The Hugging Face folder of a version, on this machine."""
+        """Return the Hugging Face folder of a version, downloaded if it is not on this machine."""
         return self.registry.download_version(
             self.registry.fetch_version(name, version), cache_folder
         )
 
     def find_journal(self, version: ModelVersion) -> Path | None:
-        """Folder of the journal of the run that made a version; None where it is not here."""
+        """Return the journal folder of the run that created a version; None if it is not on this machine."""
         if version.run_id is None:
             return None
-        return next(
-            (
-                f
-                for f in list_journals(self.output)
-                if DeliveryCursor.load(f).run_id == version.run_id
-            ),
-            None,
-        )
+        for folder in list_journals(self.output):
+            if DeliveryCursor.load(folder).run_id == version.run_id:
+                return folder
+        return None
 
     def record_alias_move(
         self, version: ModelVersion, alias: str, tags: Mapping[str, Any]
     ) -> Path | None:
-        """Record that an alias is about to move, in the journal of the run that made the version.
+        """Record that an alias is about to move, in the journal of the run that created the version.
 
-        A store that loses its database gets the move again; one that was recorded and not made is made on delivery.
-        Returns: the journal's folder, to be delivered (`replay`) when the move is made; None where it is not here.
+        A store that loses its database gets the move again. A move that was recorded but not made is made on delivery.
+        Returns: the journal's folder, to be delivered (`deliver_journal`) after the move; None if it is not on this
+            machine.
         """
         folder = self.find_journal(version)
         if folder is None or "model_sha256" not in version.tags:
             return None
+        content = VersionByContent(version.name, version.tags["model_sha256"])
         try:
-            record_alias_move(
-                folder, alias, VersionByContent(version.name, version.tags["model_sha256"]), tags
-            )
+            record_alias_move(folder, alias, content, tags)
         except FolderBusy:
-            log.warning(
-                "%s is being written: the move of '%s' is in the store alone", folder, alias
-            )
+            log.warning("%s is being written: the move of '%s' is only in the store", folder, alias)
             return None
         inject_fault("hand.recorded")
         return folder
-
-    # -- runs ---------------------------------------------------------------------------------------------------
 
     def start_run(
         self,
@@ -197,20 +186,20 @@ class Tracking:
         wait_s: float = 20.0,
         interval_s: float = 2.0,
     ) -> RunTracker:
-        """Start the run of a folder, or go on with it: a folder that was tracked before stays the same run.
+        """Start the run of a folder, or resume it: a folder that was tracked before stays the same run.
 
-        Never fails because the store is down: the run is created as soon as the store answers, and its parent may be
-        given by `parent_folder` when the parent's id is not known yet.
+        Never fails because the store is unreachable: the run is created once the store answers. Name its parent by
+        `parent_folder` if the parent's id is not known yet.
 
         Args:
             run_id: take over this existing MLflow run instead of creating one.
-            params: settings (nested mapping or dataclass), kept as flat parameters.
+            params: settings (nested mapping or dataclass), stored as flat parameters.
             description: markdown for the run's page.
             on_progress: called with (done, total, message) at every `progress`.
             system_metrics_seconds: seconds between readings of CPU, memory and GPU; None or 0 = no readings.
-            wait_s: wait at most this long for the run's id; a store that refuses the connection ends the wait.
+            wait_s: longest wait for the run's id; a store that refuses the connection ends the wait.
             interval_s: seconds between deliveries.
-        Raises: FolderBusy when another process tracks into the folder.
+        Raises: FolderBusy if another process tracks into the folder.
         """
         with self.store.cost.count_waiting():
             return self._start_run(
@@ -238,7 +227,7 @@ class Tracking:
         wait_s: float,
         **options: Any,
     ) -> RunTracker:
-        self.store.import_mlflow()  # here and not on the thread: two threads importing at once can deadlock
+        self.store.import_mlflow()  # not in the shipper's thread: concurrent imports can deadlock
         run = RunTracker(self.store, name, Path(folder), **options)
         if tags:
             run.set_tags(tags)
@@ -252,10 +241,13 @@ class Tracking:
     def replace_run_sentence(
         self, run_id: str, old: str, new: str, tags: Mapping[str, str]
     ) -> None:
-        """Put `new` where a run's result and description say `old`, and set tags. Raises: DataError, BackendError."""
+        """Replace the sentence `old` by `new` in a run's result and description, and set tags.
+
+        Raises: DataError, BackendError.
+        """
         with self.store.translate_errors("note a decision"):
-            found = self.store.client.get_run(run_id).data.tags
-            result, note = found.get("result", ""), found.get("mlflow.note.content", "")
+            run_tags = self.store.client.get_run(run_id).data.tags
+            result, note = run_tags.get("result", ""), run_tags.get("mlflow.note.content", "")
             changed = dict(tags)
             changed["result"] = shorten_result(replace_sentence(result, old, new, new))
             if note:
@@ -266,47 +258,47 @@ class Tracking:
                 self.store.client.set_tag(run_id, key, value[:5000])
 
     def deliver_journal(self, folder: Path) -> int:
-        """Deliver what waits in the folder of a finished or killed run; returns how many records still wait.
+        """Deliver the rest of a finished or crashed run's folder; return the number of records that still wait.
 
-        Raises: FolderBusy while the run is alive.
+        Raises: FolderBusy while the run is live.
         """
         self.store.import_mlflow()
         return deliver_journal(self.store, Path(folder))
 
     def deliver_all_journals(self, root: Path | None = None) -> int:
-        """`replay` for every run folder under `root` (default: the output folder), outer ones first.
+        """Deliver every run folder under `root` (default: the output folder), outer ones first.
 
-        A store that does not answer is asked once; returns how many records still wait.
+        An unreachable store is asked only once. Return the number of records that still wait.
         """
         return self.deliver_journals(list_journals(root or self.output))
 
     def deliver_journals(self, folders: Iterable[Path]) -> int:
-        """`deliver_all_journals` for these run folders, outer ones first."""
-        left = 0
+        """Deliver these run folders, like `deliver_all_journals`."""
+        num_waiting = 0
         self.store.is_unreachable = False
         for folder in folders:
             if self.store.is_unreachable:
-                left += count_undelivered(folder).total
+                num_waiting += count_undelivered(folder).total
                 continue
             try:
-                left += self.deliver_journal(folder)
+                num_waiting += self.deliver_journal(folder)
             except FolderBusy:
-                continue  # alive; it delivers itself
-        return left
+                continue  # a live run, which delivers its journal
+        return num_waiting
 
     def count_undelivered(self, root: Path | None = None) -> UndeliveredCounts:
-        """Records under `root` (default: the output folder) that the store has not taken yet."""
+        """Count the records under `root` (default: the output folder) that the store has not accepted yet."""
         return sum(
             (count_undelivered(folder) for folder in list_journals(root or self.output)),
             UndeliveredCounts(),
         )
 
     def list_runs(self, limit: int = 200) -> list[RunRow]:
-        """The newest runs of all experiments, newest first. Raises: BackendError when the store does not answer."""
+        """List the newest runs of all experiments, newest first. Raises: BackendError if the store does not answer."""
         with self.store.translate_errors("list runs"):
             experiments = [
-                found.experiment_id
-                for found in self.store.client.search_experiments(max_results=1000)
+                experiment.experiment_id
+                for experiment in self.store.client.search_experiments(max_results=1000)
             ]
             runs = self.store.client.search_runs(
                 experiments, order_by=["attributes.start_time DESC"], max_results=limit
@@ -330,10 +322,9 @@ class Tracking:
 
 
 def _compute_seconds(info: Any, tags: Mapping[str, str]) -> float | None:
-    """Time spent on a run: as noted at its end, else all from its beginning to its end."""
-    if (
-        info.status == "RUNNING" or not info.end_time
-    ):  # one that goes on keeps the end of its last process
+    """Return the time spent on a run as recorded at its end, otherwise the time from start to end."""
+    # A resumed run still has the end time of its last process.
+    if info.status == "RUNNING" or not info.end_time:
         return None
     try:
         return float(tags[SECONDS_TAG])

@@ -1,4 +1,4 @@
-"""Values as MLflow accepts them: names, flat parameters, tags, and a description of the machine."""
+"""Values in the form that MLflow accepts: names, flat parameters, tags, and a description of the environment."""
 
 from __future__ import annotations
 
@@ -12,57 +12,61 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, NamedTuple
 
-SECONDS_TAG = "seconds"  # tag: time spent on a run in all its processes; MLflow's own duration counts the gaps as well
+# Tag of the time spent on a run in all its processes. MLflow's duration includes the gaps between them.
+SECONDS_TAG = "seconds"
+MAX_VALUE_LENGTH = 6000  # characters of a parameter's value that MLflow stores
+MAX_NAME_LENGTH = 250
+# characters of the tag `result`, which the runs table and the live page show
+MAX_RESULT_LENGTH = 600
+ELLIPSIS = " …"
+_CLAUSE_ENDS = ("; ", ". ")
+_MIN_SENTENCE_LENGTH = 12  # characters needed to recognise a truncated sentence
 
 
 class VersionByContent(NamedTuple):
-    """A model version by its content, whose number the store has not given yet."""
+    """Model version identified by its content, before the store has assigned a number."""
 
     name: str  # of the registered model
     sha256: str  # the version's tag model_sha256
 
 
-MAX_VALUE_LENGTH = 6000  # characters of a parameter's value that MLflow keeps
-MAX_NAME_LENGTH = 250
-MAX_RESULT_LENGTH = (
-    600  # characters of the tag `result`, which the runs table and the live page show
-)
-ELLIPSIS = " …"
-_CLAUSE_ENDS = ("; ", ". ")
-_MIN_SENTENCE_LENGTH = 12  # characters by which a sentence is known that was cut off
-
-
 def shorten_result(text: str, limit: int = MAX_RESULT_LENGTH) -> str:
-    """The text as the tag `result`: where it is too long, it is cut behind a clause, a long clause behind a word."""
+    """Shorten a text for the tag `result`: truncate after a clause, or a long clause after a word."""
     if len(text) <= limit:
         return text
-    kept = text[: max(0, limit - len(ELLIPSIS))].rpartition(" ")[0]
-    clause = max(f"{kept} ".rfind(mark) for mark in _CLAUSE_ENDS) + 1
-    return kept[: clause if clause > len(kept) // 3 else None] + ELLIPSIS
+    start = text[: max(0, limit - len(ELLIPSIS))].rpartition(" ")[0]
+    clause_end = max(f"{start} ".rfind(mark) for mark in _CLAUSE_ENDS) + 1
+    return start[: clause_end if clause_end > len(start) // 3 else None] + ELLIPSIS
 
 
 def sanitize_metric_name(name: str) -> str:
-    """The nearest name that the store accepts: letters, digits, _ - . : space, and / between parts."""
+    """Return the nearest name that the store accepts: letters, digits, _ - . : space, and / between parts."""
     clean = re.sub(r"[^\w.\- :/]", "_", name)
     parts = [part for part in clean.split("/") if part.strip(". ")]
     return "/".join(parts)[:MAX_NAME_LENGTH] or "_"
 
 
 def sanitize_param_name(name: str) -> str:
-    """As `metric_name`, for parameters."""
+    """Sanitize a parameter name like `sanitize_metric_name`."""
     return sanitize_metric_name(name)
 
 
 def sanitize_tag_name(name: str) -> str:
-    """As `metric_name`, for tags: one that the store refuses would take the others along."""
+    """Sanitize a tag name like `sanitize_metric_name`.
+
+    One invalid name would make the store refuse all tags of a call.
+    """
     return sanitize_metric_name(name)
 
 
 def flatten_settings(values: Any, prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted keys and texts: {"policy": {"levels": {"easy": 1}}} -> {"policy.levels.easy": "1"}.
+    """Flatten nested settings to dotted keys and texts, e.g.
 
-    Lists of plain values stay one JSON text; lists of mappings get an index. Numbers, true, false and null are
-    written as in YAML. Values are cut at what the store keeps.
+    {"policy": {"levels": {"easy": 1}}} -> {"policy.levels.easy": "1"}.
+
+    Lists of scalars become one JSON text; lists of mappings get an index. Numbers, true, false and null are written as
+    in
+    YAML. Values are truncated to the length that the store accepts.
     """
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
@@ -99,28 +103,28 @@ def _format_param(value: Any) -> str:
 
 @functools.cache
 def freeze_environment() -> str:
-    """Python, platform and every installed distribution with its version, as `pip freeze` would list them."""
+    """List Python, the platform and every installed distribution with its version, like `pip freeze`."""
     lines = set(filter(None, map(_format_distribution, metadata.distributions())))
     head = f"# Python {sys.version.split()[0]} on {platform.platform()}\n"
     return head + "\n".join(sorted(lines, key=str.lower)) + "\n"
 
 
 def _format_distribution(distribution: metadata.Distribution) -> str:
-    """`name==version`; "" where there is no name. `distribution.metadata` parses the whole description for it."""
-    texts = map(
-        distribution.read_text, ("METADATA", "PKG-INFO", "")
-    )  # the last: an .egg-info that is a file
+    """Format `name==version`, or "" without a name. `distribution.metadata` would parse the whole description."""
+    # The last name is that of an .egg-info file.
+    texts = map(distribution.read_text, ("METADATA", "PKG-INFO", ""))
     text = next(filter(None, texts), "")
-    head = text.partition("\n\n")[0]
-    found = {
-        key: re.search(rf"^{key}:[ \t]*(.*?)[ \t\r]*$", head, re.M) for key in ("Name", "Version")
-    }
-    name, version = ((one[1] if one else "") for one in found.values())
+    header = text.partition("\n\n")[0]
+    values = []
+    for key in ("Name", "Version"):
+        match = re.search(rf"^{key}:[ \t]*(.*?)[ \t\r]*$", header, re.M)
+        values.append(match[1] if match else "")
+    name, version = values
     return f"{name}=={version}" if name else ""
 
 
 def list_pinned_versions(*names: str) -> list[str]:
-    """`name==version` of the installed ones among `names`; local build labels such as +cpu are left out."""
+    """List `name==version` of the installed packages among `names`, without local build labels such as +cpu."""
     pins = []
     for name in names:
         try:
@@ -131,22 +135,23 @@ def list_pinned_versions(*names: str) -> list[str]:
 
 
 def replace_sentence(text: str, old: str, new: str, default: str) -> str:
-    """The text with `new` in place of `old`; as it is, if it says `new`; `otherwise` if it says neither."""
-    if (place := _find_sentence(text, old)) >= 0:
-        return text[:place] + new + text[place + len(old) :]
+    """Replace the sentence `old` by `new`.
+
+    A text without `old` is returned unchanged if it contains `new`; otherwise `default` is returned.
+    """
+    position = _find_sentence(text, old)
+    if position >= 0:
+        return text[:position] + new + text[position + len(old) :]
     return text if _find_sentence(text, new) >= 0 else default
 
 
 def _find_sentence(text: str, sentence: str) -> int:
-    """Place of a sentence of which the end may have been cut off with the text's; -1 = it is not there."""
-    if (found := text.find(sentence)) >= 0:
-        return found
+    """Return the position of a sentence whose end may be truncated with the text; -1 = not found."""
+    position = text.find(sentence)
+    if position >= 0:
+        return position
     text = text.removesuffix(ELLIPSIS)
-    return next(
-        (
-            place
-            for place in range(len(text) - _MIN_SENTENCE_LENGTH + 1)
-            if sentence.startswith(text[place:])
-        ),
-        -1,
-    )
+    for position in range(len(text) - _MIN_SENTENCE_LENGTH + 1):
+        if sentence.startswith(text[position:]):
+            return position
+    return -1

@@ -1,6 +1,6 @@
-"""`python -m crash`: the crash test, in pieces if need be: what an earlier call kept is not run again.
+"""Command `python -m crash`: the crash test, also in parts: trials of an earlier call are not repeated.
 
-`--jobs 2` shares the trials out to two processes, each with a folder, a warm process and a Prefect server of its own.
+`--jobs 2` distributes the trials over two processes, each with a separate folder, warm process and Prefect server.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from crash.trials import Bench, Trial, append, chains, kills_at_points, random_k
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what is wanted and has not been run, within the budget."""
-    arguments = _parser().parse_args(argv)
+    """Run all requested jobs that have not been run, within the budget."""
+    arguments = _build_parser().parse_args(argv)
     folder = Path(arguments.output).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if not arguments.keep:
@@ -36,19 +36,19 @@ def main(argv: list[str] | None = None) -> int:
     with prefect_server() as api, Forks(environment(api)) as forks:
         bench = Bench(folder, config, forks)
         bench.prepare_data(arguments.kinds, times=1 if arguments.keep else 2)
-        _keep_facts(folder / "facts.json", bench, arguments.keep)
+        _write_facts(folder / "facts.json", bench, arguments.keep)
         for kind, hits in bench.hits.items():
             print(
                 f"{kind}: {bench.seconds[kind]:.1f} s undisturbed, {len(hits)} points, {sum(hits.values())} hits"
             )
         if missing := report.unreached(bench.hits, arguments.kinds):
             print(f"not reached: {', '.join(missing)}")
-        _run(bench, list(_jobs(arguments, bench)), folder, deadline)
+        _run_jobs(bench, list(_list_jobs(arguments, bench)), folder, deadline)
     return _report(folder)
 
 
 def _report(folder: Path) -> int:
-    """Print and write the figures of all trials that are kept; 1 = one of them failed."""
+    """Print and write the figures of all recorded trials; return 1 if one of them failed."""
     rows, facts = jobs.trials(folder), jobs.facts(folder)
     print(report.table(rows, facts))
     (folder / "crash.json").write_text(json.dumps(report.figures(rows, facts), indent=1) + "\n")
@@ -57,8 +57,8 @@ def _report(folder: Path) -> int:
     return int(any(row["failures"] for row in rows))
 
 
-def _keep_facts(path: Path, bench: Bench, keep: bool) -> None:
-    """Write seconds and hits of the undisturbed runs, those of earlier calls included."""
+def _write_facts(path: Path, bench: Bench, keep: bool) -> None:
+    """Write seconds and hits of the undisturbed runs, including those of earlier calls."""
     facts = json.loads(path.read_text()) if keep and path.exists() else {"seconds": {}, "hits": {}}
     facts = {"seconds": facts["seconds"] | bench.seconds, "hits": facts["hits"] | bench.hits}
     path.write_text(json.dumps(facts))
@@ -72,16 +72,16 @@ class Job:
     trials: Callable[[], Iterator[Trial]]
 
 
-def _run(bench: Bench, wanted: list[Job], folder: Path, deadline: float) -> None:
-    """Run jobs until the budget is over; those that an earlier call or another process has run are left out."""
+def _run_jobs(bench: Bench, wanted: list[Job], folder: Path, deadline: float) -> None:
+    """Run jobs until the budget is used up, except those that another call or process has run."""
     known = {row["job"] for row in jobs.trials(jobs.whole(folder))}
-    left = [job for job in wanted if job.name not in known]
-    print(f"{len(wanted)} jobs, {len(left)} to run", flush=True)
-    began = time.monotonic()
-    for number, job in enumerate(left, 1):
+    remaining = [job for job in wanted if job.name not in known]
+    print(f"{len(wanted)} jobs, {len(remaining)} to run", flush=True)
+    started_at = time.monotonic()
+    for number, job in enumerate(remaining, 1):
         if time.monotonic() > deadline:
             print(
-                f"the time is over with {len(left) - number + 1} jobs left; the same command with --keep goes on"
+                f"the time is over with {len(remaining) - number + 1} jobs left; use --keep to continue"
             )
             return
         if not jobs.claim(folder, job.name):
@@ -90,7 +90,7 @@ def _run(bench: Bench, wanted: list[Job], folder: Path, deadline: float) -> None
         append(folder / jobs.TRIALS, job.name, trials)
         kills = sum(trial.killed for trial in trials)
         print(
-            f"{time.monotonic() - began:6.0f} s  {number:4} of {len(left)}  {kills:4} kills  {job.name}",
+            f"{time.monotonic() - started_at:6.0f} s  {number:4} of {len(remaining)}  {kills:4} kills  {job.name}",
             flush=True,
         )
         for trial in trials:
@@ -98,8 +98,8 @@ def _run(bench: Bench, wanted: list[Job], folder: Path, deadline: float) -> None
                 print(f"FAILED {trial.name}\n    " + "\n    ".join(trial.failures[:8]), flush=True)
 
 
-def _jobs(arguments: argparse.Namespace, bench: Bench) -> Iterator[Job]:
-    """Every point in chains, some single kills in fresh processes, random times, and every hit, in this order."""
+def _list_jobs(arguments: argparse.Namespace, bench: Bench) -> Iterator[Job]:
+    """Yield, in this order: every point in chains, single kills in fresh processes, random times, and every hit."""
     for kind in arguments.kinds:
         yield Job(f"{kind}: every point in turn", lambda kind=kind: chains(bench, kind))
     first = arguments.kinds[0]
@@ -131,14 +131,14 @@ def _jobs(arguments: argparse.Namespace, bench: Bench) -> Iterator[Job]:
             yield Job(trial.name, lambda trial=trial: iter([bench.run(trial)]))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m crash", description=__doc__)
     parser.add_argument("--output", default="outputs/crash-test", help="folder of runs and figures")
     parser.add_argument(
         "--seconds",
         type=float,
         default=3600,
-        help="budget; no trial begins after it (default: 3600)",
+        help="budget; no trial starts after it (default: 3600)",
     )
     parser.add_argument(
         "--kinds",
@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs", type=int, default=1, help="processes that share the trials (default: 1)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random times")
-    parser.add_argument("--keep", action="store_true", help="go on with the trials that are there")
+    parser.add_argument("--keep", action="store_true", help="continue with the recorded trials")
     return parser
 
 

@@ -1,6 +1,6 @@
-"""Content of an output folder, without what two undisturbed runs differ in; and what a run should not have left.
+"""Comparable content of an output folder, without the differences between undisturbed runs; and leftovers of a run.
 
-MAY_DIFFER names all of that: times and speeds, ids that are drawn, and notes that a run was interrupted.
+MAY_DIFFER lists these differences: times and speeds, random ids, and notes about interruptions.
 """
 
 from __future__ import annotations
@@ -65,15 +65,12 @@ RUN_ID = re.compile(r"\b[0-9a-f]{32}\b|\bm-[0-9a-f]{32}\b|\b[0-9a-f]{8}-[0-9a-f-
 
 
 def content(output: Path) -> dict[str, Any]:
-    """Comparable content of an output folder: files by name, and the tracking store's tables."""
-    return {**_files(output), **_store(output)}
+    """Read the comparable content of an output folder: files by name, and the tables of the tracking store."""
+    return {**_read_files(output), **_read_store(output)}
 
 
-# -------------------------------------------------------------------------------------------------------------- files
-
-
-def _files(output: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _read_files(output: Path) -> dict[str, Any]:
+    files: dict[str, Any] = {}
     for path in sorted(output.rglob("*")):
         name = STARTED.sub("STARTED", path.relative_to(output).as_posix())
         if (
@@ -82,25 +79,24 @@ def _files(output: Path) -> dict[str, Any]:
             or "/.tracking/" in name
         ):
             continue
-        if path.name in NOTES or path.name.endswith(
-            (*TIMED_ENDINGS, ".lock")
-        ):  # who held a lock last is in its file
-            found[name] = "there"
+        # a lock file names its last holder
+        if path.name in NOTES or path.name.endswith((*TIMED_ENDINGS, ".lock")):
+            files[name] = "there"
             continue
-        found[name] = _comparable(path)
-    return found
+        files[name] = _read_comparable(path)
+    return files
 
 
-def _comparable(path: Path) -> Any:
+def _read_comparable(path: Path) -> Any:
     if path.name == "metrics.jsonl":
-        return _metric_rows(path)
+        return _read_metric_rows(path)
     if path.suffix == ".json":
-        return _without_times(json.loads(path.read_text()), path.name)
+        return _remove_times(json.loads(path.read_text()), path.name)
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _metric_rows(path: Path) -> list[Any]:
-    """(step, name, value), each once in the file's order of steps."""
+def _read_metric_rows(path: Path) -> list[Any]:
+    """Read (step, name, value), each once, in the file's order of steps."""
     rows = []
     for line in path.read_text().splitlines():
         record = json.loads(line)
@@ -112,11 +108,11 @@ def _metric_rows(path: Path) -> list[Any]:
     return sorted(rows, key=lambda row: row[:2])
 
 
-def _without_times(value: Any, file: str) -> Any:
-    """JSON without the keys that hold times, and without digests of files that hold some."""
+def _remove_times(value: Any, file: str) -> Any:
+    """Remove keys that hold times, and digests of files that contain times, from JSON."""
     if isinstance(value, dict):
         return {
-            key: _without_times(item, file)
+            key: _remove_times(item, file)
             for key, item in sorted(value.items())
             if key not in TIMED_KEYS
             and not TIMED_METRICS.fullmatch(key)
@@ -127,7 +123,7 @@ def _without_times(value: Any, file: str) -> Any:
             )
         }
     if isinstance(value, list):
-        return [_without_times(item, file) for item in value]
+        return [_remove_times(item, file) for item in value]
     return STARTED.sub("STARTED", RUN_ID.sub("ID", value)) if isinstance(value, str) else value
 
 
@@ -148,20 +144,20 @@ _TIMED_FILES = {
 
 
 def leftovers(output: Path, temporary: Path) -> list[str]:
-    """Temporaries, open folders, held locks, undelivered records, shared memory."""
-    found = []
+    """List temporaries, open folders, held locks, undelivered records and shared memory."""
+    results = []
     for path in sorted(output.rglob("*")):
         name = path.relative_to(output).as_posix()
         if name.startswith(("mlflow/", "prefect/")):
             continue
         if LEFT.fullmatch(path.name) and not path.name.endswith(".lock"):
-            found.append(name)
+            results.append(name)
         elif path.name.endswith(".lock") and _is_held(path):
-            found.append(f"{name} is held")
+            results.append(f"{name} is held")
         elif "/.tracking/files/" in name and path.is_file():
-            found.append(f"{name} was kept for a delivery that is over")
-    found += [f"{path} in the folder of temporaries" for path in sorted(temporary.iterdir())]
-    return found
+            results.append(f"{name} was not removed after its delivery")
+    results += [f"{path} in the folder of temporaries" for path in sorted(temporary.iterdir())]
+    return results
 
 
 def _is_held(path: Path) -> bool:
@@ -174,7 +170,7 @@ def _is_held(path: Path) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm that torch or Python give; other programs use it too."""
+    """List names in /dev/shm that torch or Python create; other programs use it too."""
     return {
         name
         for name in os.listdir("/dev/shm")
@@ -183,63 +179,64 @@ def shared_memory() -> set[str]:
 
 
 def left_in_shared_memory(before: set[str], seconds: float = 10.0) -> list[str]:
-    """Names that have come to /dev/shm since, and that no process has mapped; another crash test has its own in use.
+    """List names that have appeared in /dev/shm since and that no process has mapped, such as another crash test.
 
-    What still goes within so many seconds is not left over: processes that clean up outlive what was killed.
+    Names that disappear within so many seconds are no leftovers: cleaning processes outlive the killed process.
     """
     deadline = time.monotonic() + seconds
-    while found := shared_memory() - before - _mapped_names():
+    while left := shared_memory() - before - _mapped_names():
         if time.monotonic() > deadline:
             break
         time.sleep(0.1)
-    return sorted(found)
+    return sorted(left)
 
 
 def _mapped_names() -> set[str]:
-    """Files of /dev/shm that the processes of this user have mapped."""
-    found: set[str] = set()
+    """List files of /dev/shm that processes of this user have mapped."""
+    names: set[str] = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            found.update(re.findall(r"/dev/shm/(\S+)", path.read_text()))
-    return found
+            names.update(re.findall(r"/dev/shm/(\S+)", path.read_text()))
+    return names
 
 
-# -------------------------------------------------------------------------------------------------------------- store
-
-
-def _rows(database: sqlite3.Connection, query: str) -> Iterator[tuple[Any, ...]]:
+def _query_rows(database: sqlite3.Connection, query: str) -> Iterator[tuple[Any, ...]]:
     yield from database.execute(query)
 
 
-def _store(output: Path) -> dict[str, Any]:
-    """Tables of the store, runs and models under their names in place of their ids."""
+def _read_store(output: Path) -> dict[str, Any]:
+    """Read the tables of the store, with runs and models by name instead of id."""
     path = output / DATABASE
     if not path.exists():
         return {}
     with sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True) as database:
-        names = _names(database)
+        names = _name_runs(database)
         models = {
             model: f"model of {names.get(run, run)}"
-            for model, run in _rows(database, "SELECT model_id, source_run_id FROM logged_models")
+            for model, run in _query_rows(
+                database, "SELECT model_id, source_run_id FROM logged_models"
+            )
         }
         tables = {
-            f"store: {name}": value for name, value in _tables(database, names, models).items()
+            f"store: {name}": value for name, value in _read_tables(database, names, models).items()
         }
-    return tables | _artifacts(output / "mlflow" / "artifacts", {**names, **models})
+    return tables | _read_artifacts(output / "mlflow" / "artifacts", {**names, **models})
 
 
-def _names(database: sqlite3.Connection) -> dict[str, str]:
-    """Run id -> name; the second run of a name is 'name 2'."""
+def _name_runs(database: sqlite3.Connection) -> dict[str, str]:
+    """Map run ids to names; the second run of a name is 'name 2'."""
     counts: collections.Counter[str] = collections.Counter()
     names = {}
-    for run, name in _rows(database, "SELECT run_uuid, name FROM runs ORDER BY start_time, name"):
+    for run, name in _query_rows(
+        database, "SELECT run_uuid, name FROM runs ORDER BY start_time, name"
+    ):
         name = STARTED.sub("STARTED", name)
         counts[name] += 1
         names[run] = name if counts[name] == 1 else f"{name} {counts[name]}"
     return names
 
 
-def _tables(
+def _read_tables(
     database: sqlite3.Connection, names: Mapping[str, str], models: Mapping[str, str]
 ) -> dict[str, Any]:
     def text(value: Any) -> Any:
@@ -249,7 +246,7 @@ def _tables(
         return RUN_ID.sub(lambda match: names.get(match[0], models.get(match[0], "ID")), value)
 
     def table(query: str, keep: Any = lambda row: True) -> list[tuple[Any, ...]]:
-        rows = [tuple(map(text, row)) for row in _rows(database, query) if keep(row)]
+        rows = [tuple(map(text, row)) for row in _query_rows(database, query) if keep(row)]
         return sorted(rows, key=repr)
 
     def untimed(row: tuple[Any, ...]) -> bool:
@@ -291,9 +288,9 @@ def _tables(
     }
 
 
-def _artifacts(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
-    """Files of runs and models in the store, by the name of their run."""
-    found: dict[str, Any] = {}
+def _read_artifacts(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
+    """Read files of runs and models in the store, by the name of their run."""
+    artifacts: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         if not path.is_file():
             continue
@@ -301,38 +298,42 @@ def _artifacts(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
             STARTED.sub("STARTED", names.get(part, part)) for part in path.relative_to(folder).parts
         ]
         name = "artifact: " + "/".join(parts)
-        while name in found:  # of a second model of the same run
+        while name in artifacts:  # of a second model of the same run
             name += "'"
         is_timed = path.name in ("MLmodel", *NOTES) or path.name.endswith(TIMED_ENDINGS)
-        found[name] = "there" if is_timed else _comparable(path)
-    return found
+        artifacts[name] = "there" if is_timed else _read_comparable(path)
+    return artifacts
 
 
 def count_parents(output: Path) -> int:
-    """Number of runs that are nested in no other one."""
+    """Count the runs that are not nested in another run."""
     nested = "SELECT run_uuid FROM tags WHERE key = 'mlflow.parentRunId'"
     query = (
         f"SELECT COUNT(*) FROM runs WHERE lifecycle_stage = 'active' AND run_uuid NOT IN ({nested})"
     )
     with sqlite3.connect(f"{(output / DATABASE).as_uri()}?mode=ro", uri=True) as database:
-        return int(next(_rows(database, query))[0])
+        return int(next(_query_rows(database, query))[0])
 
 
 def problems_of_store(output: Path, parents: int) -> list[str]:
-    """Doubled points, versions and parent runs, whatever the comparison says."""
-    found = []
+    """List duplicate points, versions and parent runs, independent of the comparison."""
+    problems = []
     with sqlite3.connect(f"{(output / DATABASE).as_uri()}?mode=ro", uri=True) as database:
-        doubled = "SELECT run_uuid, key, step, COUNT(*) FROM metrics GROUP BY run_uuid, key, step HAVING COUNT(*) > 1"
-        found += [f"doubled point: {row}" for row in _rows(database, doubled)]
-        twice = (
+        duplicate_points = (
+            "SELECT run_uuid, key, step, COUNT(*) FROM metrics "
+            "GROUP BY run_uuid, key, step HAVING COUNT(*) > 1"
+        )
+        problems += [f"doubled point: {row}" for row in _query_rows(database, duplicate_points)]
+        duplicate_versions = (
             "SELECT name, value, COUNT(*) FROM model_version_tags WHERE key = 'model_sha256' "
             "GROUP BY name, value HAVING COUNT(*) > 1"
         )
-        found += [f"a version twice: {row}" for row in _rows(database, twice)]
+        problems += [f"a version twice: {row}" for row in _query_rows(database, duplicate_versions)]
         if (count := count_parents(output)) != parents:
-            found.append(f"{count} parent runs in place of {parents}")
+            problems.append(f"{count} parent runs instead of {parents}")
         open_runs = [
-            row[0] for row in _rows(database, "SELECT name FROM runs WHERE status != 'FINISHED'")
+            row[0]
+            for row in _query_rows(database, "SELECT name FROM runs WHERE status != 'FINISHED'")
         ]
-        found += [f"run '{name}' is not finished" for name in open_runs]
-    return found
+        problems += [f"run '{name}' is not finished" for name in open_runs]
+    return problems

@@ -1,7 +1,7 @@
-"""A warm process with everything imported, which forks a child for each run: 10 s of imports are paid once.
+"""Warm process with everything imported, which forks a child for each run: 10 s of imports are paid once.
 
-`python -m crash.forks` reads requests as JSON lines and answers each with one. A forked child differs from a fresh
-process in its imports, whose caches are filled; `Forks(fresh=True)` starts fresh processes in its place.
+`python -m crash.forks` reads requests as JSON lines and answers each with one line. A forked child differs from a fresh
+process in its imports and their filled caches; a request with `fresh` starts a new interpreter instead.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-PR_SET_CHILD_SUBREAPER = (
-    36  # of linux/prctl.h: what a child leaves behind becomes ours, so that it is seen
-)
-CHECK = "evaluate-champion"  # in place of a command: the flow, which has none
-END_SECONDS = 300.0  # for the run that it is at
-ORPHAN_SECONDS = 10.0  # that children of a killed process may need to end
+# linux/prctl.h: orphans of a child become our children, so they are noticed
+PR_SET_CHILD_SUBREAPER = 36
+CHECK = "evaluate-champion"  # runs the flow, which has no command
+END_SECONDS = 300.0  # longest wait for the current run
+ORPHAN_SECONDS = 10.0  # longest wait for the end of a killed process's children
 
 
 @dataclass(frozen=True)
 class Request:
-    """One process to run."""
+    """Request to run one process."""
 
     arguments: list[str]  # of the command line `posttrain`
     said: str  # file of its output
@@ -38,7 +37,7 @@ class Request:
     log: str = ""  # POSTTRAIN_FAULT_LOG
     kill_after: float | None = None  # seconds
     environment: dict[str, str] = field(default_factory=dict)
-    fresh: bool = False  # not forked: a new interpreter
+    fresh: bool = False  # start a new interpreter instead of forking
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Ended:
 
 
 class Forks:
-    """The warm process, from the harness's side; a context manager."""
+    """Client of the warm process; a context manager."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
@@ -91,11 +90,8 @@ class Forks:
         return answer
 
 
-# ------------------------------------------------------------------------------------------- within the warm process
-
-
 def _import_everything() -> None:
-    """Import all that a run does, and nothing that starts a thread or reads the settings of a run."""
+    """Import all modules of a run, but nothing that starts a thread or reads the settings of a run."""
     from tasks.mlflow_environment import build_offline_environment
 
     for name, value in build_offline_environment().items():
@@ -137,7 +133,7 @@ def _serve(replies: IO[str]) -> None:
     _import_everything()
     _reply(replies, {"ready": True})
     for line in sys.stdin:
-        _reply(replies, asdict(_run(Request(**json.loads(line)))))
+        _reply(replies, asdict(_run_request(Request(**json.loads(line)))))
 
 
 def _reply(replies: IO[str], values: dict[str, Any]) -> None:
@@ -145,13 +141,13 @@ def _reply(replies: IO[str], values: dict[str, Any]) -> None:
     replies.flush()
 
 
-def _run(request: Request) -> Ended:
-    began, used = time.time(), os.times()
+def _run_request(request: Request) -> Ended:
+    started_at, times_before = time.time(), os.times()
     started = time.monotonic()
-    pid = _spawned(request) if request.fresh else _forked(request)
+    pid = _spawn_process(request) if request.fresh else _fork_process(request)
     while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        exited_pid, status = os.waitpid(pid, os.WNOHANG)
+        if exited_pid:
             break
         if request.kill_after is not None and time.monotonic() - started >= request.kill_after:
             os.kill(pid, signal.SIGKILL)
@@ -160,12 +156,17 @@ def _run(request: Request) -> Ended:
         time.sleep(0.001)
     seconds = time.monotonic() - started
     orphans = _reap()
-    now = os.times()
-    load = now.children_user + now.children_system - used.children_user - used.children_system
-    return Ended(os.waitstatus_to_exitcode(status), seconds, began, orphans, load)
+    times_after = os.times()
+    load = (
+        times_after.children_user
+        + times_after.children_system
+        - times_before.children_user
+        - times_before.children_system
+    )
+    return Ended(os.waitstatus_to_exitcode(status), seconds, started_at, orphans, load)
 
 
-def _environment(request: Request) -> dict[str, str]:
+def _build_environment(request: Request) -> dict[str, str]:
     named = {
         "POSTTRAIN_FAULT": request.fault,
         "POSTTRAIN_FAULT_LOG": request.log,
@@ -174,27 +175,27 @@ def _environment(request: Request) -> dict[str, str]:
     return {name: value for name, value in named.items() if value}
 
 
-def _spawned(request: Request) -> int:
-    with open(request.said, "ab") as said:
+def _spawn_process(request: Request) -> int:
+    with open(request.said, "ab") as output:
         command = [sys.executable, "-m", "posttrain.cli.main", *request.arguments]
-        environment = {**os.environ, **_environment(request)}
+        environment = {**os.environ, **_build_environment(request)}
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             env=environment,
             start_new_session=True,
         ).pid
 
 
-def _forked(request: Request) -> int:
+def _fork_process(request: Request) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 70
     try:
-        code = _child(request)
+        code = _run_child(request)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
@@ -209,16 +210,16 @@ def _forked(request: Request) -> int:
         os._exit(code)
 
 
-def _child(request: Request) -> int:
+def _run_child(request: Request) -> int:
     os.setsid()
-    said = os.open(request.said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    output = os.open(request.said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-    os.environ |= _environment(request)
+    os.environ |= _build_environment(request)
     from rl_core.storage import faults
 
     faults.configure_faults(request.fault)
@@ -233,20 +234,20 @@ def _child(request: Request) -> int:
 
 
 def _reap() -> list[str]:
-    """Wait for what a dead child left behind; kill, and name, what stays."""
+    """Wait for the orphans of a dead child; kill the remaining ones and return their names."""
     deadline = time.monotonic() + ORPHAN_SECONDS
     while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        left = _children()
-        if not left:
+        running = _list_children()
+        if not running:
             return []
         if time.monotonic() > deadline:
             names = [
-                Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200] for pid in left
+                Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200] for pid in running
             ]
-            for pid in left:
+            for pid in running:
                 with contextlib.suppress(ProcessLookupError, ChildProcessError):
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
@@ -254,7 +255,7 @@ def _reap() -> list[str]:
         time.sleep(0.01)
 
 
-def _children() -> list[int]:
+def _list_children() -> list[int]:
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 

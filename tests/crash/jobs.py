@@ -1,7 +1,7 @@
-"""Trials shared out to several processes: each takes the next job that no other has taken.
+"""Distribution of trials over several processes: each takes the next job that no other process has claimed.
 
-A process has a folder of its own (`job-N` of the output), so that paths within it never change, and there its own
-undisturbed runs, templates and Prefect server. It compares with its own undisturbed runs alone.
+A process has a separate folder (`job-N` of the output), so that paths within it never change, with its own undisturbed
+runs, templates and Prefect server. It compares only with its own undisturbed runs.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ PREFIX = "job-"
 
 
 def run(folder: Path, count: int, arguments: Sequence[str]) -> int:
-    """Run the crash test of these arguments in so many processes; the largest of their exit codes.
+    """Run the crash test with these arguments in so many processes; return the largest of their exit codes.
 
-    A folder that an earlier call has made goes on, whatever their number was then.
+    A folder of an earlier call is continued, whatever the number of processes was then.
     """
     claims = folder / CLAIMS
-    shutil.rmtree(
-        claims, ignore_errors=True
-    )  # of a call that was ended: what it had not kept is run again
+    # claims of an interrupted call: jobs without a recorded result are run again
+    shutil.rmtree(claims, ignore_errors=True)
     claims.mkdir()
     processes = []
     try:
-        for number in range(count):  # of an option that is given twice the last one counts
-            own = ("--jobs", "1", "--output", str(folder / f"{PREFIX}{number}"))
-            processes.append(subprocess.Popen([sys.executable, "-m", "crash", *arguments, *own]))
+        for number in range(count):  # the last occurrence of an option counts
+            options = ("--jobs", "1", "--output", str(folder / f"{PREFIX}{number}"))
+            processes.append(
+                subprocess.Popen([sys.executable, "-m", "crash", *arguments, *options])
+            )
         return max(abs(process.wait()) for process in processes)
-    except SystemExit:  # SIGTERM was for this process alone
+    except SystemExit:  # only this process received SIGTERM
         for process in processes:
             process.terminate()
         raise
     finally:
-        for process in processes:  # Ctrl-C reaches them, too: they end their servers first
+        for process in processes:  # they also receive Ctrl-C, and end their servers first
             process.wait()
         shutil.rmtree(claims, ignore_errors=True)
 
 
 def claim(folder: Path, name: str) -> bool:
-    """Take a job; False = another process has taken it. A process without others takes all."""
+    """Claim a job; return False if another process has claimed it. A process without others claims all jobs."""
     if whole(folder) == folder:
         return True
     try:
@@ -61,31 +62,33 @@ def claim(folder: Path, name: str) -> bool:
 
 
 def whole(folder: Path) -> Path:
-    """The folder of all processes, from that of one or from itself."""
+    """Return the folder of all processes, from that of one process or from itself."""
     return folder.parent if (folder.parent / CLAIMS).is_dir() else folder
 
 
 def trials(folder: Path) -> list[dict[str, Any]]:
-    """Trials that were kept in a folder and in those of its processes."""
-    return [row for place in _places(folder) for row in report.read(place / TRIALS)]
+    """List the trials recorded in a folder and in those of its processes."""
+    return [
+        row for job_folder in _list_job_folders(folder) for row in report.read(job_folder / TRIALS)
+    ]
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """Seconds and hits of undisturbed runs, of each kind those of one process."""
-    found: dict[str, Any] = {"seconds": {}, "hits": {}}
-    for path in (place / FACTS for place in _places(folder)):
+    """Return seconds and hits of undisturbed runs, those of one process for each kind."""
+    results: dict[str, Any] = {"seconds": {}, "hits": {}}
+    for path in (job_folder / FACTS for job_folder in _list_job_folders(folder)):
         if path.exists():
-            there = json.loads(path.read_text())
-            found = {key: there[key] | found[key] for key in found}
-    return found
+            recorded = json.loads(path.read_text())
+            results = {key: recorded[key] | results[key] for key in results}
+    return results
 
 
 def forget(folder: Path) -> None:
-    """Remove the trials that were kept."""
-    for place in _places(folder):
-        (place / TRIALS).unlink(missing_ok=True)
+    """Remove the recorded trials."""
+    for job_folder in _list_job_folders(folder):
+        (job_folder / TRIALS).unlink(missing_ok=True)
 
 
-def _places(folder: Path) -> Iterator[Path]:
+def _list_job_folders(folder: Path) -> Iterator[Path]:
     yield folder
     yield from sorted(folder.glob(f"{PREFIX}*"))

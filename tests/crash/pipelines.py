@@ -1,4 +1,4 @@
-"""The small pipeline of the crash test: every kind of stage, in a few seconds."""
+"""Small pipeline of the crash test with every kind of stage, which takes a few seconds."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ STAGES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of run: its command, its stages, and the folder that it begins in."""
+    """Kind of run: its command, its stages, and the folder in which it starts."""
 
     without: tuple[str, ...] = ()  # stages
-    starts: str = "database"  # or nothing, or another kind: in the folder that this one has left
+    starts: str = "database"  # or nothing, or another kind, in whose final folder it starts
     seed: int = 0
     what: tuple[str, ...] = ("run", CONFIG)
     overrides: tuple[str, ...] = ()
-    ended: str = ""  # fault with which it ends where another kind starts from it
+    ended: str = ""  # fault that ends it if another kind starts from it
 
 
 _TRAINED = ("distill", "preference", "reward_model", "policy")
@@ -89,7 +89,7 @@ KINDS = {
 
 
 def write_inputs(folder: Path) -> Path:
-    """Write the configuration and its data; returns the path of the configuration."""
+    """Write the configuration and its data; return the path of the configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     rows = []
@@ -121,20 +121,20 @@ def write_inputs(folder: Path) -> Path:
 
 
 def command(config: Path, kind: str = "pipeline", version: int = 2) -> list[str]:
-    """Arguments of the command line that runs it. `version`: to be promoted by hand."""
-    found = KINDS[kind]
-    named = {
+    """Build the arguments of the command line that runs it. `version`: to be promoted by hand."""
+    run_kind = KINDS[kind]
+    placeholders = {
         CONFIG: str(config),
         OUTPUT: str(config.parent / "work" / "outputs"),
         "VERSION": str(version),
     }
-    arguments = [named.get(part, part) for part in found.what]
-    if found.what[0] in ("gc", "approve", "evaluate-champion"):
+    arguments = [placeholders.get(part, part) for part in run_kind.what]
+    if run_kind.what[0] in ("gc", "approve", "evaluate-champion"):
         return arguments
     changed = [
-        *(f"stages.{stage}=null" for stage in found.without),
-        f"seed={found.seed}",
-        *found.overrides,
+        *(f"stages.{stage}=null" for stage in run_kind.without),
+        f"seed={run_kind.seed}",
+        *run_kind.overrides,
     ]
-    quiet = ["--quiet"] if found.what[0] in ("run", "retrain") else []
+    quiet = ["--quiet"] if run_kind.what[0] in ("run", "retrain") else []
     return [*arguments, *quiet, *(part for setting in changed for part in ("--set", setting))]

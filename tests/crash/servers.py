@@ -1,4 +1,4 @@
-"""The Prefect server of a crash test, the environment of its runs, and its end by SIGTERM."""
+"""Prefect server of a crash test, environment of its runs, and its end by SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def end_by_sigterm() -> None:
-    """Let SIGTERM end this process as an exception does, so that what it started is ended, too."""
+    """Let SIGTERM raise an exception in this process, so that everything it started is ended as well."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one does not cut the end short
+        # a second signal does not interrupt the cleanup
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise SystemExit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
 
 
 def environment(api: str) -> dict[str, str]:
-    """Environment of the runs: this checkout, one thread, no network, a Prefect server of their own."""
+    """Build the environment of the runs: this checkout, one thread, no network, a separate Prefect server."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    kept = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PREFECT_", "MLFLOW_"))
     }
-    return kept | {
+    return inherited | {
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -51,7 +52,7 @@ def environment(api: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def prefect_server() -> Iterator[str]:
-    """A Prefect server with a database of its own; gives the address of its API."""
+    """Run a Prefect server with a separate database; yield the address of its API."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -84,14 +85,14 @@ def prefect_server() -> Iterator[str]:
             start_new_session=True,
         )
         try:
-            _wait(f"http://127.0.0.1:{port}/api/health", server)
+            _wait_until_healthy(f"http://127.0.0.1:{port}/api/health", server)
             yield f"http://127.0.0.1:{port}/api"
         finally:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
 
 
-def _wait(url: str, server: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
+def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

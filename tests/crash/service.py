@@ -1,8 +1,8 @@
-"""`python -m crash.service`: kill -9 of a training service's worker and of its clients' process, at random times.
+"""Command `python -m crash.service`: kill -9 of a training service's worker and client processes at random times.
 
-Clients go through the store, as the server does. Rounds of a mixed load are run, each in a folder of its own: once
-undisturbed, once with kills; answers of all requests and all saved weights of both have to be equal to the last bit.
-This process only forks: workers, clients and the comparison are children of it, with everything imported.
+Clients access the store directly, as the server does. A mixed load is run in rounds, each in a separate folder, once
+undisturbed and once with kills. The answers of all requests and all saved weights of both must be equal to the last
+bit. This process only forks: workers, clients and the comparison are its children, with everything imported.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from posttrain.training_service.store import ServiceStore
 from posttrain.training_service.worker.engine_process import run_worker
 
 WORKER = dict(snapshot_steps=3, snapshot_seconds=1e6)
-BEGINNING = 0.5  # seconds from a fork until a worker surely takes signals
-STUCK_SECONDS = 900.0  # without a kill; a crowded machine is slow
-LONGEST_LIVES = (0.5, 2.0, 5.0)  # seconds; a restarted worker needs some of them until it computes
+BEGINNING = 0.5  # seconds from a fork until a worker certainly handles signals
+STUCK_SECONDS = 900.0  # without a kill; a busy machine is slow
+LONGEST_LIVES = (0.5, 2.0, 5.0)  # seconds; a restarted worker needs some of them before it computes
 
 
 @dataclass
 class Round:
-    """One load, with kills or without."""
+    """Load, with kills or without."""
 
     folder: Path
     base: Path
@@ -51,7 +51,7 @@ class Round:
     def start(self, name: str) -> None:
         self.begun = time.monotonic()
         bodies: dict[str, Callable[[], int]] = {"worker": self._worker, "clients": self._clients}
-        self.children[name] = _forked(bodies[name], self.folder / f"{name}.log")
+        self.children[name] = _fork(bodies[name], self.folder / f"{name}.log")
 
     def kill(self, name: str) -> None:
         pid = self.children.pop(name)
@@ -59,7 +59,7 @@ class Round:
         os.waitpid(pid, 0)
 
     def ended(self, name: str) -> int | None:
-        """Exit code of a child that ended by itself."""
+        """Return the exit code of a child that ended without a kill; None = still running."""
         pid, status = os.waitpid(self.children[name], os.WNOHANG)
         if not pid:
             return None
@@ -67,12 +67,12 @@ class Round:
         return os.waitstatus_to_exitcode(status)
 
     def stop_worker(self) -> tuple[int, float]:
-        """SIGTERM; exit code and seconds until it. A worker that was started a moment ago gets time to take signals."""
+        """Send SIGTERM; return exit code and seconds until the end. A new worker first gets time to handle signals."""
         time.sleep(max(0.0, self.begun + BEGINNING - time.monotonic()))
-        began, pid = time.monotonic(), self.children.pop("worker")
+        started_at, pid = time.monotonic(), self.children.pop("worker")
         os.kill(pid, signal.SIGTERM)
         _, status = os.waitpid(pid, 0)
-        return os.waitstatus_to_exitcode(status), time.monotonic() - began
+        return os.waitstatus_to_exitcode(status), time.monotonic() - started_at
 
     @property
     def _url(self) -> str:
@@ -84,26 +84,26 @@ class Round:
     def _clients(self) -> int:
         store = ServiceStore(self._url)
         clients = Clients(store, self.scripts)
-        seen = store.read_change_counter()
+        counter = store.read_change_counter()
         while clients.step():
-            seen = store.wait_for_change(seen, 0.05)
+            counter = store.wait_for_change(counter, 0.05)
         return 0
 
     def result(self) -> dict[str, Any]:
-        """Digests of answers and weights, and counts, read by a child."""
+        """Read digests of answers and weights, and counts, in a child."""
 
         def read() -> dict[str, Any]:
             store = ServiceStore(self._url)
-            found = answers(store, self.scripts)
+            results = answers(store, self.scripts)
             counts = store.read_worker_counters()
             steps = sum(
                 json.loads(answer or b"{}").get("metrics", {}).get("step:max", 0) > 0
-                for (kind, *_), (_, answer, _, _) in found.items()
+                for (kind, *_), (_, answer, _, _) in results.items()
                 if kind == "optim_step"
             )
             return {
                 "answers": {
-                    " ".join(map(str, key)): _digest(value) for key, value in found.items()
+                    " ".join(map(str, key)): _digest(value) for key, value in results.items()
                 },
                 "weights": {
                     path: _digest(value) for path, value in weights(store, self.folder).items()
@@ -113,22 +113,22 @@ class Round:
                 "differences": counts.get("replay_differences", 0),
             }
 
-        return _asked(read, self.folder / "result.log")
+        return _run_in_child(read, self.folder / "result.log")
 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(pickle.dumps(value)).hexdigest()
 
 
-def _forked(body: Callable[[], int], log: Path) -> int:
+def _fork(body: Callable[[], int], log: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 70
     try:
-        said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         code = body()
     except BaseException:
         traceback.print_exc()
@@ -138,8 +138,8 @@ def _forked(body: Callable[[], int], log: Path) -> int:
         os._exit(code)
 
 
-def _asked(body: Callable[[], dict[str, Any]], log: Path) -> dict[str, Any]:
-    """The result of a child."""
+def _run_in_child(body: Callable[[], dict[str, Any]], log: Path) -> dict[str, Any]:
+    """Return the result of a function that runs in a child."""
     read, write = os.pipe()
 
     def answer() -> int:
@@ -147,89 +147,89 @@ def _asked(body: Callable[[], dict[str, Any]], log: Path) -> dict[str, Any]:
             pickle.dump(body(), file)
         return 0
 
-    pid = _forked(answer, log)
+    pid = _fork(answer, log)
     os.close(write)
     with os.fdopen(read, "rb") as file:
         data = file.read()
     os.waitpid(pid, 0)
     if not data:
         raise SystemExit(f"no result: {log.read_text()[-3000:]}")
-    found: dict[str, Any] = pickle.loads(data)
-    return found
+    result: dict[str, Any] = pickle.loads(data)
+    return result
 
 
-def play(one: Round, draw: random.Random | None, most: int) -> int:
-    """Run a round to its end; at most so many kills. Returns their number; after an error no process is left."""
+def play(load: Round, draw: random.Random | None, max_kills: int) -> int:
+    """Run a round to its end with a limited number of kills; return the number. No process is left after an error."""
     try:
-        return _played(one, draw, most)
+        return _play_round(load, draw, max_kills)
     except BaseException:
-        for name in list(one.children):
-            one.kill(name)
+        for name in list(load.children):
+            load.kill(name)
         raise
 
 
-def _played(one: Round, draw: random.Random | None, most: int) -> int:
-    one.folder.mkdir(parents=True)
+def _play_round(load: Round, draw: random.Random | None, max_kills: int) -> int:
+    load.folder.mkdir(parents=True)
     killed, progress = 0, time.monotonic()
     names = ["worker", "clients"]
     for name in names:
-        one.start(name)
-    while "clients" in one.children:
-        if draw is not None and killed < most:
+        load.start(name)
+    while "clients" in load.children:
+        if draw is not None and killed < max_kills:
             time.sleep(draw.random() * draw.choice(LONGEST_LIVES))
             victims = draw.choices(["worker", "clients", "both"], [6, 2, 2])[0]
-            if one.ended("clients") is not None:
+            if load.ended("clients") is not None:
                 break
             for name in names if victims == "both" else [victims]:
-                one.kill(name)
+                load.kill(name)
                 killed += 1
-            one.kills[victims] += 1
+            load.kills[victims] += 1
             for name in names:
-                if name not in one.children:
-                    one.start(name)
+                if name not in load.children:
+                    load.start(name)
             progress = time.monotonic()
             continue
         time.sleep(0.01)
-        if (code := one.ended("worker")) is not None:
+        if (code := load.ended("worker")) is not None:
             raise SystemExit(
-                f"the worker ended with {code}: {(one.folder / 'worker.log').read_text()[-3000:]}"
+                f"the worker ended with {code}: {(load.folder / 'worker.log').read_text()[-3000:]}"
             )
-        if (code := one.ended("clients")) is not None and code:
+        if (code := load.ended("clients")) is not None and code:
             raise SystemExit(
-                f"the clients ended with {code}: {(one.folder / 'clients.log').read_text()[-3000:]}"
+                f"the clients ended with {code}: {(load.folder / 'clients.log').read_text()[-3000:]}"
             )
         if time.monotonic() - progress > STUCK_SECONDS:
-            raise SystemExit(f"{one.folder}: no end after {STUCK_SECONDS} s without kills")
+            raise SystemExit(f"{load.folder}: no end after {STUCK_SECONDS} s without kills")
     return killed
 
 
-def compare(plain: dict[str, Any], killed: dict[str, Any]) -> list[str]:
-    """Differences between an undisturbed round and one with kills."""
-    found = []
-    for what in ("answers", "weights"):
-        names = plain[what].keys() | killed[what].keys()
-        found += [
-            f"{what}: {name}"
+def compare(undisturbed: dict[str, Any], killed: dict[str, Any]) -> list[str]:
+    """List the differences between an undisturbed round and one with kills."""
+    problems = []
+    for kind in ("answers", "weights"):
+        names = undisturbed[kind].keys() | killed[kind].keys()
+        problems += [
+            f"{kind}: {name}"
             for name in sorted(names)
-            if plain[what].get(name) != killed[what].get(name)
+            if undisturbed[kind].get(name) != killed[kind].get(name)
         ]
-    if plain["updates"] != killed["updates"]:
-        found.append(f"updates: {plain['updates']} and {killed['updates']}")
+    if undisturbed["updates"] != killed["updates"]:
+        problems.append(f"updates: {undisturbed['updates']} and {killed['updates']}")
     if killed["differences"]:
-        found.append(f"{killed['differences']} answers computed again were others")
-    return found
+        problems.append(f"{killed['differences']} recomputed answers differ")
+    return problems
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Rounds until there were enough kills; 1 where anything differs."""
-    arguments = _parser().parse_args(argv)
+    """Run rounds until there were enough kills; return 1 if anything differs."""
+    arguments = _build_parser().parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder = Path(arguments.output).resolve()
     shutil.rmtree(folder, ignore_errors=True)
     base = folder / "base"
-    _asked(
+    _run_in_child(
         lambda: {"base": str(make_base(base, tie_word_embeddings=False))},
-        _made(folder) / "base.log",
+        _make_folder(folder) / "base.log",
     )
     draw, total, rows, stops = random.Random(arguments.seed), 0, [], []
     while total < arguments.kills:
@@ -238,38 +238,40 @@ def main(argv: list[str] | None = None) -> int:
             script(f"run{index}", 100 * number + index, arguments.steps)
             for index in range(arguments.clients)
         ]
-        plain = Round(folder / f"{number}-plain", base, scripts)
-        began = time.monotonic()
-        play(plain, None, 0)
-        seconds = time.monotonic() - began
-        code, took = plain.stop_worker()
-        stops.append(took)
-        broken = Round(folder / f"{number}-killed", base, scripts)
-        began = time.monotonic()
-        kills = play(broken, draw, arguments.kills - total)
+        undisturbed = Round(folder / f"{number}-plain", base, scripts)
+        started_at = time.monotonic()
+        play(undisturbed, None, 0)
+        seconds = time.monotonic() - started_at
+        code, stop_seconds = undisturbed.stop_worker()
+        stops.append(stop_seconds)
+        disturbed = Round(folder / f"{number}-killed", base, scripts)
+        started_at = time.monotonic()
+        kills = play(disturbed, draw, arguments.kills - total)
         total += kills
-        code_too, took = broken.stop_worker()
-        stops.append(took)
-        wanted, found = plain.result(), broken.result()
-        problems = compare(wanted, found)
-        problems += [f"exit code {one} after SIGTERM" for one in (code, code_too) if one != 143]
+        second_code, stop_seconds = disturbed.stop_worker()
+        stops.append(stop_seconds)
+        expected, actual = undisturbed.result(), disturbed.result()
+        problems = compare(expected, actual)
+        problems += [
+            f"exit code {item} after SIGTERM" for item in (code, second_code) if item != 143
+        ]
         rows.append(
             {
                 "kills": kills,
-                "by": broken.kills,
-                "requests": len(wanted["answers"]),
-                "saved": len(wanted["weights"]),
-                "updates": wanted["updates"],
-                "replayed": found["replayed"],
+                "by": disturbed.kills,
+                "requests": len(expected["answers"]),
+                "saved": len(expected["weights"]),
+                "updates": expected["updates"],
+                "replayed": actual["replayed"],
                 "problems": problems,
-                "seconds": round(time.monotonic() - began, 1),
+                "seconds": round(time.monotonic() - started_at, 1),
                 "undisturbed": round(seconds, 1),
             }
         )
         print(json.dumps(rows[-1]), flush=True)
         if not problems and not arguments.keep:
-            shutil.rmtree(plain.folder)
-            shutil.rmtree(broken.folder)
+            shutil.rmtree(undisturbed.folder)
+            shutil.rmtree(disturbed.folder)
     problems = sum(len(row["problems"]) for row in rows)
     summary = {
         "kills": total,
@@ -288,12 +290,12 @@ def main(argv: list[str] | None = None) -> int:
     return int(problems > 0)
 
 
-def _made(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m crash.service", description=__doc__)
     parser.add_argument(
         "--output", default="outputs/service-crash-test", help="folder of the rounds; emptied first"

@@ -1,4 +1,4 @@
-"""Trials: a run that is killed at given places, goes on until it has ended, and is compared with one that was not."""
+"""Trials: a run is killed at given points, resumed until it has ended, and compared with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from crash.pipelines import KINDS, command
 __all__ = ["Bench", "Kill", "Trial", "kills_at_points", "random_kills"]
 
 PROGRESS = bool(os.environ.get("CRASH_PROGRESS"))  # print every kill
-RESTARTS = 3  # after which a run that still fails is a failure
+RESTARTS = 3  # a run that still fails after these is a failure
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One end of a process that nobody asked for."""
+    """Unrequested end of a process."""
 
     fault: str = ""  # point:hit:action
     after: float | None = None  # share of the time of an undisturbed run
@@ -43,29 +43,30 @@ class Kill:
 
 @dataclass
 class Trial:
-    """A run with its kills, and what came of it."""
+    """Run with its kills, and its result."""
 
     kind: str  # of pipelines.KINDS
     kills: list[Kill]
     fresh: bool = False
-    tried: int = 0  # of the kills; the run ended before the others
-    killed: int = 0  # of these, those that came before the end
+    tried: int = 0  # number of kills attempted; the run ended before the rest
+    killed: int = 0  # number of these that hit the run before its end
     restarts: int = 0
     seconds: float = 0.0  # of all processes
-    back: float | None = None  # seconds until the first restart was where the kill was
+    back: float | None = None  # seconds until the first restart had reached the point of the kill
     failures: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """The kills in words."""
-        places = [kill.fault or f"after {kill.after:.1%} of the time" for kill in self.kills]
-        few = places if len(places) < 7 else [*places[:2], f"{len(places) - 4} more", *places[-2:]]
-        said = ", then ".join(few) or "undisturbed"
-        return f"{self.kind}{' fresh' if self.fresh else ''}: {said}"
+        """Description of the kills."""
+        kills = [kill.fault or f"after {kill.after:.1%} of the time" for kill in self.kills]
+        if len(kills) >= 7:
+            kills = [*kills[:2], f"{len(kills) - 4} more", *kills[-2:]]
+        description = ", then ".join(kills) or "undisturbed"
+        return f"{self.kind}{' fresh' if self.fresh else ''}: {description}"
 
 
 class Bench:
-    """One folder in which all trials run, so that their absolute paths are equal too."""
+    """Folder in which all trials run, so that their absolute paths are equal too."""
 
     def __init__(self, folder: Path, config: Path, forks: Forks) -> None:
         self.folder, self.config, self.forks = folder, config, forks
@@ -78,35 +79,33 @@ class Bench:
         self.order: dict[str, list[str]] = {}  # points by the time of their last hit
         self.seconds: dict[str, float] = {}
         self.parents: dict[str, int] = {}  # number of parent runs after an undisturbed run
-        self.left: set[str] = set()  # left over by the kill that a template ended with
+        self.left: set[str] = set()  # leftovers of the kill that ended a template
         self.began_with = ""  # start time of the newest run of the template
         self.seen: set[str] = set()  # points that any run reached
 
-    # -- undisturbed runs ---------------------------------------------------------------------------------------
-
     def prepare_data(self, kinds: Sequence[str], times: int = 2) -> None:
-        """Run each kind twice: what the two differ in is no matter of kills, and has to be in MAY_DIFFER."""
+        """Run each kind twice. The two may differ only in MAY_DIFFER, because no kill is involved."""
         for kind in kinds:
             for turn in range(times):
                 self._begin(kind)
                 ended = self._run(kind, Kill())
                 assert ended.code == 0, f"{kind}: {ended}\n{self.said.read_text()}"
-                found = content(self.output)
+                result = content(self.output)
                 if turn == 0:
-                    self.wanted[kind], self.seconds[kind] = found, ended.seconds
+                    self.wanted[kind], self.seconds[kind] = result, ended.seconds
                     self.order[kind] = list(
                         dict.fromkeys(name for _, _, name in reversed(self._reached()))
                     )[::-1]
                     self.hits[kind] = dict(
                         collections.Counter(name for _, _, name in self._reached())
                     )
-                assert (odd := differences(self.wanted[kind], found)) == [], (
+                assert (odd := differences(self.wanted[kind], result)) == [], (
                     f"two runs differ: {odd}"
                 )
                 assert (odd := self._odd(kind, ended)) == [], odd
 
     def _template(self, kind: str) -> Path | None:
-        """Folder to begin in; made when it is first asked for."""
+        """Return the folder in which a kind starts, created on first use."""
         starts, template = KINDS[kind].starts, self.templates / kind
         if starts == "nothing" or template.is_dir():
             return template if starts != "nothing" else None
@@ -155,7 +154,7 @@ class Bench:
         return ended
 
     def also(self, *arguments: str, fault: str = "", code: int = 0) -> str:
-        """Output of another command on the output folder of the last run, which has to end with this code."""
+        """Run another command on the output folder of the last run; return its output. It must end with this code."""
         self.log.write_text("")
         self.said.write_text("")
         ended = self.forks.run(
@@ -166,14 +165,12 @@ class Bench:
         return self.said.read_text()
 
     def _reached(self) -> list[tuple[int, float, str]]:
-        """Points that the last process and its children reached: pid, time, name."""
+        """List the points that the last process and its children reached: pid, time, name."""
         rows = (line.split() for line in self.log.read_text().splitlines())
         return [(int(pid), float(when), name) for pid, when, name in rows]
 
-    # -- disturbed ones -----------------------------------------------------------------------------------------
-
     def run(self, trial: Trial) -> Trial:
-        """Run a trial and note what is wrong with its end."""
+        """Run a trial and record every problem of its result."""
         before = shared_memory()
         self._begin(trial.kind)
         open_stages: set[str] = set()
@@ -195,14 +192,13 @@ class Bench:
                 trial.failures.append(f"ended with {ended.code}: {self._read_last_line()}")
             open_stages = {path.name for path in self.output.glob("small/stages/*/*.open")}
             if self._is_over(trial.kind):
-                ended = dataclasses.replace(
-                    ended, code=0
-                )  # the kill came when all was done; another run would be anew
+                # the kill came after the end; another command would start a new run
+                ended = dataclasses.replace(ended, code=0)
                 break
         else:
             ended = self._finish(trial, open_stages)
         if ended.code:
-            trial.failures.append(f"does not go on: exit {ended.code}: {self._read_last_line()}")
+            trial.failures.append(f"does not resume: exit {ended.code}: {self._read_last_line()}")
             return trial
         trial.failures += differences(self.wanted[trial.kind], content(self.output))
         trial.failures += self._odd(trial.kind, ended)
@@ -210,7 +206,7 @@ class Bench:
         return trial
 
     def _is_over(self, kind: str) -> bool:
-        """True = the run's record says that it has ended; another one would be a new one."""
+        """Return whether the run's record says that it has ended, so that another command would start a new run."""
         if KINDS[kind].what[0] == "retrain":
             records = [
                 json.loads(path.read_text())
@@ -222,8 +218,8 @@ class Bench:
         record = self.output / "small" / "run.json"
         if KINDS[kind].what[0] != "run" or not record.exists():
             return False
-        found = json.loads(record.read_text())
-        return found["status"] == "finished" and found["started"] != self.began_with
+        data = json.loads(record.read_text())
+        return data["status"] == "finished" and data["started"] != self.began_with
 
     def _finish(self, trial: Trial, open_stages: set[str]) -> Ended:
         for _ in range(RESTARTS):
@@ -239,24 +235,24 @@ class Bench:
         return ended
 
     def _back(self, ended: Ended, open_stages: set[str]) -> float | None:
-        """Seconds from the start of a restarted process until it goes on with the stage that was open."""
+        """Return the seconds from the start of a restarted process until it resumes the open stage."""
         if not open_stages:
             return None
-        names = [(when, name) for _, when, name in self._reached()]
-        return next((when - ended.began for when, name in names if name == "stage.tracked"), None)
+        names = [(time_, name) for _, time_, name in self._reached()]
+        return next((time_ - ended.began for time_, name in names if name == "stage.tracked"), None)
 
     def _odd(self, kind: str, ended: Ended) -> list[str]:
-        found = [
+        results = [
             f"left over: {name}"
             for name in leftovers(self.output, self.temporary)
             if name not in self.left
         ]
-        found += [f"outlived its parent: {name}" for name in ended.orphans]
+        results += [f"outlived its parent: {name}" for name in ended.orphans]
         problems = problems_of_store(
             self.output, self.parents.setdefault(kind, count_parents(self.output))
         )
         began_killed = KINDS[starts].ended if (starts := KINDS[kind].starts) in KINDS else ""
-        return found + [
+        return results + [
             each for each in problems if not (began_killed and each.endswith("is not finished"))
         ]
 
@@ -264,33 +260,34 @@ class Bench:
         return " | ".join(self.said.read_text(errors="replace").strip().splitlines()[-3:])[-600:]
 
 
-def differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Differences in words; [] where there are none."""
-    said = [f"missing: {name}" for name in sorted(wanted.keys() - found.keys())]
-    said += [f"too much: {name}" for name in sorted(found.keys() - wanted.keys())]
-    for name in sorted(wanted.keys() & found.keys()):
-        if wanted[name] != found[name]:
-            said.append(f"differs: {name}{_where(wanted[name], found[name])}")
-    return said
+def differences(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
+    """List the differences; [] = none."""
+    problems = [f"missing: {name}" for name in sorted(expected.keys() - actual.keys())]
+    problems += [f"too much: {name}" for name in sorted(actual.keys() - expected.keys())]
+    for name in sorted(expected.keys() & actual.keys()):
+        if expected[name] != actual[name]:
+            problems.append(f"differs: {name}{_locate_difference(expected[name], actual[name])}")
+    return problems
 
 
-def _where(wanted: Any, found: Any) -> str:
-    if isinstance(wanted, list) and isinstance(found, list):
-        ours, theirs = (collections.Counter(map(repr, rows)) for rows in (wanted, found))
+def _locate_difference(expected: Any, actual: Any) -> str:
+    if isinstance(expected, list) and isinstance(actual, list):
+        ours, theirs = (collections.Counter(map(repr, rows)) for rows in (expected, actual))
         lost, extra = list((ours - theirs).elements()), list((theirs - ours).elements())
         return f": lost {lost[:3]} ({len(lost)}), extra {extra[:3]} ({len(extra)})"
-    if isinstance(wanted, dict) and isinstance(found, dict):
-        keys = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        keys = [key for key in {**expected, **actual} if expected.get(key) != actual.get(key)]
         return "".join(
-            f"; {key}: {str(wanted.get(key))[:80]} / {str(found.get(key))[:80]}" for key in keys[:3]
+            f"; {key}: {str(expected.get(key))[:80]} / {str(actual.get(key))[:80]}"
+            for key in keys[:3]
         )
-    return f": {str(wanted)[:80]} / {str(found)[:80]}"
+    return f": {str(expected)[:80]} / {str(actual)[:80]}"
 
 
 def kills_at_points(
     hits: dict[str, int], most: int, action: str = "kill", only: str = ".*", seed: int = 0
 ) -> Iterator[Kill]:
-    """A kill at each point: at all of its hits, or at `most` of them, the first and the last among these.
+    """Yield a kill at each point: at all of its hits, or at `most` of them, including the first and the last.
 
     In rounds: the first hits of all points come first.
     """
@@ -308,7 +305,7 @@ def kills_at_points(
 
 
 def random_kills(count: int, seed: int = 0) -> Iterator[list[Kill]]:
-    """Kills at random times of a run; in every third trial several in a row."""
+    """Yield kills at random times of a run; every third trial has several in a row."""
     draw = random.Random(seed)
     for index in range(count):
         times = draw.choice((2, 3, 5)) if index % 3 == 2 else 1
@@ -316,31 +313,32 @@ def random_kills(count: int, seed: int = 0) -> Iterator[list[Kill]]:
 
 
 def as_row(trial: Trial) -> dict[str, Any]:
-    """The trial for JSON."""
+    """Format the trial for JSON."""
     return {**asdict(trial), "name": trial.name, "when": time.time()}
 
 
 def append(path: Path, job: str, trials: Sequence[Trial]) -> None:
-    """Keep the outcome of a job."""
+    """Record the result of a job."""
     with path.open("a") as file:
         for trial in trials:
             file.write(json.dumps({**as_row(trial), "job": job}) + "\n")
 
 
 def chains(bench: Bench, kind: str, step: int = 1) -> Iterator[Trial]:
-    """Trials that together kill at every point once, one kill after the other in one folder: little is done twice.
+    """Yield trials that together kill at every point once, one kill after another in one folder, so little is repeated.
 
-    step: 3 = at every third point.
+    Args:
+        step: 3 = at every third point.
     """
-    yield from _in_chains(
+    yield from _run_chains(
         bench, kind, [Kill(f"{point}:1:kill") for point in bench.order[kind][::step]]
     )
 
 
 def walks(bench: Bench, kind: str, points: Sequence[str]) -> Iterator[Trial]:
-    """Trials that kill at one point after the other, each time that it is reached: as often as it has hits.
+    """Yield trials that kill at one point after the other, at every hit.
 
-    A restarted process may reach the place of the kill before anything new, so every second hit is the one.
+    A restarted process may reach the point of the kill before anything new, so every second hit counts.
     """
     for point in points:
         count = bench.hits[kind][point]
@@ -348,10 +346,10 @@ def walks(bench: Bench, kind: str, points: Sequence[str]) -> Iterator[Trial]:
         yield bench.run(Trial(kind, [Kill(f"{point}:{hit}:kill") for hit in hits]))
 
 
-def _in_chains(bench: Bench, kind: str, left: list[Kill]) -> Iterator[Trial]:
-    while left:
-        trial = bench.run(Trial(kind, left))
-        done = max(1, trial.tried if trial.killed == trial.tried else trial.tried - 1)
-        trial.kills = left[:done]
+def _run_chains(bench: Bench, kind: str, kills: list[Kill]) -> Iterator[Trial]:
+    while kills:
+        trial = bench.run(Trial(kind, kills))
+        num_done = max(1, trial.tried if trial.killed == trial.tried else trial.tried - 1)
+        trial.kills = kills[:num_done]
         yield trial
-        left = left[done:]
+        kills = kills[num_done:]

@@ -119,7 +119,7 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
     killed = machine.run("seed=1", POSTTRAIN_FAULT="loop.stepped:3:kill")
     assert killed.wait(600) == -signal.SIGKILL
     said = machine.do("doctor", "--repair", *out)
-    assert "was killed without a word" in said and "marked 1 Prefect flow run as Crashed" in said
+    assert "crashed: process" in said and "marked 1 Prefect flow run as Crashed" in said
     name = re.search(r"posttrain resume '(.+?)'", said)[1]
     rows = {row.name: row for row in Tracking(None, machine.output, "test").list_runs()}
     assert rows[name].status == "KILLED"
@@ -134,7 +134,7 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
         if v.version != promoted
     )
     machine.do("promote", "--version", str(other.version), *options)
-    assert "has to be compared anew" in machine.do("approve", name, "--yes", *out)
+    assert "has to be compared again" in machine.do("approve", name, "--yes", *out)
     until(resumed, "Ctrl-C leaves it waiting")
     machine.do("approve", name, "--no", "--note", "not now", *out)
     said = resumed.communicate(timeout=300)[0]

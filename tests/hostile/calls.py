@@ -1,4 +1,4 @@
-"""Readers that hostile cases call in the place of a command."""
+"""Readers that hostile cases call instead of a command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def load_model(folder: str) -> None:
-    """A model folder, as every stage loads it."""
+    """Load a model folder as every stage does."""
     import transformers
 
     from rl_core.models import causal_lm
@@ -19,7 +19,7 @@ def load_model(folder: str) -> None:
 
 
 def render(folder: str) -> None:
-    """A conversation by the chat template of a model folder."""
+    """Render a conversation with the chat template of a model folder."""
     from rl_core.data.chat import ChatRenderer
     from rl_core.models import causal_lm
     from rl_core.settings import ModelSettings
@@ -29,7 +29,7 @@ def render(folder: str) -> None:
 
 
 def load_checkpoint(folder: str) -> None:
-    """Version 1 of a run's checkpoints; reading the newest passes over it and goes on."""
+    """Load version 1 of a run's checkpoints; reading the newest skips it."""
     from rl_core.errors import CorruptError
     from rl_core.storage.checkpoint import CheckpointStore
 
@@ -39,26 +39,26 @@ def load_checkpoint(folder: str) -> None:
     except CorruptError:
         assert Path(folder, "checkpoint-00000001").is_dir()
         if store.load_latest() is not None:
-            raise AssertionError("what differs from its manifest was loaded") from None
+            raise AssertionError("a version that differs from its manifest was loaded") from None
         raise
 
 
 def read_metrics(file: str) -> None:
-    """A journal of metrics."""
+    """Read a journal of metrics."""
     from rl_core.readers import read_metrics
 
     print(len(read_metrics(file)))
 
 
 def read_rewards(file: str) -> None:
-    """A record of rewards."""
+    """Read a record of rewards."""
     from rl_core.readers import read_rewards
 
     print(len(read_rewards(file)))
 
 
 def read_tokens(file: str) -> None:
-    """Token ids of rollouts."""
+    """Read token ids of rollouts."""
     from rl_core.rollouts.rollout_files import _read_token_rows
 
     print(len(list(_read_token_rows(Path(file)))))

@@ -1,4 +1,4 @@
-"""A case of hostile input: files that lie there, a command, and what has to be said."""
+"""Case of hostile input: files in place, a command, and the expected message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
     "sparse",
 ]
 
-Content = bytes | str | Callable[[Path], None]  # what a file holds, or what makes it
+Content = bytes | str | Callable[[Path], None]  # content of a file, or the function that creates it
 CONFIG = "config.yaml"
 BASE = """\
 name: hostile
@@ -38,53 +38,53 @@ stages:
 
 @dataclass(frozen=True)
 class Case:
-    """`posttrain ARGUMENTS` in a folder of its own, beside canaries."""
+    """Command `posttrain ARGUMENTS` in a separate folder next to canaries."""
 
     name: str
     arguments: tuple[str, ...]
-    says: tuple[str, ...]  # every one has to stand in the message
+    says: tuple[str, ...]  # the message must contain all of them
     files: Mapping[str, Content] = field(default_factory=dict)
     code: int = 2
     writes: bool = False  # True = it may write into its output folder
     environment: Mapping[str, str | None] = field(default_factory=dict)  # None = not set
-    user: int = 0  # as whom it runs; 0 = as the test
+    user: int = 0  # uid that runs it; 0 = the test's user
     umask: int = 0o022
 
 
 def config(text: bytes | str, says: str | tuple[str, ...], name: str, **files: Content) -> Case:
-    """A configuration that `validate` refuses, at CONFIG."""
+    """Build a case with a configuration, at CONFIG, that `validate` refuses."""
     parts = (says,) if isinstance(says, str) else says
     return Case(name, ("validate", CONFIG), (CONFIG, *parts), {CONFIG: text, **files})
 
 
 def fifo(path: Path) -> None:
-    """A pipe that nobody writes into."""
+    """Create a pipe without a writer."""
     os.mkfifo(path)
 
 
 def bound_socket(path: Path) -> None:
-    """The file of a socket."""
-    here = Path.cwd()
+    """Create the file of a socket."""
+    previous = Path.cwd()
     os.chdir(path.parent)  # names of sockets are short
     try:
-        with socket.socket(socket.AF_UNIX) as place:
-            place.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path.name)
     finally:
-        os.chdir(here)
+        os.chdir(previous)
 
 
 def device(name: str) -> Callable[[Path], None]:
-    """A link to a device, such as /dev/zero, which never ends."""
+    """Create a link to a device, such as /dev/zero, which never ends."""
     return link(f"/dev/{name}")
 
 
 def link(target: str) -> Callable[[Path], None]:
-    """A symbolic link."""
+    """Create a symbolic link."""
     return lambda path: path.symlink_to(target)
 
 
 def sparse(size: int, start: bytes = b"", end: bytes = b"") -> Callable[[Path], None]:
-    """A file of `size` bytes that takes no room: zeros between its start and its end."""
+    """Create a file of `size` bytes that takes no space: zeros between its start and its end."""
 
     def make(path: Path) -> None:
         with path.open("wb") as file:
@@ -97,14 +97,14 @@ def sparse(size: int, start: bytes = b"", end: bytes = b"") -> Callable[[Path], 
 
 
 def repeated(start: bytes, part: bytes, times: int, end: bytes) -> Callable[[Path], None]:
-    """A file of `times` times a part, written in pieces."""
+    """Create a file that repeats a part `times` times, written in blocks."""
 
     def make(path: Path) -> None:
         with path.open("wb") as file:
             file.write(start)
             block = part * max(1, 2**20 // len(part))
-            whole, rest = divmod(times * len(part), len(block))
-            for _ in range(whole):
+            num_blocks, rest = divmod(times * len(part), len(block))
+            for _ in range(num_blocks):
                 file.write(block)
             file.write(block[:rest] + end)
 

@@ -1,4 +1,4 @@
-"""Hostile model folders and checkpoints: lying headers, pickles, links, code, wrong shapes, forged manifests."""
+"""Hostile model folders and checkpoints: false headers, pickles, links, code, wrong shapes, forged manifests."""
 
 from __future__ import annotations
 
@@ -64,24 +64,27 @@ _PICKLE = b"\x80\x04cos\nsystem\n(S'touch ../canary-ran'\ntR."
 
 
 def safetensors(shapes: Mapping[str, list[int]], **header: Any) -> bytes:
-    """A safetensors file of float32 zeros, its header changed by `header`."""
+    """Build a safetensors file of float32 zeros with header entries from `header`."""
     entries: dict[str, Any] = {}
-    place = 0
+    offset = 0
     for name, shape in shapes.items():
         size = 4
         for number in shape:
             size *= number
-        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [place, place + size]}
-        place += size
+        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
     text = json.dumps({**entries, **header}).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(place)
+    return struct.pack("<Q", len(text)) + text + bytes(offset)
 
 
 GOOD = safetensors(_SHAPES, __metadata__={"format": "pt"})
 
 
 def _model(**changed: Content | None) -> dict[str, Content]:
-    """A model folder that loads, with some files changed, added or (None) left out; names with '__' for '.'."""
+    """Build a model folder that loads, with some files changed, added or (None) left out.
+
+    '__' in a keyword stands for '.' in the file name.
+    """
     files: dict[str, Content | None] = {
         "config.json": json.dumps(_CONFIG),
         "model.safetensors": GOOD,
@@ -95,7 +98,7 @@ def _model(**changed: Content | None) -> dict[str, Content]:
 def model(
     files: Mapping[str, Content], says: str | tuple[str, ...], name: str, code: int = 2
 ) -> Case:
-    """A model folder that cannot be loaded."""
+    """Build a case with a model folder that cannot be loaded."""
     parts = (says,) if isinstance(says, str) else says
     return Case(f"model: {name}", ("call", "hostile.calls:load_model", "m"), parts, files, code)
 
@@ -289,7 +292,7 @@ _MODELS = [
 
 
 def template(text: str, name: str, says: str = "chat template") -> Case:
-    """A chat template that attacks."""
+    """Build a case with a hostile chat template."""
     config = json.dumps({**_TOKENIZER_CONFIG, "chat_template": text})
     files = _model(tokenizer_config__json=config)
     return Case(f"template: {name}", ("call", "hostile.calls:render", "m"), (says,), files)
@@ -328,16 +331,16 @@ def checkpoint(
     files: Mapping[str, bytes],
     says: str,
     name: str,
-    manifest: Callable[[dict[str, Any]], Any] = lambda found: found,
+    manifest: Callable[[dict[str, Any]], Any] = lambda values: values,
     seal: bool = True,
-    **more: Content,
+    **files_: Content,
 ) -> Case:
-    """A version of a checkpoint with a manifest made by somebody who knows its format."""
+    """Build a case with a checkpoint version whose manifest was forged by somebody who knows its format."""
     entries = {key: {"size": len(data), "sha256": _digest(data)} for key, data in files.items()}
     lines = "".join(
         f"{key}\0{entries[key]['size']}\0{entries[key]['sha256']}\n" for key in sorted(entries)
     )
-    made: Any = {
+    content: Any = {
         "kind": "checkpoint",
         "version": 1,
         "parent": None,
@@ -346,9 +349,9 @@ def checkpoint(
         "files": entries,
         "content_digest": _digest(lines.encode()),
     }
-    made = manifest(made)
-    if seal and isinstance(made, dict):
-        made["manifest_digest"] = _digest(json.dumps(made, sort_keys=True).encode())
+    content = manifest(content)
+    if seal and isinstance(content, dict):
+        content["manifest_digest"] = _digest(json.dumps(content, sort_keys=True).encode())
     folder = "outputs/checkpoints/checkpoint-00000001"
     return Case(
         f"checkpoint: {name}",
@@ -356,8 +359,10 @@ def checkpoint(
         (folder, says),
         {
             **{f"{folder}/{key}": data for key, data in files.items() if ".." not in key},
-            f"{folder}/manifest.json": made if isinstance(made, bytes) else json.dumps(made),
-            **more,
+            f"{folder}/manifest.json": content
+            if isinstance(content, bytes)
+            else json.dumps(content),
+            **files_,
         },
         code=1,
         writes=True,
@@ -369,7 +374,7 @@ def _state(value: Any) -> dict[str, bytes]:
 
 
 def _with(**changed: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda found: {**found, **changed}
+    return lambda values: {**values, **changed}
 
 
 _ARRAY = {"$": "ndarray", "dtype": "<f8", "shape": [1], "data": "AAAAAAAAAAA="}
@@ -419,18 +424,18 @@ _CHECKPOINTS = [
         _state(1),
         "SHA-256 differs",
         "file changed",
-        lambda found: {
-            **found,
-            "files": {"state.json": {**found["files"]["state.json"], "sha256": "0" * 64}},
+        lambda values: {
+            **values,
+            "files": {"state.json": {**values["files"]["state.json"], "sha256": "0" * 64}},
         },
     ),
     checkpoint(
         _state(1),
         "cannot be read",
         "file that is not there",
-        lambda found: {
-            **found,
-            "files": {**found["files"], "model-0.safetensors": {"size": 1, "sha256": ""}},
+        lambda values: {
+            **values,
+            "files": {**values["files"], "model-0.safetensors": {"size": 1, "sha256": ""}},
         },
     ),
     checkpoint({"state.json": b"{"}, _BAD, "state no JSON"),
@@ -487,7 +492,7 @@ _CHECKPOINTS = [
 
 
 def _named(path: str, says: str, name: str, **files: Content) -> Case:
-    """A model folder that a configuration names."""
+    """Build a case with a model folder that a configuration names."""
     text = BASE.replace("preset: nano, vocab_size: 320, context: 128", f"path: {path}")
     return Case(f"named: {name}", ("validate", CONFIG), (CONFIG, says), {CONFIG: text, **files})
 
@@ -495,7 +500,7 @@ def _named(path: str, says: str, name: str, **files: Content) -> Case:
 def _examined(
     name: str, says: tuple[str, ...], files: Mapping[str, Content], code: int = 2
 ) -> Case:
-    """`doctor --model`, which looks for servers by a lock in the output folder."""
+    """Build a case of `doctor --model`, which looks for servers by a lock in the output folder."""
     return Case(f"doctor: {name}", ("doctor", "--model", "m"), says, files, code, writes=True)
 
 

@@ -1,4 +1,4 @@
-"""Hostile configurations: YAML that attacks its reader, values, names, paths, and what is named by import path."""
+"""Hostile configurations: YAML that attacks its reader, values, names, paths, and import paths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CODE = "import pathlib\npathlib.Path('../canary-ran').touch()\n"
 
 
 def _with(line: str) -> str:
-    """The base with another line at its end, on line 9."""
+    """Append a line to the base configuration, on line 9."""
     return BASE + line + "\n"
 
 
@@ -328,7 +328,7 @@ def _imported(text: str, says: tuple[str, ...], name: str) -> Case:
 
 
 def _passed(text: str, name: str) -> Case:
-    """Code that `validate` finds, and does not run."""
+    """Build a case with code that `validate` finds but does not run."""
     return Case(
         f"code that is found: {name}",
         ("validate", CONFIG),

@@ -36,7 +36,7 @@ _DPO = BASE.replace("{num_demonstrations: 50, levels: [easy]}", "{preferences: {
 def rows(
     content: Content, says: str | tuple[str, ...], name: str, file: str = "data.jsonl"
 ) -> Case:
-    """Demonstrations that `validate` refuses."""
+    """Build a case with demonstrations that `validate` refuses."""
     parts = (says,) if isinstance(says, str) else says
     files = {CONFIG: _SFT.replace("{name}", file), file: content}
     return Case(f"demonstrations: {name}", ("validate", CONFIG), (file, *parts), files)
@@ -45,7 +45,7 @@ def rows(
 def pairs(
     content: Content, says: str | tuple[str, ...], name: str, file: str = "pairs.jsonl"
 ) -> Case:
-    """Preferences that `validate` refuses."""
+    """Build a case with preferences that `validate` refuses."""
     parts = (says,) if isinstance(says, str) else says
     files = {CONFIG: _DPO.replace("{name}", file), file: content}
     return Case(f"preferences: {name}", ("validate", CONFIG), (file, *parts), files)
@@ -365,7 +365,7 @@ def _line(**changed: Any) -> bytes:
 
 
 def played(content: Content, says: str | tuple[str, ...], name: str) -> Case:
-    """Trajectories that `analyze` refuses."""
+    """Build a case with trajectories that `analyze` refuses."""
     parts = (says,) if isinstance(says, str) else says
     arguments = ("analyze", "t.jsonl", "--out", "outputs/report")
     return Case(f"trajectories: {name}", arguments, ("t.jsonl", *parts), {"t.jsonl": content})
@@ -410,7 +410,7 @@ _PLAYED = [
 def call(
     function: str, content: Content, says: str | tuple[str, ...], name: str, file: str
 ) -> Case:
-    """A reader of the Python API that refuses a file."""
+    """Build a case with a file that a reader of the Python API refuses."""
     parts = (says,) if isinstance(says, str) else says
     return Case(
         f"{function}: {name}",

@@ -1,4 +1,4 @@
-"""Hostile names on the command line, and records of runs that somebody else wrote into the output folder."""
+"""Hostile names on the command line, and records of runs written to the output folder by somebody else."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _SETTINGS: dict[str, Any] = {
 def record(
     name: str, says: str | tuple[str, ...], *events: bytes | Mapping[str, Any], **files: Content
 ) -> Case:
-    """A run in the output folder that `resume` looks at."""
+    """Build a case with a run in the output folder that `resume` reads."""
     folder = "outputs/p/runs/2026-01-01-00-00-00"
     lines = b"".join(
         (e if isinstance(e, bytes) else json.dumps(e).encode()) + b"\n" for e in events

@@ -30,7 +30,7 @@ def _data(name: str, place: str, files: Mapping[str, Content], *says: str) -> Ca
 def _with(
     name: str, code: int, *says: str, user: int = 0, umask: int = 0o022, **variables: str | None
 ) -> Case:
-    """`validate` of a good config under these variables."""
+    """Build a case of `validate` with a valid configuration under these variables."""
     return Case(
         f"variables: {name}",
         ("validate", CONFIG),
@@ -44,7 +44,7 @@ def _with(
 
 
 def closed(text: str) -> Content:
-    """A file that its owner alone may read."""
+    """Create a file that only its owner may read."""
 
     def make(path: Path) -> None:
         path.write_text(text)
@@ -54,12 +54,12 @@ def closed(text: str) -> Content:
 
 
 def closed_folder(path: Path) -> None:
-    """A folder that its owner alone may look into."""
+    """Create a folder that only its owner may list."""
     path.mkdir(mode=0o700)
 
 
 def hard_link(path: Path) -> None:
-    """A second name of a file outside."""
+    """Create a second name of a file outside."""
     os.link(path.parents[1] / "canary.txt", path)
 
 

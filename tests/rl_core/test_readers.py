@@ -107,11 +107,11 @@ def test_an_analysis_is_a_tidy_table(tmp_path):
 @pytest.mark.parametrize(
     ("read", "text", "message"),
     [
-        (rl_core.read_metrics, '{"a": 1}\n', "holds no metrics"),
+        (rl_core.read_metrics, '{"a": 1}\n', "contains no metrics"),
         (rl_core.read_metrics, "no\n", ":1: is not JSON"),
-        (rl_core.read_rewards, '{"a": 1}\n', "holds no rewards"),
-        (rl_core.read_rewards, "[1]\n", ":1: has to be an obj"),
-        (rl_core.read_analysis, "a,b\n1,2\n", "is no analysis.csv"),
+        (rl_core.read_rewards, '{"a": 1}\n', "contains no rewards"),
+        (rl_core.read_rewards, "[1]\n", ":1: must be an obj"),
+        (rl_core.read_analysis, "a,b\n1,2\n", "is not an analysis.csv"),
     ],
 )
 def test_other_files_are_named(read, text, message, tmp_path):

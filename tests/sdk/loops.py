@@ -1,4 +1,4 @@
-"""Training loops written against the tinker SDK, in its own environment; prints what the test looks at as JSON."""
+"""Training loops written with the tinker SDK, in its environment; prints the results for the test as JSON."""
 
 import json
 import os
@@ -17,12 +17,12 @@ from tinker import types  # noqa: E402
 STEP = types.AdamParams(learning_rate=2e-2, eps=1e-8)
 
 
-def done(value):
-    """The client behind a future; older SDKs give the client itself."""
+def resolve(value):
+    """Return the client behind a future; older SDKs return the client itself."""
     return value.result() if callable(getattr(value, "result", None)) else value
 
 
-def datum(tokens, **inputs):
+def make_datum(tokens, **inputs):
     inputs = {name: np.asarray(values) for name, values in inputs.items()}
     return types.Datum(
         model_input=types.ModelInput.from_ints(list(tokens[:-1])),
@@ -30,34 +30,34 @@ def datum(tokens, **inputs):
     )
 
 
-def supervised(service, found):
-    training = done(service.create_lora_training_client(base_model="base", rank=8, seed=3))
+def train_supervised(service, results):
+    training = resolve(service.create_lora_training_client(base_model="base", rank=8, seed=3))
     rng = np.random.default_rng(0)
     rows = [rng.integers(2, 60, 8).tolist() for _ in range(4)]
-    data = [datum(row, weights=np.ones(7, np.float32)) for row in rows]
+    data = [make_datum(row, weights=np.ones(7, np.float32)) for row in rows]
     losses = []
     for _ in range(8):
-        passed = training.forward_backward(data, "cross_entropy")
-        stepped = training.optim_step(STEP)  # in flight with the pass
-        losses.append(passed.result().metrics["loss:sum"])
-        stepped.result()
-    found["sft_losses"] = losses
+        forward_future = training.forward_backward(data, "cross_entropy")
+        step_future = training.optim_step(STEP)  # in flight with the pass
+        losses.append(forward_future.result().metrics["loss:sum"])
+        step_future.result()
+    results["sft_losses"] = losses
     before = training.forward(data, "cross_entropy").result()
-    found["saved_loss"] = before.metrics["loss:sum"]
-    found["logprobs"] = before.loss_fn_outputs[0]["logprobs"].tolist()
+    results["saved_loss"] = before.metrics["loss:sum"]
+    results["logprobs"] = before.loss_fn_outputs[0]["logprobs"].tolist()
     path = training.save_state("done").result().path
-    resumed = done(service.create_training_client_from_state_with_optimizer(path))
-    found["resumed_loss"] = resumed.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    resumed = resolve(service.create_training_client_from_state_with_optimizer(path))
+    results["resumed_loss"] = resumed.forward(data, "cross_entropy").result().metrics["loss:sum"]
     seen = []
 
     def loss(data, logprobs):
-        seen.extend(one.detach().tolist() for one in logprobs)
-        return -sum(one.sum() for one in logprobs), {"custom": 1.0}
+        seen.extend(logprob.detach().tolist() for logprob in logprobs)
+        return -sum(logprob.sum() for logprob in logprobs), {"custom": 1.0}
 
     resumed.forward_backward_custom(data, loss).result()
-    found["custom_logprobs"] = seen[0]
+    results["custom_logprobs"] = seen[0]
     sampling = training.save_weights_and_get_sampling_client()
-    sampling = done(sampling)
+    sampling = resolve(sampling)
     prompt = types.ModelInput.from_ints(rows[0][:3])
     parameters = types.SamplingParams(max_tokens=5, seed=1, stop=[])
     sequence = (
@@ -65,49 +65,53 @@ def supervised(service, found):
         .result()
         .sequences[0]
     )
-    whole = types.ModelInput.from_ints(rows[0][:3] + list(sequence.tokens))
-    again = sampling.compute_logprobs(whole).result()[3:]
-    found["sampled_difference"] = float(np.abs(np.array(again) - np.array(sequence.logprobs)).max())
+    sequence_input = types.ModelInput.from_ints(rows[0][:3] + list(sequence.tokens))
+    recomputed = sampling.compute_logprobs(sequence_input).result()[3:]
+    results["sampled_difference"] = float(
+        np.abs(np.array(recomputed) - np.array(sequence.logprobs)).max()
+    )
     many = data * 300  # more than one request
-    found["chunked_loss"] = training.forward(many, "cross_entropy").result().metrics["loss:sum"]
-    found["whole_loss"] = 300 * found["saved_loss"]
+    results["chunked_loss"] = training.forward(many, "cross_entropy").result().metrics["loss:sum"]
+    results["whole_loss"] = 300 * results["saved_loss"]
 
 
-def policy(service, found):
-    """Group-relative policy gradient: token 7 is wanted."""
-    training = done(service.create_lora_training_client(base_model="base", rank=8, seed=4))
+def train_policy(service, results):
+    """Train a group-relative policy gradient that rewards odd tokens."""
+    training = resolve(service.create_lora_training_client(base_model="base", rank=8, seed=4))
     prompt, parameters = [3, 4], types.SamplingParams(max_tokens=6, stop=[])
     rewards = []
     for _ in range(10):
-        sampling = done(training.save_weights_and_get_sampling_client())
+        sampling = resolve(training.save_weights_and_get_sampling_client())
         answer = sampling.sample(
             prompt=types.ModelInput.from_ints(prompt), num_samples=48, sampling_params=parameters
         ).result()
-        scores = np.array([np.mean(np.array(one.tokens) % 2) for one in answer.sequences])
+        scores = np.array([np.mean(np.array(item.tokens) % 2) for item in answer.sequences])
         rewards.append(float(scores.mean()))
         advantages = (scores - scores.mean()) / (scores.std() + 1e-6)
         data = []
-        for one, advantage in zip(answer.sequences, advantages, strict=True):
-            tokens, skipped = prompt + list(one.tokens), len(prompt) - 1
+        for sequence, advantage in zip(answer.sequences, advantages, strict=True):
+            tokens, skipped = prompt + list(sequence.tokens), len(prompt) - 1
             zeros = [0.0] * skipped
             data.append(
-                datum(
+                make_datum(
                     tokens,
-                    logprobs=np.array(zeros + list(one.logprobs), np.float32),
-                    advantages=np.array(zeros + [advantage / 100] * len(one.tokens), np.float32),
+                    logprobs=np.array(zeros + list(sequence.logprobs), np.float32),
+                    advantages=np.array(
+                        zeros + [advantage / 100] * len(sequence.tokens), np.float32
+                    ),
                 )
             )
-        passed = training.forward_backward(data, "importance_sampling")
+        forward_future = training.forward_backward(data, "importance_sampling")
         training.optim_step(STEP).result()
-        passed.result()
-    found["rewards"] = rewards
+        forward_future.result()
+    results["rewards"] = rewards
 
 
 def main():
-    service, found = tinker.ServiceClient(), {}
-    supervised(service, found)
-    policy(service, found)
-    print(json.dumps(found))
+    service, results = tinker.ServiceClient(), {}
+    train_supervised(service, results)
+    train_policy(service, results)
+    print(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,9 +1,9 @@
-"""Every public method of an installed tinker SDK against a running service.
+"""Scoreboard of every public method of an installed tinker SDK against a running service.
 
-`TINKER_BASE_URL=... TINKER_API_KEY=... python scoreboard.py` in the SDK's own environment, in a folder where the base
-model's name is its folder. EXTRA_PACKAGES: a folder with torch, where the environment has none. Prints JSON:
-{"ServiceClient.close": "supported", ...}; other values are "refused: ..." (the service or the SDK says so by name),
-"unknown" (no call is written below) and "failed: ...".
+`TINKER_BASE_URL=... TINKER_API_KEY=... python scoreboard.py` in the SDK's environment, in a folder where the base
+model's name is its folder. EXTRA_PACKAGES: a folder with torch if the environment has none. Prints JSON:
+{"ServiceClient.close": "supported", ...}; other values are "refused: ..." (the service or the SDK refuses by name),
+"unknown" (no call is defined below) and "failed: ...".
 """
 
 import asyncio
@@ -17,7 +17,7 @@ os.environ["TINKER_TELEMETRY"] = "0"
 os.environ["TINKER_PROJECT_ID"] = "project"
 os.environ["HF_HUB_OFFLINE"] = "1"
 if "EXTRA_PACKAGES" in os.environ:
-    sys.path.append(os.environ["EXTRA_PACKAGES"])  # behind the environment's own
+    sys.path.append(os.environ["EXTRA_PACKAGES"])  # after the environment's packages
 warnings.simplefilter("ignore")
 
 import numpy as np  # noqa: E402
@@ -39,8 +39,8 @@ PROMPT = types.ModelInput.from_ints([3, 4, 5])
 PARAMETERS = types.SamplingParams(max_tokens=3, seed=1)
 
 
-def done(value):
-    """The result behind futures and coroutines."""
+def resolve(value):
+    """Return the result behind futures and coroutines."""
     if inspect.iscoroutine(value):
         value = asyncio.run(value)
     for _ in range(3):
@@ -50,50 +50,50 @@ def done(value):
     return value
 
 
-def datum(ids=(3, 4, 5, 6)):
+def make_datum(ids=(3, 4, 5, 6)):
     inputs = {"target_tokens": np.array(ids[1:]), "weights": np.ones(len(ids) - 1, np.float32)}
     return types.Datum(
         model_input=types.ModelInput.from_ints(list(ids[:-1])), loss_fn_inputs=inputs
     )
 
 
-def custom(data, logprobs):
-    return sum(-one.sum() for one in logprobs), {"custom": 1.0}
+def compute_custom_loss(data, logprobs):
+    return sum(-logprob.sum() for logprob in logprobs), {"custom": 1.0}
 
 
-def traced(logprobs):
+def compute_traced_loss(logprobs):
     loss = -logprobs.sum()
     return loss, {"custom/loss:sum": loss}
 
 
 class Scene:
-    """Clients and saved weights that calls need."""
+    """Clients and saved weights that the calls need."""
 
     def __init__(self):
         self.service = tinker.ServiceClient()
-        self.training = done(self.service.create_lora_training_client(base_model="base", rank=4))
+        self.training = resolve(self.service.create_lora_training_client(base_model="base", rank=4))
         self.session = (
             self.training.model_id.partition(":")[0] if hasattr(self.training, "model_id") else ""
         )
-        self.state = done(self.training.save_state("first")).path
-        self.weights = done(self.training.save_weights_for_sampler("first")).path
-        self.sampling = done(self.service.create_sampling_client(model_path=self.weights))
-        self.rest = done(self.service.create_rest_client())
-        self.external = self.external_path()
+        self.state = resolve(self.training.save_state("first")).path
+        self.weights = resolve(self.training.save_weights_for_sampler("first")).path
+        self.sampling = resolve(self.service.create_sampling_client(model_path=self.weights))
+        self.rest = resolve(self.service.create_rest_client())
+        self.external = self.save_external_path()
         self.count = 0
 
-    def external_path(self):
+    def save_external_path(self):
         if not hasattr(self.training, "save_weights_external"):
             return None
-        return done(self.training.save_weights_external("files")).path
+        return resolve(self.training.save_weights_external("files")).path
 
-    def saved_position(self):
-        """A new path that may be deleted."""
+    def save_extra_path(self):
+        """Save a path that may be deleted."""
         self.count += 1
-        return done(self.training.save_state(f"extra-{self.count}")).path
+        return resolve(self.training.save_state(f"extra-{self.count}")).path
 
 
-def split(path):
+def split_path(path):
     run, kind, name = path.removeprefix("tinker://").split("/")
     return run, f"{kind}/{name}"
 
@@ -103,7 +103,7 @@ CALLS = {
     "ServiceClient": {
         "close": lambda s: ((), {"status": "success"}),
         "copy_weights": lambda s: ((s.state,), {}),
-        "create_custom_loss": lambda s: ((traced,), {"input_ranks": {"logprobs": 1}}),
+        "create_custom_loss": lambda s: ((compute_traced_loss,), {"input_ranks": {"logprobs": 1}}),
         "create_lora_training_client": lambda s: ((), {"base_model": "base", "rank": 4}),
         "create_rest_client": lambda s: ((), {}),
         "create_sampling_client": lambda s: ((), {"base_model": "base"}),
@@ -115,9 +115,9 @@ CALLS = {
     },
     "TrainingClient": {
         "create_sampling_client": lambda s: ((s.weights,), {}),
-        "forward": lambda s: (([datum()], "cross_entropy"), {}),
-        "forward_backward": lambda s: (([datum()], "cross_entropy"), {}),
-        "forward_backward_custom": lambda s: (([datum()], custom), {}),
+        "forward": lambda s: (([make_datum()], "cross_entropy"), {}),
+        "forward_backward": lambda s: (([make_datum()], "cross_entropy"), {}),
+        "forward_backward_custom": lambda s: (([make_datum()], compute_custom_loss), {}),
         "get_console_url": lambda s: ((), {}),
         "get_info": lambda s: ((), {}),
         "get_telemetry": lambda s: ((), {}),
@@ -138,7 +138,7 @@ CALLS = {
         "get_sampler_handle": lambda s: ((), {}),
         "get_telemetry": lambda s: ((), {}),
         "get_tokenizer": lambda s: ((), {}),
-        "on_queue_state_change": lambda s: ((queue_state(), None), {}),
+        "on_queue_state_change": lambda s: ((get_queue_state(), None), {}),
         "sample": lambda s: (
             (),
             {"prompt": PROMPT, "num_samples": 2, "sampling_params": PARAMETERS},
@@ -153,29 +153,29 @@ CALLS = {
     "RestClient": {
         "assign_session_project": lambda s: ((s.session, "project"), {}),
         "copy_weights": lambda s: ((s.state,), {}),
-        "delete_checkpoint": lambda s: (split(s.saved()), {}),
-        "delete_checkpoint_from_tinker_path": lambda s: ((s.saved_position(),), {}),
+        "delete_checkpoint": lambda s: (split_path(s.save_extra_path()), {}),
+        "delete_checkpoint_from_tinker_path": lambda s: ((s.save_extra_path(),), {}),
         "export_session_trace": lambda s: ((s.session,), {}),
         "get_audit_log": lambda s: ((), {}),
         "get_billing_usage": lambda s: (("2026-07-13T00:00:00Z", "2026-07-14T00:00:00Z"), {}),
         "get_current_checkpoint_storage_usage": lambda s: ((), {}),
-        "get_checkpoint_archive_url": lambda s: (split(s.weights), {}),
+        "get_checkpoint_archive_url": lambda s: (split_path(s.weights), {}),
         "get_checkpoint_archive_url_from_tinker_path": lambda s: ((s.weights,), {}),
         "get_external_weights_urls": lambda s: ((s.external,), {}),
         "get_sampler": lambda s: ((s.sampling._sampling_session_id,), {}),
         "get_server_capabilities": lambda s: ((), {}),
         "get_session": lambda s: ((s.session,), {}),
         "get_telemetry": lambda s: ((), {}),
-        "get_training_run": lambda s: ((split(s.state)[0],), {}),
+        "get_training_run": lambda s: ((split_path(s.state)[0],), {}),
         "get_training_run_by_tinker_path": lambda s: ((s.state,), {}),
         "get_weights_info_by_tinker_path": lambda s: ((s.state,), {}),
-        "list_checkpoints": lambda s: ((split(s.state)[0],), {}),
+        "list_checkpoints": lambda s: ((split_path(s.state)[0],), {}),
         "list_sessions": lambda s: ((), {}),
         "list_training_runs": lambda s: ((), {}),
         "list_user_checkpoints": lambda s: ((), {}),
         "publish_checkpoint_from_tinker_path": lambda s: ((s.state,), {}),
         "search_sessions": lambda s: ((types.SessionSearchRequest(display_name="x"),), {}),
-        "set_checkpoint_ttl_from_tinker_path": lambda s: ((s.saved_position(), 7200), {}),
+        "set_checkpoint_ttl_from_tinker_path": lambda s: ((s.save_extra_path(), 7200), {}),
         "unpublish_checkpoint_from_tinker_path": lambda s: ((s.state,), {}),
         "whoami": lambda s: ((), {}),
     },
@@ -189,28 +189,28 @@ def next_number():
     return _NUMBER
 
 
-def queue_state():
+def get_queue_state():
     from tinker.lib.api_future_impl import QueueState
 
     return QueueState.ACTIVE
 
 
-def methods(kind):
+def list_methods(kind):
     for name, _ in inspect.getmembers(kind, callable):
         if not name.startswith("_"):
             yield name
 
 
-def outcome(owner, kind, name, scene):
-    make = CALLS[kind].get(name.removesuffix("_async"))
-    if make is None:
+def classify_method(owner, kind, name, scene):
+    build_arguments = CALLS[kind].get(name.removesuffix("_async"))
+    if build_arguments is None:
         return "unknown"
     try:
-        arguments, named = make(scene)
+        arguments, keywords = build_arguments(scene)
         call = getattr(owner, name)
-        found = inspect.signature(call).parameters
-        named = {key: value for key, value in named.items() if key in found}
-        done(call(*arguments, **named))
+        parameters = inspect.signature(call).parameters
+        keywords = {key: value for key, value in keywords.items() if key in parameters}
+        resolve(call(*arguments, **keywords))
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         return ("refused: " if any(part in text for part in REFUSALS) else "failed: ") + text[:300]
@@ -229,14 +229,13 @@ def main():
     owners["ServiceClient"] = scene.service  # the end comes last
     others = {name for name in tinker.__all__ if name.endswith("Client")} - owners.keys()
     assert not others, f"clients of the SDK that nothing here calls: {others}"
-    found = {}
+    results = {}
     for kind, owner in owners.items():
-        names = sorted(
-            methods(type(owner)), key=lambda name: (name.startswith("close"), name)
-        )  # the end comes last
+        # the end comes last
+        names = sorted(list_methods(type(owner)), key=lambda name: (name.startswith("close"), name))
         for name in names:
-            found[f"{kind}.{name}"] = outcome(owner, kind, name, scene)
-    print(json.dumps(found))
+            results[f"{kind}.{name}"] = classify_method(owner, kind, name, scene)
+    print(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,1 +1,1 @@
-"""HTTP server of the training service: the clients' routes and its own, over the store; it never loads a model."""
+"""HTTP server of the training service: client and management routes over the store. It never loads a model."""

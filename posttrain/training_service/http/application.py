@@ -1,7 +1,4 @@
-"""The service's application: the clients' routes under /api/v1, its own beside them, and what all of them share.
-
-The server process of the training service.
-"""
+"""Application of the service's HTTP server: client routes under /api/v1, management routes, background tasks."""
 
 from __future__ import annotations
 
@@ -44,15 +41,16 @@ from rl_core.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 DROP_INTERVAL_SECONDS = 30.0
-LOG_CHECKPOINT_SECONDS = 2.0  # between two copies of SQLite's log into its file
-MAX_LOG_BYTES = 32 << 20  # of that log, after which it begins anew
+LOG_CHECKPOINT_SECONDS = 2.0  # between two checkpoints of SQLite's log
+MAX_LOG_BYTES = 32 << 20  # SQLite's log is restarted beyond this size
+MAX_OPEN_FILES = 16_384  # each client that waits for a result holds a connection
 
-# Parts of the public interface that this service has not, by name.
+# Parts of the public interface that this service does not offer.
 _UNSUPPORTED_PATHS = {
     "billing/{rest:path}": "there is no billing here",
-    "auth/token": "API keys are used as they are; pjwt_auth_enabled is false",
+    "auth/token": "API keys are used directly; pjwt_auth_enabled is false",
     "create_custom_loss": "custom losses run in the client; custom_loss_server_side is false",
-    "unload_model": "a run that is not used leaves memory by itself",
+    "unload_model": "unused runs are unloaded automatically",
 }
 
 
@@ -64,11 +62,11 @@ def _refuse_unsupported_path(reason: str) -> Route:
 
 
 def build_service_app(settings: ServiceSettings, store: ServiceStore) -> LoopbackOnlyMiddleware:
-    """The application (ASGI) over an open store."""
+    """Build the ASGI application over an open store."""
     server = ServiceServer(settings, store)
 
     @contextlib.asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
+    async def run_background_tasks(app: FastAPI) -> AsyncIterator[None]:
         server.start_threads()
         tasks = [
             asyncio.create_task(_drop_fetched_results(server)),
@@ -83,7 +81,7 @@ def build_service_app(settings: ServiceSettings, store: ServiceStore) -> Loopbac
 
     app = FastAPI(
         title="posttrain training service",
-        lifespan=life,
+        lifespan=run_background_tasks,
         docs_url=None,
         redoc_url=None,
         exception_handlers={
@@ -103,46 +101,50 @@ def build_service_app(settings: ServiceSettings, store: ServiceStore) -> Loopbac
         *USAGE_ROUTES,
     ]
     routes += [
-        Route(f"/{path}", _refuse_unsupported_path(why), methods=["GET", "POST", "PUT", "DELETE"])
-        for path, why in _UNSUPPORTED_PATHS.items()
+        Route(
+            f"/{path}", _refuse_unsupported_path(reason), methods=["GET", "POST", "PUT", "DELETE"]
+        )
+        for path, reason in _UNSUPPORTED_PATHS.items()
     ]
     add_management_routes(app, server)
     app.router.routes.extend(
-        Route(f"/api/v1{r.path}", r.endpoint, methods=list(r.methods or ())) for r in routes
+        Route(f"/api/v1{route.path}", route.endpoint, methods=list(route.methods or ()))
+        for route in routes
     )
     return LoopbackOnlyMiddleware(app)
 
 
 async def _drop_fetched_results(server: ServiceServer) -> None:
-    """Forget results some time after they were fetched."""
+    """Drop results some time after they were fetched in an endless loop."""
     while True:
         await asyncio.sleep(min(DROP_INTERVAL_SECONDS, server.settings.server.fetched_seconds + 1))
-        old = time.monotonic() - server.settings.server.fetched_seconds
-        chosen = [name for name, when in server.fetched_at.items() if when < old]
+        fetched_before = time.monotonic() - server.settings.server.fetched_seconds
+        request_ids = [
+            request_id
+            for request_id, fetched_at in server.fetched_at.items()
+            if fetched_at < fetched_before
+        ]
         try:
-            await server.drop_results(chosen)
+            await server.drop_results(request_ids)
         except PosttrainError as error:
-            log.warning("results that were fetched are still kept: %s", error)
+            log.warning("fetched results could not be dropped: %s", error)
             continue
-        for name in chosen:
-            server.fetched_at.pop(name, None)
+        for request_id in request_ids:
+            server.fetched_at.pop(request_id, None)
 
 
 async def _checkpoint_store_log(server: ServiceServer) -> None:
-    """Keep SQLite's log short, so that no transaction has to."""
+    """Checkpoint SQLite's log regularly so that no transaction has to."""
     while True:
         await asyncio.sleep(LOG_CHECKPOINT_SECONDS)
         try:
             await server.call_store(server.store.checkpoint_log, MAX_LOG_BYTES)
         except PosttrainError as error:
-            log.warning("the store's log is not copied: %s", error)
-
-
-MAX_OPEN_FILES = 16_384  # each client that waits for a result holds a connection
+            log.warning("the store's log could not be checkpointed: %s", error)
 
 
 def serve_http(settings: ServiceSettings) -> None:
-    """Serve until SIGTERM or Ctrl-C. Raises: SettingsError, BackendError if the store cannot be opened."""
+    """Serve until SIGTERM or Ctrl-C. Raises: SettingsError; BackendError if the store cannot be opened."""
     import uvicorn
 
     raise_open_file_limit(MAX_OPEN_FILES)
@@ -161,18 +163,17 @@ def serve_http(settings: ServiceSettings) -> None:
         )
     )
     try:
-        with contextlib.suppress(
-            KeyboardInterrupt
-        ):  # uvicorn has shut down and re-raises the signal
+        # uvicorn has shut down and re-raises the signal
+        with contextlib.suppress(KeyboardInterrupt):
             server.run()
     finally:
         store.close()
 
 
 def translate_service_error(error: Exception) -> HTTPError:
-    """The status that makes the public client do the right thing.
+    """Return the HTTP status to which the public client reacts correctly.
 
-    It sends the same again after 408, 409, 429 and 5xx, so a repeated number with another payload is 422; 410 tells it
+    The client retries after 408, 409, 429 and 5xx, so a reused sequence id with another payload is 422; 410 tells it
     that a result is lost.
     """
     if isinstance(error, HTTPError):
@@ -190,6 +191,6 @@ def translate_service_error(error: Exception) -> HTTPError:
 
 
 async def write_error_response(request: Request, error: Exception) -> Response:
-    """An exception handler of the application."""
-    refused = translate_service_error(error)
-    return JSONResponse({"detail": str(refused)}, refused.status, headers=refused.headers)
+    """Handle an exception: write its status and message."""
+    http_error = translate_service_error(error)
+    return JSONResponse({"detail": str(http_error)}, http_error.status, headers=http_error.headers)

@@ -1,8 +1,7 @@
-"""Routes of training runs and saved weights: lists, life, publication.
+"""Routes of training runs and saved weights: listing, lifetime, publication, files and copies.
 
-Routes of the files of saved weights: signed addresses, which work without an API key for a while.
-
-The route that copies saved weights into a training run of their own, which holds them and is not trained.
+File addresses are signed, so they work without an API key for a while. A copy creates a training run that holds the
+copied weights and cannot be trained.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ from rl_core.storage.atomic_files import copy_tree
 
 MAX_CHECKPOINTS_PER_RUN = 10_000
 FIRST_CLIENT_WITH_EXPORTS = 30  # minor version of the public client
+ARCHIVE_NAME = "archive.tar"  # requests all files instead of a single one
 
 
 def _format_checkpoint(record: CheckpointRecord) -> dict[str, Any]:
@@ -64,28 +64,26 @@ def _format_checkpoint(record: CheckpointRecord) -> dict[str, Any]:
 
 
 def _format_checkpoints(request: Request, records: list[CheckpointRecord]) -> list[dict[str, Any]]:
-    """Saved weights; clients before 0.30 do not know exported ones, and refuse a list that has some."""
+    """Format saved weights, without exports for clients before 0.30, which refuse a list that contains them."""
     version = re.search(r"Tinker/Python 0\.(\d+)", request.headers.get("user-agent", ""))
     is_old = version is not None and int(version[1]) < FIRST_CLIENT_WITH_EXPORTS
     return [
-        _format_checkpoint(one)
-        for one in records
-        if not (is_old and one.kind == "external_weights")
+        _format_checkpoint(record)
+        for record in records
+        if not (is_old and record.kind == "external_weights")
     ]
 
 
 async def _format_training_run(
-    server: ServiceServer, run: TrainingRunRecord, *, is_own: bool
+    server: ServiceServer, run: TrainingRunRecord, *, is_owner: bool
 ) -> dict[str, Any]:
     lora = run.facts.get("lora")
-    saved = (
-        await server.call_store(
-            server.store.list_checkpoints, None, MAX_CHECKPOINTS_PER_RUN, 0, run.model_id
-        )
-    ).items
-    saved = [one for one in saved if is_own or one.public]
+    page = await server.call_store(
+        server.store.list_checkpoints, None, MAX_CHECKPOINTS_PER_RUN, 0, run.model_id
+    )
+    visible = [record for record in page.items if is_owner or record.public]
     newest = {
-        kind: next((_format_checkpoint(one) for one in saved if one.kind == kind), None)
+        kind: next((_format_checkpoint(record) for record in visible if record.kind == kind), None)
         for kind in ("weights", "sampler_weights")
     }
     return {
@@ -103,16 +101,16 @@ async def _format_training_run(
 
 
 async def find_owned_run(server: ServiceServer, caller: ApiKey, model_id: str) -> TrainingRunRecord:
-    """Raises: Refused (404, 403)."""
+    """Return a training run of the caller. Raises: HTTPError (404, 403)."""
     await server.check_target_owner(caller, model_id)
-    found = await server.call_store(server.store.find_run, model_id)
-    if found is None:
+    run = await server.call_store(server.store.find_run, model_id)
+    if run is None:
         raise HTTPError(404, f"there is no training run '{model_id[:200]}'")
-    return found
+    return run
 
 
 def _should_include_published(request: Request) -> bool:
-    """True = those of others that have published weights, too. Raises: Refused (422)."""
+    """Return whether runs of other keys with published weights are listed too. Raises: HTTPError (422)."""
     scope = request.query_params.get("access_scope", "owned")
     if scope not in ("owned", "accessible"):
         raise HTTPError(422, f"access_scope: {scope[:40]!r}, expected owned or accessible")
@@ -133,7 +131,7 @@ async def _list_training_runs(request: Request) -> Response:
     )
     cursor = {"offset": offset, "limit": limit, "total_count": page.total}
     runs = [
-        await _format_training_run(server, run, is_own=run.owner == caller.key_id)
+        await _format_training_run(server, run, is_owner=run.owner == caller.key_id)
         for run in page.items
     ]
     return JSONResponse({"training_runs": runs, "cursor": cursor})
@@ -149,7 +147,9 @@ async def _describe_training_run(request: Request) -> Response:
     )
     if run is None or not await server.call_store(server.store.is_published, model_id):
         run = await find_owned_run(server, caller, model_id)
-    return JSONResponse(await _format_training_run(server, run, is_own=run.owner == caller.key_id))
+    return JSONResponse(
+        await _format_training_run(server, run, is_owner=run.owner == caller.key_id)
+    )
 
 
 async def _list_run_checkpoints(request: Request) -> Response:
@@ -170,60 +170,62 @@ async def _list_checkpoints(request: Request) -> Response:
 
 
 async def find_owned_checkpoint(request: Request) -> tuple[ServiceServer, ApiKey, CheckpointRecord]:
-    """The saved weights that an address names. Raises: Refused (404, 403)."""
+    """Return server, caller and the caller's saved weights that the address names. Raises: HTTPError (404, 403)."""
     server, caller = await authenticate_request(request)
     parts = request.path_params
     path = str(parse_tinker_path(f"tinker://{parts['model_id']}/{parts['kind']}/{parts['name']}"))
-    found = await server.call_store(server.store.find_checkpoint, path)
-    if found is None:
+    checkpoint = await server.call_store(server.store.find_checkpoint, path)
+    if checkpoint is None:
         raise HTTPError(404, f"there are no saved weights {path}")
-    if found.owner != caller.key_id:
+    if checkpoint.owner != caller.key_id:
         raise HTTPError(403, f"{path} belongs to another API key")
-    return server, caller, found
+    return server, caller, checkpoint
 
 
 async def _delete_checkpoint(request: Request) -> Response:
-    server, caller, found = await find_owned_checkpoint(request)
-    await server.call_store(server.store.delete_checkpoint, found.path)
-    await server.record_audit_entry(caller, "checkpoint_delete", found.path)
+    server, caller, checkpoint = await find_owned_checkpoint(request)
+    await server.call_store(server.store.delete_checkpoint, checkpoint.path)
+    await server.record_audit_entry(caller, "checkpoint_delete", checkpoint.path)
     return Response(status_code=204)
 
 
 async def _set_public(request: Request) -> Response:
-    server, caller, found = await find_owned_checkpoint(request)
+    server, caller, checkpoint = await find_owned_checkpoint(request)
     is_public = request.method == "POST"
-    await server.call_store(server.store.update_checkpoint, found.path, public=is_public)
+    await server.call_store(server.store.update_checkpoint, checkpoint.path, public=is_public)
     await server.record_audit_entry(
-        caller, "checkpoint_publish" if is_public else "checkpoint_unpublish", found.path
+        caller, "checkpoint_publish" if is_public else "checkpoint_unpublish", checkpoint.path
     )
     return Response(status_code=204)
 
 
 async def _set_ttl(request: Request) -> Response:
-    server, caller, found = await find_owned_checkpoint(request)
+    server, caller, checkpoint = await find_owned_checkpoint(request)
     body = await read_json_body(server, request, SetTtl)
     expires = None if body.ttl_seconds is None else server.store.read_clock() + body.ttl_seconds
-    await server.call_store(server.store.update_checkpoint, found.path, expires=expires)
-    await server.record_audit_entry(caller, "checkpoint_ttl", found.path, str(body.ttl_seconds))
+    await server.call_store(server.store.update_checkpoint, checkpoint.path, expires=expires)
+    await server.record_audit_entry(
+        caller, "checkpoint_ttl", checkpoint.path, str(body.ttl_seconds)
+    )
     return Response(status_code=204)
 
 
 async def _describe_weights(request: Request) -> Response:
     server, caller, body, _ = await read_json_request(request, WeightsInfo)
-    found = await find_readable_checkpoint(server, caller, body.tinker_path)
-    run = await server.call_store(server.store.find_run, found.model_id)
-    facts = found.facts if run is None else run.facts
+    checkpoint = await find_readable_checkpoint(server, caller, body.tinker_path)
+    run = await server.call_store(server.store.find_run, checkpoint.model_id)
+    facts = checkpoint.facts if run is None else run.facts
     lora = facts.get("lora")
-    trained = {
+    adapted_layers = {
         name: lora[name] if lora else None for name in ("train_unembed", "train_mlp", "train_attn")
     }
     return JSONResponse(
         {
-            "base_model": found.base or facts.get("base"),
+            "base_model": checkpoint.base or facts.get("base"),
             "is_lora": lora is not None,
             "lora_rank": lora["rank"] if lora else None,
             "optimizer_config": facts.get("optimizer") or {"type": "adamw"},
-            **trained,
+            **adapted_layers,
         }
     )
 
@@ -241,36 +243,33 @@ CHECKPOINT_ROUTES = [
 ]
 
 
-ARCHIVE_NAME = "archive.tar"  # in place of a file's name: all of them
-
-
 def _sign_file_url(request: Request, server: ServiceServer, subject: str, expires: int) -> str:
     signature = server.signer.sign_subject(subject, expires)
     return f"{str(request.base_url).rstrip('/')}/api/v1/files/{expires}/{signature}/{subject}"
 
 
 async def _list_file_urls(request: Request) -> Response:
-    """An address for each file of exported weights."""
-    server, caller, found = await find_owned_checkpoint(request)
-    if found.kind != "external_weights":
+    """Return a signed address for each file of exported weights."""
+    server, caller, checkpoint = await find_owned_checkpoint(request)
+    if checkpoint.kind != "external_weights":
         raise HTTPError(
             422,
-            f"{found.path} is for this service; save_weights_external makes files for other programs",
+            f"{checkpoint.path} is for this service; save_weights_external writes files for other programs",
         )
     expires = math.ceil(server.store.read_clock() + server.settings.server.url_seconds)
-    place = found.path.removeprefix("tinker://")
-    names = await asyncio.to_thread(list_regular_files, server.folder / found.folder)
-    urls = {name: _sign_file_url(request, server, f"{place}/{name}", expires) for name in names}
-    await server.record_audit_entry(caller, "checkpoint_read", found.path)
+    subject = checkpoint.path.removeprefix("tinker://")
+    names = await asyncio.to_thread(list_regular_files, server.folder / checkpoint.folder)
+    urls = {name: _sign_file_url(request, server, f"{subject}/{name}", expires) for name in names}
+    await server.record_audit_entry(caller, "checkpoint_read", checkpoint.path)
     return JSONResponse({"urls": urls, "expires": format_timestamp(expires)})
 
 
 async def _send_archive_url(request: Request) -> Response:
-    """One address of all files of saved weights, as a tar; clients before 0.36 ask for it."""
-    server, caller, found = await find_owned_checkpoint(request)
+    """Return one signed address for all files as a tar archive. Clients before 0.36 ask for it."""
+    server, caller, checkpoint = await find_owned_checkpoint(request)
     expires = math.ceil(server.store.read_clock() + server.settings.server.url_seconds)
-    subject = f"{found.path.removeprefix('tinker://')}/{ARCHIVE_NAME}"
-    await server.record_audit_entry(caller, "checkpoint_read", found.path)
+    subject = f"{checkpoint.path.removeprefix('tinker://')}/{ARCHIVE_NAME}"
+    await server.record_audit_entry(caller, "checkpoint_read", checkpoint.path)
     return JSONResponse(
         {
             "url": _sign_file_url(request, server, subject, expires),
@@ -290,10 +289,10 @@ async def _send_file(request: Request) -> Response:
         )
     model_id, kind, name, file = subject.split("/", 3)
     path = parse_tinker_path(f"tinker://{model_id}/{kind}/{name}")
-    found = await server.call_store(server.store.find_checkpoint, str(path))
-    if found is None:
+    checkpoint = await server.call_store(server.store.find_checkpoint, str(path))
+    if checkpoint is None:
         raise HTTPError(404, f"there are no saved weights {path}")
-    folder: Path = server.folder / found.folder
+    folder: Path = server.folder / checkpoint.folder
     names = await asyncio.to_thread(list_regular_files, folder)
     if file == ARCHIVE_NAME:
         return StreamingResponse(stream_tar_archive(folder, names), media_type="application/x-tar")
@@ -310,7 +309,7 @@ FILE_ROUTES = [
 
 
 async def _copy_weights(request: Request) -> Response:
-    """Repeated with the same X-Idempotency-Key it is the same copy."""
+    """Copy saved weights into a new run. A request repeated with the same X-Idempotency-Key returns the same copy."""
     server, caller, body, _ = await read_json_request(request, CopyWeights)
     if body.weights_access_token is not None or "x-tinker-weights-access-token" in request.headers:
         raise HTTPError(
@@ -318,8 +317,8 @@ async def _copy_weights(request: Request) -> Response:
         )
     source = await find_readable_checkpoint(server, caller, body.source_path)
     target = await _resolve_target_run(server, caller, request, body)
-    place = parse_tinker_path(source.path)
-    path = TinkerPath(target, place.kind, place.name)
+    source_path = parse_tinker_path(source.path)
+    path = TinkerPath(target, source_path.kind, source_path.name)
     if await server.call_store(server.store.find_checkpoint, str(path)) is not None:
         return JSONResponse({"tinker_path": str(path)})
     folder = path.resolve_folder(server.folder)
@@ -328,7 +327,7 @@ async def _copy_weights(request: Request) -> Response:
     run = await server.call_store(server.store.find_run, source.model_id)
     facts: dict[str, Any] = dict(run.facts) if run is not None else {}
     session_id = target.partition(":")[0]
-    held = TrainingRunRecord(
+    copy_run = TrainingRunRecord(
         model_id=target,
         owner=caller.key_id,
         session_id=session_id,
@@ -352,7 +351,7 @@ async def _copy_weights(request: Request) -> Response:
         registration="none",
         expires=None if body.ttl_seconds is None else now + body.ttl_seconds,
     )
-    await server.call_store(server.store.add_checkpoint_copy, held, copy)
+    await server.call_store(server.store.add_checkpoint_copy, copy_run, copy)
     await server.record_audit_entry(caller, "checkpoint_copy", str(path), source.path)
     return JSONResponse({"tinker_path": str(path)})
 
@@ -360,18 +359,20 @@ async def _copy_weights(request: Request) -> Response:
 async def _resolve_target_run(
     server: ServiceServer, caller: ApiKey, request: Request, body: CopyWeights
 ) -> str:
-    """Id of the run that gets the copy; its session is made where none is named. Raises: Refused (403, 404, 422)."""
+    """Return the id of the run that receives the copy. Create a session for it if the request names none.
+
+    Raises: HTTPError (403, 404, 422).
+    """
     if body.session_id is not None and body.model_seq_id is not None:
         await server.check_session_owner(caller, body.session_id)
         target = format_model_id(body.session_id, body.model_seq_id)
         run = await server.call_store(server.store.find_run, target)
         if run is not None and run.facts.get("copy_of") != body.source_path:
-            raise HTTPError(422, f"copy_weights: the training run {target} is there already")
+            raise HTTPError(422, f"copy_weights: the training run {target} already exists")
         return target
     key = request.headers.get("x-idempotency-key") or secrets.token_hex(16)
-    session_id = hashlib.sha256(f"{caller.key_id}\n{key}\n{body.source_path}".encode()).hexdigest()[
-        :32
-    ]
+    identity = f"{caller.key_id}\n{key}\n{body.source_path}"
+    session_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
     if await server.call_store(server.store.find_session, session_id) is None:
         facts = {
             "project_id": body.destination_project_id or DEFAULT_PROJECT,

@@ -1,8 +1,6 @@
-"""Routes of training: creating, computing, saving and loading. All but `get_info` answer with a promise.
+"""Routes that compute: training runs, saving and loading, sampling, and retrieval of results.
 
-Routes of sampling: sampling sessions, samples.
-
-Routes of results: one, all of a sampling session, cancelling.
+Training and sampling requests are only accepted here; the client retrieves the result later.
 """
 
 from __future__ import annotations
@@ -51,20 +49,25 @@ from posttrain.web.request_body import read_request_payload
 from rl_core.errors import ServiceError
 
 PROTOBUF_MEDIA_TYPE = "application/x-protobuf"
+SEQS_PER_CLONE = 1_000_000_000  # sequence numbers reserved for each copy of a sampling client
+MAX_INLINE_BYTES = 1 << 20  # larger results are announced first if the client allows it
+_TRY_AGAIN = {"type": "try_again", "queue_state": "active"}
+_MEDIA_TYPES = {"json": "application/json", "protobuf": PROTOBUF_MEDIA_TYPE}
+_DEFAULT_OPTIMIZER = {"type": "adamw"}
 
 
 def format_model_id(session_id: str, number: int) -> str:
-    """Id of a session's training run, which clients form as well."""
+    """Return the id of a session's training run. Clients build the same id."""
     return f"{session_id}:train:{number}"
 
 
 def format_sampler_id(session_id: str, number: int) -> str:
-    """Id of a session's sampling session."""
+    """Return the id of a session's sampling session."""
     return f"{session_id}:sample:{number}"
 
 
 def _dump_optimizer(family: OptimizerFamily) -> dict[str, Any]:
-    """As the client's types have it: AdamW has no versions."""
+    """Dump an optimizer as the client's types expect it: AdamW has no version."""
     return family.model_dump(exclude={"version"} if family.type == "adamw" else None)
 
 
@@ -80,9 +83,11 @@ async def _create_model(request: Request) -> Response:
         "seed": draw_seed(),
     }
     target = format_model_id(body.session_id, body.model_seq_id)
-    taken = await accept_request(server, request, caller, "create_model", target, 0, payload, facts)
+    accepted = await accept_request(
+        server, request, caller, "create_model", target, 0, payload, facts
+    )
     await server.record_audit_entry(caller, "run_create", target, body.base_model)
-    return accepted_response(taken, model_id=target)
+    return accepted_response(accepted, model_id=target)
 
 
 async def _describe_model(request: Request) -> Response:
@@ -112,25 +117,22 @@ async def _describe_model(request: Request) -> Response:
 
 async def _accept_forward_backward(request: Request) -> Response:
     server, caller = await authenticate_request(request)
-    if (
-        request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        != PROTOBUF_MEDIA_TYPE
-    ):
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != PROTOBUF_MEDIA_TYPE:
         raise HTTPError(415, f"forward_backward takes {PROTOBUF_MEDIA_TYPE} (SDK 0.25 and newer)")
     payload = await read_request_payload(request, server.settings.server.max_body_bytes)
+    rejection = payload.rejection_reason
     try:
-        model_id, seq = read_request_header(payload.body, is_complete=not payload.rejection_reason)
+        model_id, seq = read_request_header(payload.body, is_complete=not rejection)
     except ServiceError as error:
-        raise HTTPError(
-            413 if payload.rejection_reason else 400, payload.rejection_reason or str(error)
-        ) from None
+        raise HTTPError(413 if rejection else 400, rejection or str(error)) from None
     await server.check_target_owner(caller, model_id)
-    facts = {"refused": payload.rejection_reason} if payload.rejection_reason else {}
-    body = b"" if payload.rejection_reason else payload.body
-    taken = await accept_request(
+    facts = {"refused": rejection} if rejection else {}
+    body = b"" if rejection else payload.body
+    accepted = await accept_request(
         server, request, caller, "forward_backward", model_id, seq, body, facts, is_protobuf=True
     )
-    return accepted_response(taken, model_id=model_id)
+    return accepted_response(accepted, model_id=model_id)
 
 
 async def _refuse_forward(request: Request) -> Response:
@@ -140,12 +142,12 @@ async def _refuse_forward(request: Request) -> Response:
 
 
 async def _accept_optim_step(request: Request) -> Response:
-    taken = await accept_training_request(find_service_server(request), request, "optim_step")
-    return accepted_response(taken, model_id=taken.target)
+    accepted = await accept_training_request(find_service_server(request), request, "optim_step")
+    return accepted_response(accepted, model_id=accepted.target)
 
 
 def _read_save_facts(payload: bytes, model_id: str) -> dict[str, Any]:
-    """Metadata of a saved path; a fault of the body is found by the worker."""
+    """Read the metadata of a saved path. The worker reports an invalid body."""
     try:
         return {"user_metadata": parse_request_body(SaveWeightsBody, payload).user_metadata or {}}
     except ServiceError:
@@ -153,21 +155,21 @@ def _read_save_facts(payload: bytes, model_id: str) -> dict[str, Any]:
 
 
 async def _save_weights(request: Request) -> Response:
-    taken = await accept_training_request(
+    accepted = await accept_training_request(
         find_service_server(request), request, "save_weights", _read_save_facts
     )
-    return accepted_response(taken, model_id=taken.target)
+    return accepted_response(accepted, model_id=accepted.target)
 
 
 async def _save_external_weights(request: Request) -> Response:
-    taken = await accept_training_request(
+    accepted = await accept_training_request(
         find_service_server(request), request, "save_weights_external"
     )
-    return accepted_response(taken, model_id=taken.target)
+    return accepted_response(accepted, model_id=accepted.target)
 
 
 def _read_sampler_facts(payload: bytes, model_id: str) -> dict[str, Any]:
-    """The sampling session that a save without a name makes; a fault of the body is found by the worker."""
+    """Read which sampling session a save without a name creates. The worker reports an invalid body."""
     try:
         body = parse_request_body(SaveForSamplerBody, payload)
     except ServiceError:
@@ -176,7 +178,7 @@ def _read_sampler_facts(payload: bytes, model_id: str) -> dict[str, Any]:
         return {"user_metadata": body.user_metadata or {}}
     if body.sampling_session_seq_id is None:
         return {
-            "refused": "save_weights_for_sampler: neither path nor sampling_session_seq_id is given"
+            "refused": "save_weights_for_sampler: neither path nor sampling_session_seq_id is set"
         }
     return {
         "sampling_session_id": format_sampler_id(
@@ -186,22 +188,22 @@ def _read_sampler_facts(payload: bytes, model_id: str) -> dict[str, Any]:
 
 
 async def _save_sampler_weights(request: Request) -> Response:
-    taken = await accept_training_request(
+    accepted = await accept_training_request(
         find_service_server(request), request, "save_weights_for_sampler", _read_sampler_facts
     )
-    return accepted_response(taken, model_id=taken.target)
+    return accepted_response(accepted, model_id=accepted.target)
 
 
 async def find_readable_checkpoint(
     server: ServiceServer, caller: ApiKey, path: str
 ) -> CheckpointRecord:
-    """Saved weights that the caller may read. Raises: Refused (404, 403); ServiceError for a path that is none."""
-    found = await server.call_store(server.store.find_checkpoint, str(parse_tinker_path(path)))
-    if found is None:
+    """Return saved weights that the caller may read. Raises: HTTPError (404, 403); ServiceError for an invalid path."""
+    checkpoint = await server.call_store(server.store.find_checkpoint, str(parse_tinker_path(path)))
+    if checkpoint is None:
         raise HTTPError(404, f"there are no saved weights {path[:300]}")
-    if found.owner != caller.key_id and not found.public:
+    if checkpoint.owner != caller.key_id and not checkpoint.public:
         raise HTTPError(403, f"{path} belongs to another API key, and is not published")
-    return found
+    return checkpoint
 
 
 async def _load_weights(request: Request) -> Response:
@@ -223,53 +225,58 @@ async def _load_weights(request: Request) -> Response:
     except (HTTPError, ServiceError) as error:
         if is_new:
             raise
-        facts["refused"] = str(error)  # as the result: the number is used
+        # The client has used the sequence number, so the error becomes the request's result.
+        facts["refused"] = str(error)
     seq = 0 if is_new else int(body.seq_id or 0)
-    taken = await accept_request(
+    accepted = await accept_request(
         server, request, caller, "load_weights", target, seq, payload, facts
     )
     await server.record_audit_entry(caller, "checkpoint_load", body.path[:600], target)
-    return accepted_response(taken, model_id=target)
+    return accepted_response(accepted, model_id=target)
 
 
 async def _resolve_loaded_facts(
     server: ServiceServer, caller: ApiKey, body: LoadWeightsBody, target: str | None
 ) -> dict[str, Any]:
-    """Facts of a run that is made from saved weights. `target`: one that is there. Raises: Refused, ServiceError."""
+    """Return the facts of a run that loads saved weights.
+
+    Args:
+        target: an existing run; None = a new one.
+    Raises: HTTPError, ServiceError.
+    """
     if body.weights_access_token is not None:
         raise HTTPError(
             422, "load_weights: weights_access_token is not supported; publish the checkpoint"
         )
-    found = await find_readable_checkpoint(server, caller, body.path)
-    source = await server.call_store(server.store.find_run, found.model_id)
-    made = {} if source is None else source.facts
-    base = found.base or str(made.get("base", ""))
+    checkpoint = await find_readable_checkpoint(server, caller, body.path)
+    source = await server.call_store(server.store.find_run, checkpoint.model_id)
+    source_facts = {} if source is None else source.facts
+    base = checkpoint.base or str(source_facts.get("base", ""))
     if body.base_model is not None and body.base_model != base:
         raise HTTPError(
             422, f"base_model: {body.path} is of '{base}', not '{body.base_model[:200]}'"
         )
-    asked = None if body.optimizer_config is None else _dump_optimizer(body.optimizer_config)
-    optimizer = made.get("optimizer") or {"type": "adamw"}
+    requested = None if body.optimizer_config is None else _dump_optimizer(body.optimizer_config)
+    optimizer = source_facts.get("optimizer") or _DEFAULT_OPTIMIZER
     if target is not None and not body.optimizer:
-        own = await server.call_store(server.store.find_run, target)
-        optimizer = (own.facts.get("optimizer") if own is not None else None) or {"type": "adamw"}
+        run = await server.call_store(server.store.find_run, target)
+        optimizer = (run.facts.get("optimizer") if run is not None else None) or _DEFAULT_OPTIMIZER
     elif not body.optimizer:
-        optimizer = asked or {"type": "adamw"}  # moments are not loaded, so it may be any
-    if asked is not None and asked["type"] != optimizer["type"]:
-        has = optimizer["type"]
-        why = (
-            f"{body.path} has {has}, and its state is loaded"
-            if body.optimizer
-            else f"the run was made with {has}"
-        )
-        raise HTTPError(422, f"optimizer_config: {why}")
-    metadata = body.user_metadata if body.user_metadata is not None else {}
+        # The optimizer's moments are not loaded, so a new run may use any optimizer.
+        optimizer = requested or _DEFAULT_OPTIMIZER
+    if requested is not None and requested["type"] != optimizer["type"]:
+        name = optimizer["type"]
+        if body.optimizer:
+            raise HTTPError(
+                422, f"optimizer_config: {body.path} has {name}, and its state is loaded"
+            )
+        raise HTTPError(422, f"optimizer_config: the run was created with {name}")
     return {
         "base": base,
-        "lora": made.get("lora"),
+        "lora": source_facts.get("lora"),
         "optimizer": optimizer,
-        "user_metadata": metadata,
-        "seed": made.get("seed", 0),
+        "user_metadata": body.user_metadata if body.user_metadata is not None else {},
+        "seed": source_facts.get("seed", 0),
     }
 
 
@@ -286,20 +293,17 @@ TRAINING_ROUTES = [
 ]
 
 
-SEQS_PER_CLONE = 1_000_000_000  # numbers of samples of one copy of a client
-
-
 async def _create_sampling_session(request: Request) -> Response:
     server, caller, body, payload = await read_json_request(request, CreateSamplingSessionBody)
     await server.check_session_owner(caller, body.session_id)
     if body.model_path is not None:
-        found = await find_readable_checkpoint(server, caller, body.model_path)
-        if found.kind == "external_weights":
+        checkpoint = await find_readable_checkpoint(server, caller, body.model_path)
+        if checkpoint.kind == "external_weights":
             raise HTTPError(
                 422,
                 f"{body.model_path} is for other programs; sample from weights or sampler_weights",
             )
-        base = found.base
+        base = checkpoint.base
         if body.base_model is not None and body.base_model != base:
             raise HTTPError(
                 422, f"base_model: {body.model_path} is of '{base}', not '{body.base_model[:200]}'"
@@ -320,14 +324,14 @@ async def _describe_sampler(request: Request) -> Response:
     server, caller = await authenticate_request(request)
     sampler_id = request.path_params["sampler_id"]
     await server.check_target_owner(caller, sampler_id)
-    found = await server.call_store(server.store.find_sampler, sampler_id)
-    if found is not None and found.base:
-        base, path = found.base, found.path
-    else:  # not made yet
-        made = await server.call_store(server.store.find_sampler_creation, sampler_id)
-        if made is None:
+    sampler = await server.call_store(server.store.find_sampler, sampler_id)
+    if sampler is not None and sampler.base:
+        base, path = sampler.base, sampler.path
+    else:  # not created yet
+        creation = await server.call_store(server.store.find_sampler_creation, sampler_id)
+        if creation is None:
             raise HTTPError(404, f"there is no sampler '{sampler_id[:200]}'")
-        base, path = made.facts["base"], made.facts["path"]
+        base, path = creation.facts["base"], creation.facts["path"]
     return JSONResponse({"sampler_id": sampler_id, "base_model": base, "model_path": path})
 
 
@@ -341,16 +345,16 @@ async def _join_sampling_session(request: Request) -> Response:
 async def _accept_sample(request: Request) -> Response:
     server, caller, body, payload = await read_json_request(request, SampleBody)
     await server.check_target_owner(caller, body.sampling_session_id)
-    mark = secrets.token_hex(8)
+    id_prefix = secrets.token_hex(8)
     facts = {
         "seed": draw_seed(),
-        "sample_sequence_ids": [f"{mark}-{index}" for index in range(body.num_samples)],
+        "sample_sequence_ids": [f"{id_prefix}-{index}" for index in range(body.num_samples)],
     }
     target = body.sampling_session_id
-    taken = await accept_request(
+    accepted = await accept_request(
         server, request, caller, "sample", target, body.seq_id, payload, facts
     )
-    return accepted_response(taken, sample_sequence_ids=taken.facts["sample_sequence_ids"])
+    return accepted_response(accepted, sample_sequence_ids=accepted.facts["sample_sequence_ids"])
 
 
 SAMPLING_ROUTES = [
@@ -361,37 +365,32 @@ SAMPLING_ROUTES = [
 ]
 
 
-MAX_INLINE_BYTES = 1 << 20  # larger results are announced first, where the client allows it
-_TRY_AGAIN = {"type": "try_again", "queue_state": "active"}
-_MEDIA_TYPES = {"json": "application/json", "protobuf": "application/x-protobuf"}
-
-
 async def find_owned_request(
     server: ServiceServer, caller: ApiKey, request_id: str
 ) -> StoredRequest:
-    """A request with its result, if it has one, which is on the disk then. Raises: Refused (410, 403); BackendError."""
-    found = server.result_waiter.find_cached_result(request_id)
-    if found is None or _has_expired(server, found):
-        found = (
-            None
-            if "\0" in request_id
-            else await server.call_store(server.store.find_result, request_id)
-        )
-        if found is None:
+    """Return a request of the caller, with its result if it has one. A final result is on disk when this returns.
+
+    Raises: HTTPError (410, 403); BackendError.
+    """
+    request = server.result_waiter.find_cached_result(request_id)
+    if request is None or _has_expired(server, request):
+        request = None
+        if "\0" not in request_id:
+            request = await server.call_store(server.store.find_result, request_id)
+        if request is None:
             raise HTTPError(
                 410,
                 f"request '{request_id[:100]}' is unknown; its result was fetched or has expired",
             )
-        if found.is_final and not server.result_waiter.is_durably_final(request_id):
+        if request.is_final and not server.result_waiter.is_durably_final(request_id):
             await server.wait_until_durable()
-    _check_owner(caller, found.owner, request_id)
-    return found
+    _check_owner(caller, request.owner, request_id)
+    return request
 
 
 def _has_expired(server: ServiceServer, request: StoredRequest) -> bool:
-    return (
-        request.finished or 0.0
-    ) + server.settings.worker.result_seconds <= server.store.read_clock()
+    lifetime = server.settings.worker.result_seconds
+    return (request.finished or 0.0) + lifetime <= server.store.read_clock()
 
 
 def _check_owner(caller: ApiKey, owner: str, request_id: str) -> None:
@@ -400,24 +399,27 @@ def _check_owner(caller: ApiKey, owner: str, request_id: str) -> None:
 
 
 async def _wait_for_result(request: Request) -> Response:
-    """Held until the result is there; 408 = ask again."""
+    """Hold the call until the result is available. Status 408 = ask again."""
     server, caller, body, _ = await read_json_request(request, RetrieveFuture)
-    room, request_id, found = server.result_waiter, body.request_id, None
-    with room.expect_result(request_id) as event:
-        if (owner := room.find_open_owner(request_id)) is not None:
+    waiter, request_id, stored = server.result_waiter, body.request_id, None
+    with waiter.expect_result(request_id) as event:
+        owner = waiter.find_open_owner(request_id)
+        if owner is not None:
             _check_owner(caller, owner, request_id)
         else:
-            found = await find_owned_request(server, caller, request_id)
-        waits = (found is None or not found.is_final) and not room.is_closing
+            stored = await find_owned_request(server, caller, request_id)
+        waits = (stored is None or not stored.is_final) and not waiter.is_closing
         if waits and await wait_for_event(event, server.settings.server.poll_seconds):
-            found = await find_owned_request(server, caller, request_id)
-        elif found is None:
-            room.untrack_request(request_id)
-    return JSONResponse(_TRY_AGAIN, 408) if found is None else _format_result(server, found, body)
+            stored = await find_owned_request(server, caller, request_id)
+        elif stored is None:
+            waiter.untrack_request(request_id)
+    if stored is None:
+        return JSONResponse(_TRY_AGAIN, 408)
+    return _format_result(server, stored, body)
 
 
 async def wait_for_event(event: asyncio.Event, seconds: float) -> bool:
-    """Wait for the event, at most so long. True = it came."""
+    """Wait for the event, at most so many seconds. Return whether it was set."""
     try:
         await asyncio.wait_for(event.wait(), seconds)
     except TimeoutError:
@@ -435,9 +437,7 @@ def _format_result(
             {"error": request.error or request.state, "category": request.category or "server"}
         )
     if request.answer is None or request.answer_type is None:
-        raise HTTPError(
-            410, f"the result of {request.request_id} was fetched, or has expired, and is forgotten"
-        )
+        raise HTTPError(410, f"the result of {request.request_id} was fetched or has expired")
     if query.allow_metadata_only and len(request.answer) > MAX_INLINE_BYTES:
         return JSONResponse(
             {"status": "complete_metadata", "response_payload_size": len(request.answer)}
@@ -447,7 +447,7 @@ def _format_result(
 
 
 async def _wait_for_results(request: Request) -> Response:
-    """Held until a request of the sampling session becomes final; then all that did since the cursor."""
+    """Hold the call until a request of the sampling session becomes final; return all that did since the cursor."""
     server, caller, body, _ = await read_json_request(request, RetrieveFutures)
     target = body.target
     await server.check_target_owner(caller, target.sampling_session_id)
@@ -459,12 +459,12 @@ async def _wait_for_results(request: Request) -> Response:
         while True:
             event.clear()
             completions, cursor = await _list_completions(server, target, body.prev_cursor)
-            left = end - time.monotonic()
+            remaining = end - time.monotonic()
             if (
                 completions
-                or left <= 0
+                or remaining <= 0
                 or server.result_waiter.is_closing
-                or not await wait_for_event(event, left)
+                or not await wait_for_event(event, remaining)
             ):
                 return JSONResponse({"completions": completions, "cursor": cursor})
 
@@ -473,7 +473,7 @@ async def _list_completions(
     server: ServiceServer, target: FuturesTarget, cursor: int
 ) -> tuple[list[dict[str, Any]], int]:
     first = target.cloned_sampler_id * SEQS_PER_CLONE
-    found, cursor = await server.call_store(
+    finished, cursor = await server.call_store(
         server.store.list_finished_samples,
         target.sampling_session_id,
         first,
@@ -483,7 +483,7 @@ async def _list_completions(
     if cursor > server.result_waiter.durable_cursor:
         await server.wait_until_durable()
     completions = []
-    for request_id, state, size in found:
+    for request_id, state, size in finished:
         if state == "done":
             completions.append(
                 {

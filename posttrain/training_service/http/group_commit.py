@@ -1,8 +1,8 @@
-"""Callers are told only what is on the disk: one wait for all who are about to be told something.
+"""Group commit: acknowledge requests and results only after an fsync, one fsync for all pending callers.
 
-Acceptances and results are committed by short transactions that do not wait for the disk. Here is the wait, once for
-all that were committed before it begins. One thread accepts the requests of all callers: those that come while it
-writes are its next transaction.
+Acceptances and results are committed in short transactions that do not wait for the disk. One thread then waits for
+the disk, once for everything committed before. Another thread accepts the requests of all callers: requests that
+arrive while it writes form its next transaction.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from rl_core.errors import BackendError
 
 log = logging.getLogger(__name__)
 
-MAX_BATCH_ITEMS = 1000  # taken at once: one statement names all requests of a batch, and SQLite takes 32,766 values in one
+# One statement names all requests of a batch, and SQLite takes 32,766 values in a statement.
+MAX_BATCH_ITEMS = 1000
 
 T = TypeVar("T")
-CommitCallback = Callable[[Exception | None], None]  # with the error, where the disk refused
+CommitCallback = Callable[[Exception | None], None]  # receives the error if the sync failed
 
 
 class BatchThread(Generic[T]):
-    """A thread that takes at once what was put before it, up to `MOST`."""
+    """Thread that processes all queued items together, up to `MAX_BATCH_ITEMS`."""
 
     def __init__(self, name: str, process_batch: Callable[[list[T]], None]) -> None:
-        """`take`: in the thread; raises nothing."""
+        """Args: process_batch: called in the thread; must not raise."""
         self._process_batch = process_batch
         self._queued: deque[T] = deque()
         self._wake_event = threading.Event()
@@ -38,16 +39,16 @@ class BatchThread(Generic[T]):
         self._thread = threading.Thread(target=self._process_queued, name=name, daemon=True)
 
     def start_thread(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def put_item(self, item: T) -> None:
-        """From any thread."""
+        """Queue an item, from any thread."""
         self._queued.append(item)
         self._wake_event.set()
 
     def stop_thread(self) -> None:
-        """End after what has been put."""
+        """Stop after processing all queued items."""
         self._is_closing = True
         self._wake_event.set()
         if self._thread.is_alive():
@@ -65,7 +66,7 @@ class BatchThread(Generic[T]):
 
 
 class GroupCommit:
-    """Calls that are made in the event loop once everything committed before is on the disk."""
+    """Callbacks that run in the event loop once everything committed before is on disk."""
 
     def __init__(self, store: ServiceStore) -> None:
         self._store = store
@@ -75,25 +76,25 @@ class GroupCommit:
         )
 
     def start_thread(self) -> None:
-        """Begin, in the running event loop."""
+        """Start, in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start_thread()
 
     def stop_thread(self) -> None:
-        """End; what was asked for before is done."""
+        """Stop after all pending callbacks."""
         self._thread.stop_thread()
 
-    def call_after_commit(self, call: CommitCallback) -> None:
-        """From any thread: what it has committed or read is on the disk when `call` is made."""
-        self._thread.put_item(call)
+    def call_after_commit(self, callback: CommitCallback) -> None:
+        """Call `callback` once everything that the calling thread has committed or read is on disk. Thread-safe."""
+        self._thread.put_item(callback)
 
     async def wait_for_commit(self) -> None:
-        """Until everything that is committed now is on the disk. Raises: BackendError."""
+        """Wait until everything committed so far is on disk. Raises: BackendError."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.call_after_commit(partial(_resolve_futures, [done], [None]))
         await done
 
-    def _sync_and_call_back(self, calls: list[CommitCallback]) -> None:
+    def _sync_and_call_back(self, callbacks: list[CommitCallback]) -> None:
         error: Exception | None = None
         try:
             self._store.sync_to_disk()
@@ -102,35 +103,35 @@ class GroupCommit:
             error = raised
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(_run_callbacks, calls, error)
-        except RuntimeError:  # the loop has ended: nobody is left to be told
-            log.debug("%d calls after the end of the event loop", len(calls))
+            self._loop.call_soon_threadsafe(_run_callbacks, callbacks, error)
+        except RuntimeError:  # the event loop has ended, so no caller is left
+            log.debug("%d callbacks after the end of the event loop", len(callbacks))
 
 
-def _run_callbacks(calls: Sequence[CommitCallback], error: Exception | None) -> None:
-    for call in calls:
-        call(error)
+def _run_callbacks(callbacks: Sequence[CommitCallback], error: Exception | None) -> None:
+    for callback in callbacks:
+        callback(error)
 
 
 class IntakeQueue:
-    """Requests of all callers, those that come at the same time in one transaction."""
+    """Queue of all callers' requests. Requests that arrive together share a transaction."""
 
-    def __init__(self, store: ServiceStore, disk: GroupCommit) -> None:
-        self._store, self._group_commit = store, disk
+    def __init__(self, store: ServiceStore, group_commit: GroupCommit) -> None:
+        self._store, self._group_commit = store, group_commit
         self._thread: BatchThread[tuple[NewRequest, asyncio.Future[StoredRequest]]] = BatchThread(
             "service-accept", self._accept_batch
         )
 
     def start_thread(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start_thread()
 
     def stop_thread(self) -> None:
-        """End; what was given before is accepted."""
+        """Stop after accepting all queued requests."""
         self._thread.stop_thread()
 
     async def accept_request(self, new: NewRequest) -> StoredRequest:
-        """Store a request; it is on the disk when this returns. Raises: as `ServiceStore.accept`."""
+        """Store a request; it is on disk when this returns. Raises: as `ServiceStore.accept_request`."""
         done: asyncio.Future[StoredRequest] = asyncio.get_running_loop().create_future()
         self._thread.put_item((new, done))
         return await done
@@ -142,26 +143,23 @@ class IntakeQueue:
         )
 
     def _store_batch(self, batch: Sequence[NewRequest]) -> Sequence[StoredRequest | Exception]:
-        """Answers and errors in order."""
+        """Store a batch; return answers and errors in order."""
         try:
             return self._store.accept_batch(batch)
         except BackendError as error:
             return [error] * len(batch)
-        except (
-            Exception
-        ) as error:  # a value that the database's driver does not take: the fault of one of them
+        except Exception as error:  # one request holds a value that the database driver refuses
             if len(batch) == 1:
                 return [error]
-            half = (
-                len(batch) // 2
-            )  # found in as many transactions as the number has digits, not one for each
+            # Bisection finds the request in log2(n) transactions.
+            half = len(batch) // 2
             return [*self._store_batch(batch[:half]), *self._store_batch(batch[half:])]
 
 
 def _resolve_futures(
     futures: Sequence[asyncio.Future[Any]], answers: Sequence[object], error: Exception | None
 ) -> None:
-    """Give futures their values or errors, if somebody still waits for them."""
+    """Set the results or errors of futures that are still awaited."""
     for future, answer in zip(futures, answers, strict=True):
         if future.done():
             continue

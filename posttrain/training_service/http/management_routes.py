@@ -1,10 +1,6 @@
-"""Prometheus' text format.
+"""Management interface of the service, described by /openapi.json: evaluations, runs, requests, queues, metrics.
 
-Evaluations over HTTP: accepted as durably as any request, their result held for until it is there.
-
-Training runs, their saved paths, and cancelling, in the service's own interface.
-
-The service's own interface, described by /openapi.json: states of requests, queues, metrics.
+Evaluations are accepted as durably as any request. /metrics uses Prometheus' text exposition format 0.0.4.
 """
 
 from __future__ import annotations
@@ -62,10 +58,14 @@ from rl_core.service.responses import (
 )
 from rl_core.trackers.prometheus import format_prometheus_name
 
+EVALUATION_SEQ_BITS = 52  # JSON readers keep integers of this size exactly
+MAX_SAVED_PATHS_PER_RUN = 10_000
+NUM_RECENT_REQUESTS = 1000  # finished requests over which quantiles are computed
+
 
 @dataclass(frozen=True, slots=True)
 class MetricSample:
-    """One value of a metric."""
+    """Value of a metric."""
 
     name: str
     kind: str  # gauge or counter
@@ -75,7 +75,7 @@ class MetricSample:
 
 
 def render_exposition(samples: Sequence[MetricSample]) -> str:
-    """All samples, those of one metric together behind its help and type (exposition format 0.0.4)."""
+    """Render samples in exposition format 0.0.4, grouped by metric behind its help and type."""
     families: dict[str, Metric] = {}
     for sample in samples:
         family = families.setdefault(
@@ -84,12 +84,12 @@ def render_exposition(samples: Sequence[MetricSample]) -> str:
         family.add_sample(format_prometheus_name(sample.name), dict(sample.labels), sample.value)
     registry = CollectorRegistry()
     registry.register(_FamilyCollector(list(families.values())))
-    found: bytes = generate_latest(registry)
-    return found.decode()
+    exposition: bytes = generate_latest(registry)
+    return exposition.decode()
 
 
 def _format_family_name(sample: MetricSample) -> str:
-    """Name of the family: a counter's has no ending."""
+    """Return the name of a metric family; a counter's family name has no `_total`."""
     return format_prometheus_name(
         sample.name.removesuffix("_total") if sample.kind == "counter" else sample.name
     )
@@ -103,28 +103,25 @@ class _FamilyCollector(Collector):
         return self._families
 
 
-EVALUATION_SEQ_BITS = 52  # of an evaluation's number, which JSON's readers keep exactly
-
-
 def _describe_request_body() -> dict[str, Any]:
-    """The body for OpenAPI; it is read within bounds by the route itself, so the framework does not know it."""
+    """Describe the body for OpenAPI. The route reads it itself to bound its size, so FastAPI cannot derive it."""
     schema = EvaluateBody.model_json_schema()
-    parts = schema.pop("$defs")
-    for name, described in schema["properties"].items():
-        if "$ref" in described:
+    definitions = schema.pop("$defs")
+    for name, property_schema in schema["properties"].items():
+        if "$ref" in property_schema:
             schema["properties"][name] = {
-                **parts[described["$ref"].rpartition("/")[2]],
-                "default": described["default"],
+                **definitions[property_schema["$ref"].rpartition("/")[2]],
+                "default": property_schema["default"],
             }
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def add_evaluate_routes(router: APIRouter, server: ServiceServer) -> None:
-    """Add the routes."""
+    """Add the routes of evaluations."""
 
     @router.post("/runs/{run_id}/evaluate", status_code=202, openapi_extra=_describe_request_body())
     async def evaluate(request: Request, run_id: str) -> AcceptedEvaluation:
-        """Queue an evaluation of saved weights or base models; the run's training is left as it is."""
+        """Queue an evaluation of saved weights or base models. The run's training is not affected."""
         caller = await server.authenticate_caller(request)
         run = await find_owned_run(server, caller, run_id)
         payload = await read_full_payload(server, request)
@@ -133,25 +130,19 @@ def add_evaluate_routes(router: APIRouter, server: ServiceServer) -> None:
             if name is not None:
                 await _check_evaluated_model(server, caller, name, is_second=name == body.against)
         evaluation_id = body.evaluation_id or f"e-{secrets.token_hex(12)}"
+        seq = _hash_evaluation_id(evaluation_id)
         facts = {"evaluation_id": evaluation_id}
         try:
-            taken = await accept_request(
-                server,
-                request,
-                caller,
-                "evaluate",
-                run.model_id,
-                _hash_evaluation_id(evaluation_id),
-                payload,
-                facts,
+            accepted = await accept_request(
+                server, request, caller, "evaluate", run.model_id, seq, payload, facts
             )
         except SequenceIdReused:
             raise HTTPError(
                 422,
                 f"evaluation_id: '{evaluation_id}' was used before with another request; choose another",
             ) from None
-        await server.record_audit_entry(caller, "evaluate", run.model_id, taken.request_id)
-        return AcceptedEvaluation(request_id=taken.request_id, evaluation_id=evaluation_id)
+        await server.record_audit_entry(caller, "evaluate", run.model_id, accepted.request_id)
+        return AcceptedEvaluation(request_id=accepted.request_id, evaluation_id=evaluation_id)
 
     @router.get(
         "/runs/{run_id}/requests/{request_id}/result",
@@ -164,36 +155,36 @@ def add_evaluate_routes(router: APIRouter, server: ServiceServer) -> None:
         request_id: str,
         wait: Annotated[float, Query(ge=0, le=40)] = 0.0,
     ) -> Any:
-        """The result of an evaluation, or 202 after `wait` seconds without one."""
+        """Return the result of an evaluation, or status 202 after `wait` seconds without one."""
         caller = await server.authenticate_caller(request)
         run = await find_owned_run(server, caller, run_id)
         with server.result_waiter.expect_result(request_id) as event:
-            found = await find_owned_request(server, caller, request_id)
-            if found.target != run.model_id or found.kind != "evaluate":
+            evaluation = await find_owned_request(server, caller, request_id)
+            if evaluation.target != run.model_id or evaluation.kind != "evaluate":
                 raise HTTPError(
                     404, f"request '{request_id[:100]}' is no evaluation of run '{run_id[:200]}'"
                 )
-            waits = not found.is_final and not server.result_waiter.is_closing and wait > 0
-            if waits and await wait_for_event(
-                event, min(wait, server.settings.server.poll_seconds)
-            ):
-                found = await find_owned_request(server, caller, request_id)
-        if not found.is_final:
-            return JSONResponse({"state": found.state}, 202)
-        if found.state != "done":
-            raise HTTPError(422 if found.category == "user" else 500, found.error or found.state)
-        if found.answer is None:
-            raise HTTPError(410, f"the result of {found.request_id} has expired and is forgotten")
-        return JSONResponse(json.loads(found.answer))
+            waits = not evaluation.is_final and not server.result_waiter.is_closing and wait > 0
+            timeout = min(wait, server.settings.server.poll_seconds)
+            if waits and await wait_for_event(event, timeout):
+                evaluation = await find_owned_request(server, caller, request_id)
+        if not evaluation.is_final:
+            return JSONResponse({"state": evaluation.state}, 202)
+        if evaluation.state != "done":
+            status = 422 if evaluation.category == "user" else 500
+            raise HTTPError(status, evaluation.error or evaluation.state)
+        if evaluation.answer is None:
+            raise HTTPError(410, f"the result of {evaluation.request_id} has expired")
+        return JSONResponse(json.loads(evaluation.answer))
 
 
 async def _check_evaluated_model(
     server: ServiceServer, caller: ApiKey, name: str, *, is_second: bool
 ) -> None:
-    """Raises: Refused (404, 403) for a model that is not there; ServiceError (user) for a path that is none."""
+    """Refuse a model that does not exist (HTTPError 404, 403) or an invalid path (ServiceError, user)."""
     if is_tinker_path(name):
-        found = await find_readable_checkpoint(server, caller, name)
-        if found.kind == "external_weights":
+        checkpoint = await find_readable_checkpoint(server, caller, name)
+        if checkpoint.kind == "external_weights":
             raise HTTPError(
                 422, f"{name} is for other programs; evaluate weights or sampler_weights"
             )
@@ -205,13 +196,9 @@ async def _check_evaluated_model(
 
 
 def _hash_evaluation_id(evaluation_id: str) -> int:
-    """The evaluation's number among those of its run."""
-    return int.from_bytes(hashlib.sha256(evaluation_id.encode()).digest()[:8]) >> (
-        64 - EVALUATION_SEQ_BITS
-    )
-
-
-MAX_SAVED_PATHS_PER_RUN = 10_000
+    """Derive the sequence number of an evaluation among those of its run."""
+    digest = hashlib.sha256(evaluation_id.encode()).digest()
+    return int.from_bytes(digest[:8]) >> (64 - EVALUATION_SEQ_BITS)
 
 
 def _format_run_status(run: TrainingRunRecord) -> RunStatus:
@@ -244,7 +231,7 @@ def _format_saved_path(record: CheckpointRecord) -> SavedPath:
 
 
 def add_run_routes(router: APIRouter, server: ServiceServer) -> None:
-    """Add the routes."""
+    """Add the routes of training runs, their saved paths, and cancellation."""
 
     @router.get("/runs")
     async def runs(
@@ -252,50 +239,55 @@ def add_run_routes(router: APIRouter, server: ServiceServer) -> None:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         offset: Annotated[int, Query(ge=0, le=1 << 31)] = 0,
     ) -> RunList:
-        """Training runs of the key, the newest first."""
+        """List the key's training runs, newest first."""
         caller = await server.authenticate_caller(request)
         page = await server.call_store(server.store.list_runs, caller.key_id, limit, offset)
-        await server.wait_until_durable()  # counts of updates that are told stay
+        await server.wait_until_durable()  # a reported number of updates must survive a crash
         return RunList(runs=[_format_run_status(run) for run in page.items], total=page.total)
 
     @router.get("/runs/{run_id}")
     async def run(request: Request, run_id: str) -> RunStatus:
-        """A training run."""
+        """Describe a training run."""
         caller = await server.authenticate_caller(request)
-        found = await find_owned_run(server, caller, run_id)
+        record = await find_owned_run(server, caller, run_id)
         await server.wait_until_durable()
-        return _format_run_status(found)
+        return _format_run_status(record)
 
     @router.get("/runs/{run_id}/checkpoints")
     async def checkpoints(request: Request, run_id: str) -> SavedPathList:
-        """Saved weights of a training run, with their versions in the model registry."""
+        """List a training run's saved weights with their versions in the model registry."""
         caller = await server.authenticate_caller(request)
-        found = await find_owned_run(server, caller, run_id)
+        record = await find_owned_run(server, caller, run_id)
         page = await server.call_store(
-            server.store.list_checkpoints, None, MAX_SAVED_PATHS_PER_RUN, 0, found.model_id
+            server.store.list_checkpoints, None, MAX_SAVED_PATHS_PER_RUN, 0, record.model_id
         )
-        return SavedPathList(checkpoints=[_format_saved_path(one) for one in page.items])
+        paths = [_format_saved_path(checkpoint) for checkpoint in page.items]
+        return SavedPathList(checkpoints=paths)
 
     @router.post("/runs/{run_id}/requests/{request_id}/cancel")
     async def cancel(request: Request, run_id: str, request_id: str) -> CancelledRequest:
-        """Cancel a request that waits; its place in the run's order is passed over."""
+        """Cancel a waiting request. The run's order skips it."""
         caller = await server.authenticate_caller(request)
-        found = await find_owned_run(server, caller, run_id)
-        asked = await find_owned_request(server, caller, request_id)
-        if asked.target != found.model_id:
-            raise HTTPError(404, f"request '{request_id[:100]}' is not of run '{run_id[:200]}'")
-        done = await server.call_store(server.store.cancel_request, request_id)
-        await server.record_audit_entry(
-            caller, "request_cancel", request_id, "" if done else "too late"
-        )
-        return CancelledRequest(request_id=request_id, cancelled=done)
+        await _find_run_request(server, caller, run_id, request_id)
+        is_cancelled = await server.call_store(server.store.cancel_request, request_id)
+        detail = "" if is_cancelled else "too late"
+        await server.record_audit_entry(caller, "request_cancel", request_id, detail)
+        return CancelledRequest(request_id=request_id, cancelled=is_cancelled)
 
 
-NUM_RECENT_REQUESTS = 1000  # finished requests that quantiles are taken over
+async def _find_run_request(
+    server: ServiceServer, caller: ApiKey, run_id: str, request_id: str
+) -> StoredRequest:
+    """Return a request of the caller's run. Raises: HTTPError (403, 404, 410)."""
+    run = await find_owned_run(server, caller, run_id)
+    stored = await find_owned_request(server, caller, request_id)
+    if stored.target != run.model_id:
+        raise HTTPError(404, f"request '{request_id[:100]}' is not of run '{run_id[:200]}'")
+    return stored
 
 
 def format_request_status(request: StoredRequest) -> RequestStatus:
-    """A request for people and programs."""
+    """Format a request's state for the management interface."""
     waited = None if request.started is None else request.started - request.accepted
     served = (
         None
@@ -319,19 +311,16 @@ def format_request_status(request: StoredRequest) -> RequestStatus:
 
 
 def add_management_routes(app: FastAPI, server: ServiceServer) -> None:
-    """Add the routes to the application."""
+    """Add all management routes to the application."""
     key = APIKeyHeader(name="X-API-Key", auto_error=False)
     router = APIRouter(dependencies=[Security(key)], tags=["runs"])
 
     @router.get("/runs/{run_id}/requests/{request_id}/status")
     async def status(request: Request, run_id: str, request_id: str) -> RequestStatus:
-        """State of a request."""
+        """Report the state of a request."""
         caller = await server.authenticate_caller(request)
-        run = await find_owned_run(server, caller, run_id)
-        found = await find_owned_request(server, caller, request_id)
-        if found.target != run.model_id:
-            raise HTTPError(404, f"request '{request_id[:100]}' is not of run '{run_id[:200]}'")
-        return format_request_status(found)
+        stored = await _find_run_request(server, caller, run_id, request_id)
+        return format_request_status(stored)
 
     @router.get("/runs/{run_id}/requests")
     async def requests(
@@ -340,16 +329,16 @@ def add_management_routes(app: FastAPI, server: ServiceServer) -> None:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         offset: Annotated[int, Query(ge=0, le=1 << 31)] = 0,
     ) -> RequestList:
-        """Requests of a training run, the newest first."""
+        """List the requests of a training run, newest first."""
         caller = await server.authenticate_caller(request)
         run = await find_owned_run(server, caller, run_id)
-        found = await server.call_store(server.store.list_requests, run.model_id, limit, offset)
-        await server.wait_until_durable()  # a state that is told stays
-        return RequestList(requests=[format_request_status(one) for one in found])
+        rows = await server.call_store(server.store.list_requests, run.model_id, limit, offset)
+        await server.wait_until_durable()  # a reported state must survive a crash
+        return RequestList(requests=[format_request_status(row) for row in rows])
 
     @router.get("/runs/{run_id}/queue/stats")
     async def stats(request: Request, run_id: str) -> QueueStats:
-        """Depth, waiting and service times of a run's requests, by kind."""
+        """Report queue depth, waiting times and service times of a run's requests by kind."""
         caller = await server.authenticate_caller(request)
         run = await find_owned_run(server, caller, run_id)
         depths = await server.call_store(server.store.count_open_requests, run.model_id)
@@ -369,53 +358,31 @@ def add_management_routes(app: FastAPI, server: ServiceServer) -> None:
 
 
 async def _export_metrics(request: Request) -> Response:
-    """Prometheus text about the service as a whole; it names no user and no run, and so needs no key."""
+    """Export metrics of the whole service for Prometheus. They name no user and no run, so no key is needed."""
     server = find_service_server(request)
     depths = await server.call_store(server.store.count_open_requests)
     timings = await server.call_store(server.store.list_request_timings, None, NUM_RECENT_REQUESTS)
-    counts = await server.call_store(server.store.read_worker_counters)
+    counters = await server.call_store(server.store.read_worker_counters)
     runs: Any = await server.call_store(server.store.list_runs, None, 1, 0)
-    samples = [
-        MetricSample("service_training_runs", "gauge", "Training runs in the store.", runs.total),
-        MetricSample(
-            "service_waiting_polls",
-            "gauge",
-            "Clients that wait for results.",
-            len(server.result_waiter),
-        ),
-    ]
+    samples: list[MetricSample] = []
+
+    def add_gauge(name: str, about: str, value: float, **labels: str) -> None:
+        samples.append(MetricSample(name, "gauge", about, value, labels))
+
+    add_gauge("service_training_runs", "Training runs in the store.", runs.total)
+    num_waiting = len(server.result_waiter)
+    add_gauge("service_waiting_polls", "Clients that wait for results.", num_waiting)
     for kind, stats in compute_kind_stats(depths, timings).items():
-        for state in ("waiting", "running"):
-            samples.append(
-                MetricSample(
-                    "service_requests",
-                    "gauge",
-                    "Open requests.",
-                    getattr(stats, state),
-                    {"kind": kind, "state": state},
-                )
-            )
-        for name, values in (("wait", stats.waited_seconds), ("service", stats.served_seconds)):
-            for q, value in values.items():
-                about = f"Quantiles of the {name} time of the newest {NUM_RECENT_REQUESTS} finished requests."
-                samples.append(
-                    MetricSample(
-                        f"service_{name}_seconds",
-                        "gauge",
-                        about,
-                        value,
-                        {"kind": kind, "quantile": q},
-                    )
-                )
-    for name, value in sorted(counts.items()):
+        add_gauge("service_requests", "Open requests.", stats.waiting, kind=kind, state="waiting")
+        add_gauge("service_requests", "Open requests.", stats.running, kind=kind, state="running")
+        for name, quantiles in (("wait", stats.waited_seconds), ("service", stats.served_seconds)):
+            about = f"Quantiles of the {name} time of the newest {NUM_RECENT_REQUESTS} finished requests."
+            for q, value in quantiles.items():
+                add_gauge(f"service_{name}_seconds", about, value, kind=kind, quantile=q)
+    about = "Counts of the worker since the store was made."
+    for name, count in sorted(counters.items()):
         samples.append(
-            MetricSample(
-                "service_worker_total",
-                "counter",
-                "Counts of the worker since the store was made.",
-                value,
-                {"what": name},
-            )
+            MetricSample("service_worker_total", "counter", about, count, {"what": name})
         )
     return PlainTextResponse(
         render_exposition(samples), media_type="text/plain; version=0.0.4; charset=utf-8"

@@ -1,6 +1,6 @@
-"""Callers of the service: the API key of a request, and whose things it names.
+"""Shared state of all routes, and what they have in common: authentication, ownership checks, acceptance of requests.
 
-Accepting requests: everything is durable before its promise is sent.
+Every request is durable before its acceptance is acknowledged.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ from rl_core.errors import suggest_name
 from rl_core.settings import ServiceSettings
 
 T = TypeVar("T")
-KEY_CACHE_SECONDS = (
-    2.0  # for which a key is believed without another look: a revoked one works as long
-)
-MAX_CACHE_ENTRIES = 100_000  # entries of a cache before it is emptied
-# Many short calls of SQLite in many threads wait for the interpreter's lock, 5 ms each time.
+KEY_CACHE_SECONDS = 2.0  # a revoked key keeps working for this long
+MAX_CACHE_ENTRIES = 100_000  # a cache is emptied beyond this size
+# Few threads: many short SQLite calls in many threads wait for the interpreter's lock, 5 ms each time.
 NUM_STORE_THREADS = 3
+DEADLINE_HEADER = "x-deadline-seconds"  # extension of this service: cancel if not started by then
 
 
 def parse_session_id(target: str) -> str:
-    """Session of a training run or sampling session, which its id begins with."""
+    """Return the session id with which the id of a training run or sampling session begins."""
     return target.partition(":")[0]
 
 
@@ -69,73 +68,72 @@ class ServiceServer:
         self._intake_queue = IntakeQueue(store, self._group_commit)
         self.result_waiter = ResultWaiter(store, self._group_commit)
         self.signer = UrlSigner(self.folder)
-        self.fetched_at: dict[str, float] = {}  # request -> when its result was sent, monotonic
+        self.fetched_at: dict[
+            str, float
+        ] = {}  # request id -> monotonic time at which its result was sent
         self._threads = ThreadPoolExecutor(NUM_STORE_THREADS, thread_name_prefix="service-store")
-        self._keys: dict[bytes, _CachedKey] = {}  # by SHA-256
-        self._owners: dict[str, str] = {}  # of sessions
+        self._keys: dict[bytes, _CachedKey] = {}  # by SHA-256 of the secret
+        self._owners: dict[str, str] = {}  # session id -> key id
 
-    async def call_store(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """A call of the store, in a thread."""
+    async def call_store(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+        """Call a store function in a thread."""
         return await asyncio.get_running_loop().run_in_executor(
-            self._threads, partial(function, *arguments, **named)
+            self._threads, partial(function, *arguments, **keywords)
         )
 
     async def store_request(self, new: NewRequest) -> StoredRequest:
-        """Store a request, together with those that come at the same time. Raises: ServiceError and its kinds."""
-        found = await self._intake_queue.accept_request(new)
-        self.result_waiter.track_request(found)
-        return found
+        """Store a request together with those that arrive at the same time. Raises: ServiceError and its subclasses."""
+        stored = await self._intake_queue.accept_request(new)
+        self.result_waiter.track_request(stored)
+        return stored
 
     async def wait_until_durable(self) -> None:
-        """Until everything that was read in the store before is on the disk. Raises: BackendError."""
+        """Wait until everything read from the store so far is on disk. Raises: BackendError."""
         await self._group_commit.wait_for_commit()
 
     async def drop_results(self, request_ids: Sequence[str], owner: str | None = None) -> None:
-        """Forget results (of one owner). Raises: BackendError."""
+        """Drop results, optionally only those of one owner. Raises: BackendError."""
         await self.call_store(self.store.drop_results, request_ids, owner)
         self.result_waiter.evict_results(request_ids)
 
     def start_threads(self) -> None:
-        """Begin, in the running event loop."""
+        """Start all threads, in the running event loop."""
         self._group_commit.start_thread()
         self._intake_queue.start_thread()
         self.result_waiter.start_thread()
 
     def stop_threads(self) -> None:
-        """End threads and wake those who wait."""
+        """Stop all threads and wake waiting clients."""
         self.result_waiter.stop_thread()
         self._intake_queue.stop_thread()
         self._group_commit.stop_thread()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def authenticate_caller(self, request: Request) -> ApiKey:
-        """The key of a request. Raises: Refused (401) without a valid one."""
+        """Return the API key of a request. Raises: HTTPError (401) without a valid key."""
         secret = request.headers.get("x-api-key", "")
-        digest = hashlib.sha256(
-            secret.encode()
-        ).digest()  # of a size that callers without a key do not choose
-        known = self._keys.get(digest)
-        if known is None or known.until < time.monotonic():
+        # A digest has a fixed size, so callers without a key cannot fill memory with long secrets.
+        digest = hashlib.sha256(secret.encode()).digest()
+        cached = self._keys.get(digest)
+        if cached is None or cached.until < time.monotonic():
             key = await self.call_store(self.store.find_key, secret) if secret else None
             if len(self._keys) > MAX_CACHE_ENTRIES:
                 self._keys.clear()
-            known = self._keys[digest] = _CachedKey(key, time.monotonic() + KEY_CACHE_SECONDS)
-        if known.key is None:
-            what = "unknown or revoked" if secret else "missing"
+            cached = self._keys[digest] = _CachedKey(key, time.monotonic() + KEY_CACHE_SECONDS)
+        if cached.key is None:
+            problem = "unknown or revoked" if secret else "missing"
             raise HTTPError(
-                401, f"X-API-Key is {what}; make one with `posttrain service key create NAME`"
+                401, f"X-API-Key is {problem}; create one with `posttrain service key create NAME`"
             )
-        return known.key
+        return cached.key
 
     async def check_session_owner(self, caller: ApiKey, session_id: str) -> None:
-        """Raises: Refused (404) for a session that does not exist, (403) for another key's."""
+        """Refuse a session that does not exist (HTTPError 404) or belongs to another key (403)."""
         owner = self._owners.get(session_id)
         if owner is None:
-            session = (
-                None
-                if "\0" in session_id
-                else await self.call_store(self.store.find_session, session_id)
-            )
+            session = None
+            if "\0" not in session_id:
+                session = await self.call_store(self.store.find_session, session_id)
             if session is None:
                 raise HTTPError(404, f"there is no session '{session_id[:200]}'")
             if len(self._owners) > MAX_CACHE_ENTRIES:
@@ -145,15 +143,15 @@ class ServiceServer:
             raise HTTPError(403, f"session '{session_id}' belongs to another API key")
 
     async def check_target_owner(self, caller: ApiKey, target: str) -> str:
-        """The session of a training run or sampling session. Raises: Refused (404, 403)."""
-        if "\0" in target:  # PostgreSQL takes no such text
+        """Return the session of the caller's training run or sampling session. Raises: HTTPError (404, 403)."""
+        if "\0" in target:  # PostgreSQL cannot store NUL
             raise HTTPError(404, f"there is no '{target[:200]}'")
         session_id = parse_session_id(target)
         await self.check_session_owner(caller, session_id)
         return session_id
 
     def check_base_model(self, name: str) -> None:
-        """Raises: Refused (404) for a base model that is not served."""
+        """Refuse a base model that is not served. Raises: HTTPError (404)."""
         bases = self.settings.engine.bases
         if name not in bases:
             raise HTTPError(
@@ -163,28 +161,27 @@ class ServiceServer:
     async def record_audit_entry(
         self, caller: ApiKey, action: str, subject: str, detail: str = ""
     ) -> None:
-        """An entry of the audit."""
+        """Record an action of the caller in the audit."""
         await self.call_store(self.store.record_audit_entry, caller.key_id, action, subject, detail)
 
 
 async def authenticate_request(request: Request) -> tuple[ServiceServer, ApiKey]:
-    """The server of a request, and whose it is. Raises: Refused (401)."""
+    """Return the server of a request and its caller. Raises: HTTPError (401)."""
     server = find_service_server(request)
     return server, await server.authenticate_caller(request)
 
 
 def find_service_server(request: Request) -> ServiceServer:
-    """The server of a request."""
+    """Return the server that handles a request."""
     server: ServiceServer = request.app.state.server
     return server
 
 
 B = TypeVar("B", bound=RequestBody)
-DEADLINE_HEADER = "x-deadline-seconds"  # own header: not begun by then = cancelled
 
 
 class JsonRequest(NamedTuple, Generic[B]):
-    """A request with a JSON body: its server, whose it is, what it says, and the bytes."""
+    """Request with a JSON body: server, caller, parsed body and raw bytes."""
 
     server: ServiceServer
     caller: ApiKey
@@ -193,12 +190,12 @@ class JsonRequest(NamedTuple, Generic[B]):
 
 
 def draw_seed() -> int:
-    """A seed that is drawn once, at acceptance."""
+    """Draw a seed, once, at acceptance."""
     return secrets.randbits(63)
 
 
 async def read_full_payload(server: ServiceServer, request: Request) -> bytes:
-    """A JSON body's bytes. Raises: Refused (413, 415)."""
+    """Read the bytes of a JSON body. Raises: HTTPError (413, 415)."""
     payload = await read_request_payload(request, server.settings.server.max_body_bytes)
     if payload.rejection_reason:
         raise HTTPError(413, payload.rejection_reason)
@@ -206,14 +203,14 @@ async def read_full_payload(server: ServiceServer, request: Request) -> bytes:
 
 
 async def read_json_request(request: Request, kind: type[B]) -> JsonRequest[B]:
-    """A request with its body as a class. Raises: Refused (401, 413); ServiceError (user)."""
+    """Authenticate a request and parse its body. Raises: HTTPError (401, 413); ServiceError (user)."""
     server, caller = await authenticate_request(request)
     payload = await read_full_payload(server, request)
     return JsonRequest(server, caller, parse_request_body(kind, payload), payload)
 
 
 async def read_json_body(server: ServiceServer, request: Request, kind: type[B]) -> B:
-    """A body as its class. Raises: Refused (413); ServiceError (user)."""
+    """Parse a request's body. Raises: HTTPError (413); ServiceError (user)."""
     return parse_request_body(kind, await read_full_payload(server, request))
 
 
@@ -226,7 +223,9 @@ def _parse_deadline(server: ServiceServer, request: Request) -> float | None:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < 1e9:
-        raise HTTPError(422, f"{DEADLINE_HEADER}: {text[:40]!r} is no number of seconds above 0")
+        raise HTTPError(
+            422, f"{DEADLINE_HEADER}: {text[:40]!r} is not a positive number of seconds"
+        )
     return server.store.read_clock() + seconds
 
 
@@ -242,11 +241,11 @@ async def accept_request(
     *,
     is_protobuf: bool = False,
 ) -> StoredRequest:
-    """Store a request of a target that belongs to the caller. Raises: ServiceError and its kinds."""
+    """Store a request for a target that belongs to the caller. Raises: ServiceError and its subclasses."""
     new = NewRequest(
         kind=kind,
         owner=caller.key_id,
-        session_id=target.partition(":")[0],
+        session_id=parse_session_id(target),
         target=target,
         seq=seq,
         payload=payload,
@@ -261,29 +260,29 @@ async def accept_training_request(
     server: ServiceServer,
     request: Request,
     kind: RequestKind,
-    make_facts: Callable[[bytes, str], Mapping[str, Any]] = lambda payload, model_id: {},
+    read_facts: Callable[[bytes, str], Mapping[str, Any]] = lambda payload, model_id: {},
 ) -> StoredRequest:
-    """Store a JSON request of a training run's order; `facts` are made of payload and run.
+    """Store a JSON request in a training run's order. `read_facts` receives payload and run id.
 
-    Once it is known whose it is and where it stands, it is accepted, whatever else is wrong with it: the client has
-    used its number, and would wait for ever behind a hole. The fault is then its result.
+    Once caller and sequence number are known, the request is accepted whatever else is wrong with it: the client has
+    used the number and would wait for ever behind a gap. The error then becomes the request's result.
     """
     caller = await server.authenticate_caller(request)
     payload = await read_full_payload(server, request)
-    head = parse_request_body(TrainingRequestBody, payload)
-    await server.check_target_owner(caller, head.model_id)
+    header = parse_request_body(TrainingRequestBody, payload)
+    await server.check_target_owner(caller, header.model_id)
     return await accept_request(
         server,
         request,
         caller,
         kind,
-        head.model_id,
-        head.seq_id,
+        header.model_id,
+        header.seq_id,
         payload,
-        make_facts(payload, head.model_id),
+        read_facts(payload, header.model_id),
     )
 
 
-def accepted_response(accepted: StoredRequest, **more: Any) -> JSONResponse:
-    """The answer to an accepted request: where its result will be."""
-    return JSONResponse({"request_id": accepted.request_id, **more})
+def accepted_response(accepted: StoredRequest, **fields: Any) -> JSONResponse:
+    """Build the response to an accepted request: the id under which its result will be available."""
+    return JSONResponse({"request_id": accepted.request_id, **fields})

@@ -1,4 +1,4 @@
-"""Routes before any training: configuration of clients, sessions, telemetry, capabilities, the key itself."""
+"""Routes for client configuration, sessions, telemetry, capabilities and the API key itself."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from posttrain.training_service.wire.request_bodies import (
 from posttrain.web.errors import HTTPError
 
 MAX_LISTED = 1000
-# One chunk after the other: nothing has to be put in order. Loopback needs no compression. One poller for each sampling
-# session takes the place of a connection for each sample.
+# Sequential chunks need no reordering. Loopback needs no compression. One poller per sampling session replaces one
+# connection per sample.
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
     "parallel_fwdbwd_chunks": False,
@@ -50,23 +50,23 @@ DYNAMIC_CONFIG = {
 
 
 def format_timestamp(seconds: float) -> str:
-    """A time since 1970 as ISO 8601 in UTC."""
+    """Format a Unix time as ISO 8601 in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def parse_page_bounds(request: Request) -> tuple[int, int]:
-    """(limit, offset) of a list. Raises: Refused (422)."""
-    found = []
+    """Return (limit, offset) of a list request. Raises: HTTPError (422)."""
+    bounds = []
     for name, default, low, high in (("limit", "20", 1, MAX_LISTED), ("offset", "0", 0, 1 << 31)):
         text = request.query_params.get(name, default)
         if not text.isascii() or not text.isdigit() or not low <= int(text[:12]) <= high:
             raise HTTPError(422, f"{name}: {text[:40]!r}, expected {low} to {high}")
-        found.append(int(text))
-    return found[0], found[1]
+        bounds.append(int(text))
+    return bounds[0], bounds[1]
 
 
 async def _authorize_session_path(request: Request) -> tuple[ServiceServer, ApiKey, str]:
-    """Server, caller, and the caller's session that the path names. Raises: Refused (401, 403, 404)."""
+    """Return server, caller, and the caller's session named by the path. Raises: HTTPError (401, 403, 404)."""
     server, caller = await authenticate_request(request)
     session_id = request.path_params["session_id"]
     await server.check_session_owner(caller, session_id)
@@ -108,14 +108,18 @@ async def _record_heartbeat(request: Request) -> Response:
 async def _finish_session(request: Request) -> Response:
     server, caller, session_id = await _authorize_session_path(request)
     body = await read_json_body(server, request, FinishSession)
-    end = {"type": "client_finished", "reason": {"type": body.reason.type}, "detail": body.detail}
-    await server.call_store(server.store.finish_session, session_id, {"status": end})
+    status = {
+        "type": "client_finished",
+        "reason": {"type": body.reason.type},
+        "detail": body.detail,
+    }
+    await server.call_store(server.store.finish_session, session_id, {"status": status})
     await server.record_audit_entry(caller, "session_finish", session_id, body.reason.type)
     return JSONResponse({"session_id": session_id})
 
 
 async def _drop_telemetry(request: Request) -> Response:
-    """Taken and dropped: the service keeps no telemetry of its users."""
+    """Accept telemetry and drop it: the service keeps no telemetry of its users."""
     server = find_service_server(request)
     await server.authenticate_caller(request)
     await read_full_payload(server, request)
@@ -123,7 +127,7 @@ async def _drop_telemetry(request: Request) -> Response:
 
 
 def _read_context_length(model_folder: str) -> int | None:
-    """Context of a local model folder, read from its config alone."""
+    """Read the context length of a local model folder from its config."""
     try:
         config = json.loads((Path(model_folder) / "config.json").read_text())
         return int(config["max_position_embeddings"])
@@ -137,11 +141,11 @@ async def _describe_capabilities(request: Request) -> Response:
     models = [
         {
             "model_name": name,
-            "max_context_length": _read_context_length(str(place)),
+            "max_context_length": _read_context_length(str(path)),
             "trainable": True,
             "sampleable": True,
         }
-        for name, place in sorted(server.settings.engine.bases.items())
+        for name, path in sorted(server.settings.engine.bases.items())
     ]
     return JSONResponse({"supported_models": models})
 
@@ -172,28 +176,30 @@ async def _describe_session(request: Request) -> Response:
 
 
 def format_metadata(metadata: Any) -> dict[str, str]:
-    """Metadata as the client's types have it: values that are no texts as JSON."""
-    return {str(k): v if isinstance(v, str) else json.dumps(v) for k, v in (metadata or {}).items()}
+    """Format metadata as the client's types expect it: values other than strings become JSON."""
+    return {
+        str(key): value if isinstance(value, str) else json.dumps(value)
+        for key, value in (metadata or {}).items()
+    }
 
 
 def _describe_session_status(session: SessionRecord) -> dict[str, Any] | None:
-    found: dict[str, Any] | None = session.facts.get("status")
-    return {"type": "active"} if session.finished is None else found
+    if session.finished is None:
+        return {"type": "active"}
+    status: dict[str, Any] | None = session.facts.get("status")
+    return status
 
 
 def _is_search_match(session: SessionRecord, query: SearchSessions) -> bool:
     facts = session.facts
     if query.session_id is not None or query.display_name is not None:
         name = str(facts.get("display_name") or "").lower()
-        named = query.display_name is not None and all(
-            word in name for word in query.display_name.lower().split()
-        )
-        if session.session_id != query.session_id and not named:
+        words = [] if query.display_name is None else query.display_name.lower().split()
+        is_named = query.display_name is not None and all(word in name for word in words)
+        if session.session_id != query.session_id and not is_named:
             return False
-    if (
-        query.project_ids is not None
-        and str(facts.get("project_id") or DEFAULT_PROJECT) not in query.project_ids
-    ):
+    project = str(facts.get("project_id") or DEFAULT_PROJECT)
+    if query.project_ids is not None and project not in query.project_ids:
         return False
     metadata = format_metadata(facts.get("user_metadata"))
     if any(metadata.get(key) != value for key, value in query.user_metadata.items()):
@@ -201,7 +207,7 @@ def _is_search_match(session: SessionRecord, query: SearchSessions) -> bool:
     if query.statuses is None:
         return True
     status = _describe_session_status(session)
-    return any(_has_status(status, one) for one in query.statuses)
+    return any(_has_status(status, wanted) for wanted in query.statuses)
 
 
 def _has_status(status: dict[str, Any] | None, query: StatusQuery) -> bool:
@@ -211,52 +217,50 @@ def _has_status(status: dict[str, Any] | None, query: StatusQuery) -> bool:
 
 
 async def _search_sessions(request: Request) -> Response:
-    """Own sessions with some properties, the newest first."""
-    server, caller, asked, _ = await read_json_request(request, SearchSessions)
-    after = None if asked.cursor is None else asked.cursor.last_session_id
-    found: list[SessionRecord] = []
-    offset, is_behind = 0, after is None
-    is_asked = asked.owner.type != "user" or caller.key_id in (asked.owner.owner_urns or ())
-    while is_asked and len(found) <= asked.limit:
+    """List the caller's sessions with the requested properties, newest first."""
+    server, caller, query, _ = await read_json_request(request, SearchSessions)
+    last_id = None if query.cursor is None else query.cursor.last_session_id
+    matches: list[SessionRecord] = []
+    offset, is_past_cursor = 0, last_id is None
+    is_caller = query.owner.type != "user" or caller.key_id in (query.owner.owner_urns or ())
+    while is_caller and len(matches) <= query.limit:
         page = await server.call_store(
             server.store.list_sessions, caller.key_id, MAX_LISTED, offset
         )
         for session in page.items:
-            if is_behind and _is_search_match(session, asked):
-                found.append(session)
-            is_behind = is_behind or session.session_id == after
+            if is_past_cursor and _is_search_match(session, query):
+                matches.append(session)
+            is_past_cursor = is_past_cursor or session.session_id == last_id
         offset += len(page.items)
         if offset >= page.total or not page.items:
             break
-    shown, is_more = found[: asked.limit], len(found) > asked.limit
-    rows = []
-    for session in shown:
-        runs = await server.call_store(
-            server.store.list_runs, None, MAX_LISTED, 0, session.session_id
-        )
-        saved = [
-            await server.call_store(server.store.list_checkpoints, None, 1, 0, run.model_id)
-            for run in runs.items
-        ]
-        rows.append(
-            {
-                "session_id": session.session_id,
-                "created_at": format_timestamp(session.created),
-                "owner": caller.key_id,
-                "project_id": str(session.facts.get("project_id") or DEFAULT_PROJECT),
-                "status": _describe_session_status(session),
-                "checkpoints_count": sum(page.total for page in saved),
-                "display_name": session.facts.get("display_name"),
-                "user_metadata": format_metadata(session.facts.get("user_metadata")),
-            }
-        )
-    last = shown[-1] if shown and is_more else None
-    cursor = (
-        None
-        if last is None
-        else {"last_created_at": format_timestamp(last.created), "last_session_id": last.session_id}
-    )
-    return JSONResponse({"sessions": rows, "next_cursor": cursor})
+    shown = matches[: query.limit]
+    cursor = None
+    if len(matches) > query.limit:
+        created, session_id = shown[-1].created, shown[-1].session_id
+        cursor = {"last_created_at": format_timestamp(created), "last_session_id": session_id}
+    sessions = [await _format_search_result(server, caller, session) for session in shown]
+    return JSONResponse({"sessions": sessions, "next_cursor": cursor})
+
+
+async def _format_search_result(
+    server: ServiceServer, caller: ApiKey, session: SessionRecord
+) -> dict[str, Any]:
+    runs = await server.call_store(server.store.list_runs, None, MAX_LISTED, 0, session.session_id)
+    num_checkpoints = 0
+    for run in runs.items:
+        page = await server.call_store(server.store.list_checkpoints, None, 1, 0, run.model_id)
+        num_checkpoints += page.total
+    return {
+        "session_id": session.session_id,
+        "created_at": format_timestamp(session.created),
+        "owner": caller.key_id,
+        "project_id": str(session.facts.get("project_id") or DEFAULT_PROJECT),
+        "status": _describe_session_status(session),
+        "checkpoints_count": num_checkpoints,
+        "display_name": session.facts.get("display_name"),
+        "user_metadata": format_metadata(session.facts.get("user_metadata")),
+    }
 
 
 async def _set_project(request: Request) -> Response:

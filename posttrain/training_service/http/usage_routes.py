@@ -1,12 +1,10 @@
-"""Timeline of a session's requests as a trace that ui.perfetto.dev and chrome://tracing open.
+"""Routes about use of the service: storage, timelines of sessions, and the audit of the caller's key.
 
-Trace Event Format (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU): nestable
-asynchronous events, one group for each request, from its acceptance to its end, with the computation within. Requests
-of one run lie beside each other where they overlap, so one sees what was in flight while what was computed.
-
-Routes about the use of the service: storage of saved weights, and the timeline of a session's requests.
-
-The route of the audit: what the caller's own key did on one day.
+A timeline uses the Trace Event Format
+(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU),
+which ui.perfetto.dev and chrome://tracing open. Each request is a group of nestable asynchronous events, from
+acceptance to end, with the computation nested inside. Overlapping requests of a run appear next to each other, so the
+trace shows which requests were in flight during which computation.
 """
 
 from __future__ import annotations
@@ -30,59 +28,68 @@ from posttrain.training_service.store import StoredRequest
 from posttrain.training_service.store.records import replace_unstorable
 from posttrain.web.errors import HTTPError
 
-MICROSECONDS_PER_SECOND = 1e6  # the format counts in microseconds
+MICROSECONDS_PER_SECOND = 1e6  # the trace format counts in microseconds
+BYTES_PER_GIGABYTE = 1e9
+MAX_TRACE_TARGETS, MAX_TRACE_REQUESTS = 1000, 100_000  # per trace
+MAX_AUDIT_ENTRIES = 1_000_000  # per day
+_RESOURCE_PREFIXES = {
+    "checkpoints": "checkpoint_",
+    "projects": "project_",
+    "teams": "team_",
+    "organizations": "organization_",
+}
 
 
 def build_session_trace(
     session_id: str, requests: Mapping[str, Sequence[StoredRequest]], now: float
 ) -> dict[str, Any]:
-    """The trace. `requests`: by training run or sampler; what is not finished reaches to `now`."""
+    """Build the trace of a session.
+
+    Args:
+        requests: by training run or sampler. An unfinished request extends to `now`.
+    """
     events: list[dict[str, Any]] = []
-    for process, (target, found) in enumerate(requests.items(), 1):
+    for process, (target, rows) in enumerate(requests.items(), 1):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": target}})
-        for one in sorted(found, key=lambda request: request.place):
-            events += _format_request_events(process, one, now)
+        for row in sorted(rows, key=lambda request: request.place):
+            events += _format_request_events(process, row, now)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"session_id": session_id}}
 
 
 def _format_request_events(
     process: int, request: StoredRequest, now: float
 ) -> list[dict[str, Any]]:
-    """Beginning and end of a request, and of its computation."""
+    """Format the begin and end events of a request and of its computation."""
     end = now if request.finished is None else request.finished
-    facts = {"request_id": request.request_id, "seq": request.seq, "state": request.state}
+    details = {"request_id": request.request_id, "seq": request.seq, "state": request.state}
     if request.error:
-        facts["error"] = request.error
-    spans = [(f"{request.kind} {request.seq}", request.accepted, end, facts)]
+        details["error"] = request.error
+    spans = [(f"{request.kind} {request.seq}", request.accepted, end, details)]
     if request.started is not None:
         spans.append(("computing", request.started, end, {}))
-    same = {"cat": request.kind, "id": request.request_id, "pid": process, "tid": 0}
+    shared = {"cat": request.kind, "id": request.request_id, "pid": process, "tid": 0}
     begins = [
         {
             "ph": "b",
             "name": name,
             "ts": round(begin * MICROSECONDS_PER_SECOND),
             "args": args,
-            **same,
+            **shared,
         }
         for name, begin, _, args in spans
     ]
     ends = [
-        {"ph": "e", "name": name, "ts": round(last * MICROSECONDS_PER_SECOND), **same}
+        {"ph": "e", "name": name, "ts": round(last * MICROSECONDS_PER_SECOND), **shared}
         for name, _, last, _ in reversed(spans)
     ]
     return [*begins, *ends]
 
 
-BYTES_PER_GIGABYTE = 1e9  # bytes, as storage is told in
-MAX_TRACE_TARGETS, MAX_TRACE_REQUESTS = 1000, 100_000  # of one trace
-
-
 async def _report_storage(request: Request) -> Response:
-    """Number and size of the caller's saved weights by project; there is no price."""
+    """Report number and size of the caller's saved weights by project. There is no price."""
     server, caller = await authenticate_request(request)
     project = request.query_params.get("project_id")
-    found = await server.call_store(
+    rows = await server.call_store(
         server.store.summarize_storage,
         caller.key_id,
         None if project is None else replace_unstorable(project),
@@ -96,7 +103,7 @@ async def _report_storage(request: Request) -> Response:
             "size_bytes": size,
             "size_gigabytes": size / BYTES_PER_GIGABYTE,
         }
-        for name, count, size in found
+        for name, count, size in rows
     ]
     return JSONResponse({"data": data, "effective_rate_usd_per_gigabyte_month": None})
 
@@ -106,7 +113,7 @@ def _format_trace_subject(session_id: str) -> str:
 
 
 async def _sign_trace_url(request: Request) -> Response:
-    """A signed address of a session's trace, which is made when it is fetched."""
+    """Return a signed address of a session's trace, which is built when it is fetched."""
     server, caller = await authenticate_request(request)
     session_id = request.path_params["session_id"]
     await server.check_session_owner(caller, session_id)
@@ -133,19 +140,17 @@ async def _send_trace(request: Request) -> Response:
 
 
 def _collect_session_trace(server: ServiceServer, session_id: str) -> dict[str, object]:
-    """The trace of the session's runs and samplers, the newest requests where there are too many."""
+    """Build the trace of a session's runs and samplers, limited to the newest requests."""
     store = server.store
     runs = store.list_runs(None, MAX_TRACE_TARGETS, 0, session_id).items
     samplers = store.list_samplers(None, MAX_TRACE_TARGETS, 0, session_id).items
-    targets, left, found = (
-        [*(one.model_id for one in runs), *(one.sampler_id for one in samplers)],
-        MAX_TRACE_REQUESTS,
-        {},
-    )
+    targets = [*(run.model_id for run in runs), *(sampler.sampler_id for sampler in samplers)]
+    remaining = MAX_TRACE_REQUESTS
+    requests = {}
     for target in targets:
-        found[target] = store.list_requests(target, left)
-        left -= len(found[target])
-    return build_session_trace(session_id, found, store.read_clock())
+        requests[target] = store.list_requests(target, remaining)
+        remaining -= len(requests[target])
+    return build_session_trace(session_id, requests, store.read_clock())
 
 
 USAGE_ROUTES = [
@@ -155,16 +160,8 @@ USAGE_ROUTES = [
 ]
 
 
-MAX_AUDIT_ENTRIES = 1_000_000  # of a day
-_RESOURCE_PREFIXES = {
-    "checkpoints": "checkpoint_",
-    "projects": "project_",
-    "teams": "team_",
-    "organizations": "organization_",
-}
-
-
 async def _list_audit_entries(request: Request) -> Response:
+    """List what the caller's key did on one day."""
     server, caller = await authenticate_request(request)
     kind = request.query_params.get("event_type", "all")
     if kind != "all" and kind not in _RESOURCE_PREFIXES:
@@ -173,11 +170,8 @@ async def _list_audit_entries(request: Request) -> Response:
         )
     day = request.query_params.get("day")
     try:
-        start = (
-            datetime.fromisoformat(day)
-            if day
-            else datetime.fromtimestamp(server.store.read_clock(), UTC)
-        )
+        now = datetime.fromtimestamp(server.store.read_clock(), UTC)
+        start = datetime.fromisoformat(day) if day else now
         start = start.replace(hour=0, minute=0, second=0, microsecond=0, tzinfo=UTC)
         first, last = start.timestamp(), (start + timedelta(days=1)).timestamp()
     except (ValueError, OverflowError):

@@ -1,15 +1,14 @@
-"""Durable state of the training service: SQLite (WAL) or PostgreSQL through SQLAlchemy Core.
+"""Durable state of the training service in SQLite (WAL) or PostgreSQL, through SQLAlchemy Core.
 
 records      rows as plain data, and the errors of acceptance
-tables       the tables
-transactions connections and transactions
-intake       the server's side of requests: accept, look up, wait, forget, cancel
-work         the worker's side: ready, claim, finish, replay, snapshots
-directory    sessions, runs, samplers and checkpoints
-access       API keys and audit
-durable      ServiceStore: all of it
+tables       table definitions
+database     connections, transactions and the service's clock
+intake       the server's side of requests: accept, look up, wait, drop, cancel
+work_queue   the worker's side: ready, claim, finish, replay, snapshots
+directory    sessions, runs, samplers and checkpoints; API keys and audit
+overview     queue statistics, and a read-only view for pages
 
-The store of a training service: everything that server and worker share.
+`ServiceStore` combines them: everything that server and worker share.
 """
 
 from __future__ import annotations
@@ -62,39 +61,45 @@ __all__ = [
 ]
 
 
-__all__ = ["ServiceStore"]
-
-
 class ServiceStore(RequestIntake, WorkQueue, ResourceDirectory, AccessControl):
-    """Requests, sessions, runs, samplers, checkpoints, keys and audit in one database; safe for threads.
+    """Requests, sessions, runs, samplers, checkpoints, keys and audit in one database. Thread-safe.
 
     Any number of processes may open it, one of them as the worker.
     """
 
     def __init__(self, url: str, clock: Callable[[], float] | None = None) -> None:
-        """`url`: `sqlite:///FILE` or `postgresql://USER:PASSWORD@HOST/NAME`. Raises: SettingsError, BackendError.
+        """Open the database.
 
-        clock: None = one that does not jump (`create_service_clock`), the same for all processes of the store.
+        Args:
+            url: `sqlite:///FILE` or `postgresql://USER:PASSWORD@HOST/NAME`.
+            clock: None = a clock that does not jump (`create_service_clock`), the same for all processes of the store.
+        Raises: SettingsError, BackendError.
         """
         database = StoreDatabase(url)
         RequestIntake.__init__(self, database, clock or create_service_clock(database))
 
     def read_clock(self) -> float:
-        """The store's time, seconds since 1970: deadlines and lifetimes are given in it."""
+        """Return the store's time in seconds since 1970. Deadlines and lifetimes use it."""
         return self._clock()
 
     def read_change_counter(self) -> int:
-        """A number that differs when another connection has committed since; take it before reading."""
+        """Return a number that changes when another connection commits. Read it before reading data."""
         return self._database.read_change_counter()
 
     def wait_for_change(
         self, seen: int, timeout: float, is_over: threading.Event | None = None
     ) -> int:
-        """Wait until `changes()` is not `seen`, at most `timeout` seconds or until `is_over`; its present value."""
+        """Wait until `read_change_counter()` is not `seen`; return its current value.
+
+        The wait ends after `timeout` seconds or when `is_over` is set.
+        """
         return self._database.wait_for_change(seen, timeout, is_over)
 
     def checkpoint_log(self, max_bytes: int) -> None:
-        """Copy SQLite's log into its file; begin it anew where it is longer. Nothing to do with PostgreSQL."""
+        """Copy SQLite's log into the database file and restart the log if it is longer than `max_bytes`.
+
+        Does nothing for PostgreSQL.
+        """
         self._database.checkpoint_log(max_bytes)
 
     def close(self) -> None:

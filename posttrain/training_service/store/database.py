@@ -1,16 +1,15 @@
-"""Connections and transactions of the store.
+"""Connections and transactions of the store, and the service's clock.
 
-One transaction writes at a time: SQLite's own rule (BEGIN IMMEDIATE), an advisory lock in PostgreSQL. So places in an
-order that readers follow are committed in that order. What is committed outlives the process. It outlives the machine
-with PostgreSQL's default; with SQLite once the log is synced (`Database.sync`), which happens outside of transactions:
-nobody holds the writer's lock while he waits for the disk.
+One transaction writes at a time: by SQLite's own rule (BEGIN IMMEDIATE), by an advisory lock in PostgreSQL. Positions
+in an order are therefore committed in that order, and readers can follow it. A commit survives a crash of the process.
+It survives a crash of the machine with PostgreSQL's default settings, and with SQLite once the log is synced
+(`StoreDatabase.sync_to_disk`). The sync happens outside of transactions, so nobody holds the writer's lock while
+waiting for the disk.
 
-The service's time: seconds since 1970 that do not jump when somebody sets the machine's clock.
-
-Ages decide what expires, so an hour forward by the wall clock must not be an hour of age. The first process that opens
-a store after a boot notes there how the wall clock stood to the time since boot; from then on all processes add that
-to the time since boot. Between two boots the wall clock alone can tell how much time has passed; it is never taken to
-have gone back.
+The clock counts seconds since 1970 and does not jump when the machine's clock is set. Ages decide what expires, and
+moving the wall clock forward by an hour must not age anything by an hour. The first process that opens a store after a
+boot records the offset between wall clock and time since boot; all processes then add that offset to the time since
+boot. Only the wall clock can measure the time between two boots, but it is never believed to have gone backwards.
 """
 
 from __future__ import annotations
@@ -32,30 +31,32 @@ from rl_core.storage.atomic_files import create_file_once, make_folder
 from rl_core.storage.write_ahead_log import WriteAheadLog
 
 BUSY_SECONDS = 30.0
-LOCK_RETRY_SECONDS = (
-    0.0005  # between two tries to get a lock, which is held for about a millisecond
-)
+LOCK_RETRY_SECONDS = 0.0005  # between attempts to get a lock, which is held for about a millisecond
 WRITER_LOCK_ID = 0x706F7374  # PostgreSQL's advisory lock of writers
-PAGE_BYTES = 4096  # bytes, of SQLite
-AUTOCHECKPOINT_PAGES = (
-    32_768  # after which any commit copies SQLite's log; `copy_log` comes before it
-)
-RESTART_SECONDS = 0.05  # that writers wait at most for readers of a log that is to begin anew
+PAGE_BYTES = 4096  # SQLite's page size
+# Any commit beyond this copies SQLite's log; `checkpoint_log` normally runs before.
+AUTOCHECKPOINT_PAGES = 32_768
+RESTART_SECONDS = 0.05  # longest wait of writers for readers of a log that is being restarted
+MICROSECONDS_PER_SECOND = 1_000_000
 _WRITE_OPTION = "service_writes"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_LATEST_TIME_KEY = "clock.latest"
 
-# When a transaction is to be on the disk: before the call returns; before a reader tells anybody (`Database.sync`);
-# with the next one that is, which is enough for what can be found out again.
-Durability = Literal["now", "when told", "later"]
+# When a transaction reaches the disk:
+# now                 before the call returns
+# on_acknowledgement  before anybody acknowledges it (`StoreDatabase.sync_to_disk`)
+# later               with the next transaction that is synced, which suffices for facts that can be determined again
+Durability = Literal["now", "on_acknowledgement", "later"]
 
 
 class StoreDatabase:
-    """A database by URL: `sqlite:///FILE` or `postgresql://...`; tables are made where they are not there."""
+    """Database opened by URL: `sqlite:///FILE` or `postgresql://...`. Missing tables are created."""
 
     def __init__(self, url: str) -> None:
-        """Raises: SettingsError for a URL that is none; BackendError if the database does not answer."""
+        """Open the database. Raises: SettingsError for an invalid URL; BackendError if the database does not answer."""
         try:
             parsed = sa.make_url(url)
-        except ArgumentError:  # its message would repeat a password
+        except ArgumentError:  # the original message could contain a password
             raise SettingsError(
                 "store: is no URL; write sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME"
             ) from None
@@ -71,7 +72,7 @@ class StoreDatabase:
                     "store: sqlite needs a file, as in sqlite:///outputs/service/service.db"
                 )
             make_folder(self._file.parent)
-            create_file_once(self._file, "", mode=0o600)  # it holds what users send
+            create_file_once(self._file, "", mode=0o600)  # contains the users' data
         self._engine = sa.create_engine(
             url, pool_size=16, max_overflow=64, pool_pre_ping=not self.is_sqlite
         )
@@ -85,7 +86,7 @@ class StoreDatabase:
         self._create_tables()
 
     def _open_write_ahead_log(self) -> WriteAheadLog | None:
-        """SQLite's log; None = every commit is on the disk by itself."""
+        """Return SQLite's log; None = every commit is synced by the database itself."""
         if not self.is_sqlite:
             return None
         with self.read_transaction() as connection:
@@ -95,27 +96,27 @@ class StoreDatabase:
     def _create_tables(self) -> None:
         with self.write_transaction() as connection:
             metadata.create_all(connection)
-            found = connection.scalar(
+            store_format = connection.scalar(
                 sa.select(counters.c.value).where(counters.c.name == "format")
             )
-            if found is None:
+            if store_format is None:
                 connection.execute(counters.insert().values(name="format", value=STORE_FORMAT))
-            elif found != STORE_FORMAT:
+            elif store_format != STORE_FORMAT:
                 raise SettingsError(
-                    f"store: format {found} of another version of the service, expected {STORE_FORMAT}"
+                    f"store: format {store_format} of another version of the service, expected {STORE_FORMAT}"
                 )
 
     @contextmanager
     def read_transaction(self) -> Iterator[sa.Connection]:
-        """One consistent view. Raises: BackendError."""
+        """Yield a connection with one consistent view. Raises: BackendError."""
         with _convert_database_errors(), self._engine.connect() as connection, connection.begin():
             yield connection
 
     @contextmanager
     def write_transaction(self, durability: Durability = "now") -> Iterator[sa.Connection]:
-        """A transaction of one writer, committed when the block ends.
+        """Yield the connection of the only writer; commit when the block ends.
 
-        Raises: BackendError; ServiceError (user) for a value that the database does not take.
+        Raises: BackendError; ServiceError (user) for a value that the database refuses.
         """
         with self._writer_lock, _convert_database_errors(), self._engine.connect() as connection:
             connection = connection.execution_options(**{_WRITE_OPTION: True})
@@ -133,7 +134,7 @@ class StoreDatabase:
             self.sync_to_disk()
 
     def sync_to_disk(self) -> None:
-        """Have everything on the disk that anybody has committed by now. Raises: BackendError."""
+        """Sync everything that any process has committed so far to disk. Raises: BackendError."""
         if self._log is None:
             return
         try:
@@ -142,7 +143,7 @@ class StoreDatabase:
             raise BackendError(f"the service's store: {error.strerror or error}") from error
 
     def checkpoint_log(self, max_bytes: int) -> None:
-        """Copy SQLite's log into the database file beside others' transactions, and begin it anew where it is longer.
+        """Copy SQLite's log into the database file, alongside other transactions; restart the log if it is longer.
 
         Raises: BackendError.
         """
@@ -150,10 +151,9 @@ class StoreDatabase:
             return
         with _convert_database_errors(), self._engine.connect() as connection:
             raw: Any = connection.connection.dbapi_connection
+            # The log file never shrinks; `pages` counts those in use.
             _, pages, _ = raw.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-            if (
-                pages * PAGE_BYTES <= max_bytes
-            ):  # of the file, which stays as large as it ever was, those in use
+            if pages * PAGE_BYTES <= max_bytes:
                 return
             _set_busy_timeout(raw, RESTART_SECONDS)
             try:
@@ -162,15 +162,11 @@ class StoreDatabase:
                 _set_busy_timeout(raw, BUSY_SECONDS)
 
     def read_change_counter(self) -> int:
-        """A number that differs when anybody has committed since. Raises: BackendError."""
+        """Return a number that changes with every commit by anybody. Raises: BackendError."""
         if not self.is_sqlite:
+            query = sa.select(counters.c.value).where(counters.c.name == "changes")
             with self.read_transaction() as connection:
-                return (
-                    connection.scalar(
-                        sa.select(counters.c.value).where(counters.c.name == "changes")
-                    )
-                    or 0
-                )
+                return connection.scalar(query) or 0
         with self._change_lock, _convert_database_errors():
             if self._change_connection is None:
                 self._change_connection = sqlite3.connect(self._file, check_same_thread=False)
@@ -179,17 +175,18 @@ class StoreDatabase:
     def wait_for_change(
         self, seen: int, timeout: float, is_over: threading.Event | None = None
     ) -> int:
-        """Wait until `changes()` is no longer `seen`, the time is over, or `is_over` is set; its present value.
+        """Wait until `read_change_counter()` is not `seen`; return its current value.
 
-        Looks every millisecond at first, then every 10: a look at SQLite takes microseconds.
+        The wait ends after `timeout` seconds or when `is_over` is set. It polls every millisecond during the first
+        second and then every 10 ms. A poll of SQLite takes microseconds.
         """
-        began = time.monotonic()
-        while (now := self.read_change_counter()) == seen:
-            waited = time.monotonic() - began
+        started_at = time.monotonic()
+        while (counter := self.read_change_counter()) == seen:
+            waited = time.monotonic() - started_at
             if waited >= timeout or (is_over is not None and is_over.is_set()):
                 break
             time.sleep(0.001 if waited < 1 and self.is_sqlite else 0.01)
-        return now
+        return counter
 
     def close_connections(self) -> None:
         """Close all connections."""
@@ -211,7 +208,7 @@ _INCREMENT_COUNTER = (
 
 
 def next_counter_value(connection: sa.Connection, name: str, by: int = 1) -> int:
-    """The new value of a counter, which never falls."""
+    """Increase a counter and return its new value. Counters never decrease."""
     value = connection.scalar(_INCREMENT_COUNTER, {"counter": name, "by": by})
     if value is None:
         connection.execute(counters.insert().values(name=name, value=by))
@@ -220,11 +217,10 @@ def next_counter_value(connection: sa.Connection, name: str, by: int = 1) -> int
 
 
 def _configure_connection(connection: Any, record: object) -> None:
-    connection.isolation_level = None  # transactions begin where `_begin` says
-    (mode,) = _execute_when_free(
-        connection, "PRAGMA journal_mode=WAL"
-    ).fetchone()  # SQLite refuses the second of two at once
-    # without a log (some file systems cannot share memory) every commit has to wait for the disk by itself
+    connection.isolation_level = None  # transactions begin in `_begin_transaction`
+    # SQLite refuses to change the journal mode in two connections at the same time.
+    (mode,) = _execute_when_free(connection, "PRAGMA journal_mode=WAL").fetchone()
+    # Without a log (some file systems cannot share memory) every commit must be synced by SQLite itself.
     for pragma in (
         f"synchronous={'NORMAL' if mode == 'wal' else 'FULL'}",
         "temp_store=MEMORY",
@@ -234,7 +230,7 @@ def _configure_connection(connection: Any, record: object) -> None:
 
 
 def _set_busy_timeout(connection: Any, seconds: float) -> None:
-    """Time that SQLite waits for a lock."""
+    """Set how long SQLite waits for a lock."""
     connection.execute(f"PRAGMA busy_timeout={int(1000 * seconds)}")
 
 
@@ -247,19 +243,22 @@ def _begin_transaction(connection: sa.Connection) -> None:
 
 
 def _execute_when_free(connection: Any, statement: str) -> Any:
-    """Execute a statement that needs the database to itself.
+    """Execute a statement that needs exclusive access to the database, retrying while it is locked.
 
-    SQLite's own waiting sleeps longer each time, up to 100 ms, whatever the others need; and it does not wait at all
-    where two that read both want to write.
+    SQLite's own waiting sleeps longer each time, up to 100 ms, whatever other connections need. It does not wait at all
+    when two readers both want to write.
     """
     _set_busy_timeout(connection, 0.0)
     try:
-        end = time.monotonic() + BUSY_SECONDS
+        deadline = time.monotonic() + BUSY_SECONDS
         while True:
             try:
                 return connection.execute(statement)
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                if (
+                    error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY
+                    or time.monotonic() > deadline
+                ):
                     raise
                 time.sleep(LOCK_RETRY_SECONDS)
     finally:
@@ -270,23 +269,16 @@ def _execute_when_free(connection: Any, statement: str) -> Any:
 def _convert_database_errors() -> Iterator[None]:
     try:
         yield
-    except DataError as error:  # the fault of one row, not of the database
-        words = " ".join(str(error.orig).split())[:300]
-        raise ServiceError(
-            f"a value that the service's store cannot hold: {words}", "user"
-        ) from error
+    except DataError as error:  # a row is invalid; the database works
+        reason = " ".join(str(error.orig).split())[:300]
+        raise ServiceError(f"the service's store cannot hold a value: {reason}", "user") from error
     except (DBAPIError, sqlite3.Error) as error:
-        reason = error.orig if isinstance(error, DBAPIError) else error
-        raise BackendError(f"the service's store: {' '.join(str(reason).split())}") from error
-
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_LATEST_TIME_KEY = "clock.latest"
-MICROSECONDS_PER_SECOND = 1_000_000
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        raise BackendError(f"the service's store: {' '.join(str(cause).split())}") from error
 
 
 def read_boot_id() -> str:
-    """Name of this boot of the machine; "" where the system does not tell."""
+    """Return the id of the machine's current boot; "" if the system does not report it."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -294,7 +286,7 @@ def read_boot_id() -> str:
 
 
 def read_boot_seconds() -> float:
-    """Seconds since boot, those of suspension included."""
+    """Return seconds since boot, including suspended time."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -304,34 +296,34 @@ def create_service_clock(
     boot_clock: Callable[[], float] = read_boot_seconds,
     read_boot: Callable[[], str] = read_boot_id,
 ) -> Callable[[], float]:
-    """The clock of a store. Where the system has no time since boot: the wall clock."""
-    if not hasattr(time, "CLOCK_BOOTTIME") or not (name := read_boot()):
+    """Create the clock of a store. Systems without a time since boot use the wall clock."""
+    if not hasattr(time, "CLOCK_BOOTTIME") or not (boot_id := read_boot()):
         return wall_clock
-    key, value = f"clock.{name}"[:64], counters.c.value
+    key, value = f"clock.{boot_id}"[:64], counters.c.value
 
-    def stored(connection: sa.Connection, one: str) -> int | None:
-        found: int | None = connection.scalar(sa.select(value).where(counters.c.name == one))
-        return found
+    def read_stored(connection: sa.Connection, name: str) -> int | None:
+        stored: int | None = connection.scalar(sa.select(value).where(counters.c.name == name))
+        return stored
 
     with database.read_transaction() as connection:
-        offset = stored(connection, key)
+        offset = read_stored(connection, key)
     if offset is None:
         with database.write_transaction() as connection:
-            offset = stored(connection, key)
+            offset = read_stored(connection, key)
             if offset is None:
-                latest = stored(connection, _LATEST_TIME_KEY) or 0
-                offset = max(int(wall_clock() * MICROSECONDS_PER_SECOND), latest) - int(
-                    boot_clock() * MICROSECONDS_PER_SECOND
-                )
-                old = counters.c.name.startswith("clock.") & (counters.c.name != _LATEST_TIME_KEY)
-                connection.execute(counters.delete().where(old))  # of earlier boots
+                latest = read_stored(connection, _LATEST_TIME_KEY) or 0
+                now = max(int(wall_clock() * MICROSECONDS_PER_SECOND), latest)
+                offset = now - int(boot_clock() * MICROSECONDS_PER_SECOND)
+                is_clock = counters.c.name.startswith("clock.")
+                earlier_boots = is_clock & (counters.c.name != _LATEST_TIME_KEY)
+                connection.execute(counters.delete().where(earlier_boots))
                 connection.execute(counters.insert().values(name=key, value=offset))
-    found = offset / MICROSECONDS_PER_SECOND
-    return lambda: found + boot_clock()
+    offset_seconds = offset / MICROSECONDS_PER_SECOND
+    return lambda: offset_seconds + boot_clock()
 
 
 def record_latest_time(connection: sa.Connection, now: float) -> None:
-    """Keep the newest moment, from which the next boot goes on at the earliest."""
+    """Record the latest known time. After the next boot the clock does not start before it."""
     latest = {"value": int(now * MICROSECONDS_PER_SECOND)}
     if not connection.execute(
         counters.update().where(counters.c.name == _LATEST_TIME_KEY).values(latest)

@@ -1,6 +1,7 @@
-"""Acceptance of requests, many at a time: repeats are known, order and limits are kept, one transaction for all.
+"""The server's side of requests: accept, look up, wait, drop, cancel.
 
-The server's side of requests: accept, look up, wait, forget, cancel.
+Requests are accepted in batches, one transaction per batch. Repeated requests are recognised, order and limits are
+enforced.
 """
 
 from __future__ import annotations
@@ -33,10 +34,16 @@ _REQUEST_FIELDS = [
     for column in _request_rows.c
     if column.name not in ("line", "digest", "finish_place")
 ]
-QUEUE_RETRY_SECONDS = 5.0  # to come again where a queue is full
-TOUCH_INTERVAL_SECONDS = 5.0  # between two notes that a run or sampler is in use
+_REQUEST_COLUMNS = [_request_rows.c[name] for name in _REQUEST_FIELDS]
+_LIGHT_COLUMNS = [column for column in _REQUEST_COLUMNS if column.name != "payload"]
+_OPEN_STATES = ("waiting", "running")
+MAX_IDS_PER_STATEMENT = 10_000  # SQLite takes 32,766 values in a statement
+QUEUE_RETRY_SECONDS = 5.0  # suggested to clients whose queue is full
+TOUCH_INTERVAL_SECONDS = (
+    5.0  # smallest interval between two updates of a run's or sampler's last use
+)
 
-# Made once: building a statement costs more than running it.
+# Built once, because building a statement costs more than running it.
 _SELECT_KNOWN_REQUESTS = sa.select(_request_rows).where(
     sa.tuple_(_request_rows.c.target, _request_rows.c.line, _request_rows.c.seq).in_(
         sa.bindparam("keys", expanding=True)
@@ -53,40 +60,53 @@ _COUNT_WAITING = (
     .select_from(_request_rows)
     .where(
         _request_rows.c.owner == sa.bindparam("owner"),
-        _request_rows.c.state.in_(("waiting", "running")),
+        _request_rows.c.state.in_(_OPEN_STATES),
     )
 )
 _SELECT_ACCEPTED_COUNTS = sa.select(_minutes.c.minute, _minutes.c.accepted).where(
     _minutes.c.owner == sa.bindparam("owner")
 )
 _DELETE_ACCEPTED_COUNTS = _minutes.delete().where(_minutes.c.owner == sa.bindparam("name"))
-_INSERT_REQUESTS, _INSERT_RUNS, _INSERT_ACCEPTED_COUNTS = (
-    _request_rows.insert(),
-    _runs.insert(),
-    _minutes.insert(),
-)
+_INSERT_REQUESTS = _request_rows.insert()
+_INSERT_RUNS = _runs.insert()
+_INSERT_ACCEPTED_COUNTS = _minutes.insert()
 _UPDATE_TOUCHED = [
     table.update()
     .where(name == sa.bindparam("name"), table.c.touched < sa.bindparam("old"))
     .values(touched=sa.bindparam("now"))
     for table, name in ((_runs, _runs.c.model_id), (_samplers, _samplers.c.sampler_id))
 ]
+_SELECT_REQUEST = sa.select(_request_rows).where(
+    _request_rows.c.request_id == sa.bindparam("request_id")
+)
+_SELECT_FINISHED = (
+    sa.select(_request_rows.c.request_id, _request_rows.c.target, _request_rows.c.finish_place)
+    .where(_request_rows.c.finish_place > sa.bindparam("cursor"))
+    .order_by(_request_rows.c.finish_place)
+    .limit(sa.bindparam("most"))
+)
+_SELECT_RESULT = sa.select(*_LIGHT_COLUMNS).where(
+    _request_rows.c.request_id == sa.bindparam("request_id")
+)
+_SELECT_RESULTS = sa.select(*_LIGHT_COLUMNS).where(
+    _request_rows.c.request_id.in_(sa.bindparam("ids", expanding=True))
+)
 
 
 def parse_request_row(row: sa.Row[Any]) -> StoredRequest:
-    """A row of `requests` as a record."""
+    """Convert a row of `requests` to a record."""
     return StoredRequest(**{name: row._mapping[name] for name in _REQUEST_FIELDS})
 
 
 def accept_new_requests(
     connection: sa.Connection, batch: Sequence[NewRequest], now: float
 ) -> list[StoredRequest | Exception]:
-    """Answers in order: the stored request, new or known, or the error for its sender."""
+    """Accept a batch; return in order the stored request, new or known, or the error for its sender."""
     return _IntakeBatch(connection, batch, now).accept_all()
 
 
 class _IntakeBatch:
-    """Requests that are accepted in one transaction, and what it has to know of the store."""
+    """Requests accepted in one transaction, with the state of the store that the decision needs."""
 
     def __init__(self, connection: sa.Connection, batch: Sequence[NewRequest], now: float) -> None:
         self._connection, self._batch, self._now = connection, batch, now
@@ -105,48 +125,38 @@ class _IntakeBatch:
         self._new_runs: list[dict[str, Any]] = []
 
     def accept_all(self) -> list[StoredRequest | Exception]:
-        """Decide on all, then write."""
-        place = next_counter_value(self._connection, "places", len(self._batch)) - len(self._batch)
-        found: list[StoredRequest | Exception] = []
+        """Check all requests, then write the accepted ones."""
+        first_place = next_counter_value(self._connection, "places", len(self._batch)) - len(
+            self._batch
+        )
+        answers: list[StoredRequest | Exception] = []
         for offset, new in enumerate(self._batch, 1):
             try:
-                found.append(self._accept_request(new, place + offset))
+                answers.append(self._accept_request(new, first_place + offset))
             except ServiceError as error:
-                found.append(error)
+                answers.append(error)
         self._write_rows()
-        return found
+        return answers
 
     def _accept_request(self, new: NewRequest, place: int) -> StoredRequest:
         line, digest = resolve_request_line(new.kind), new.digest
         key = (new.target, line, new.seq)
         if key in self._known_requests:
-            before, found = self._known_requests[key]
-            if before != digest:
+            known_digest, known = self._known_requests[key]
+            if known_digest != digest:
                 raise SequenceIdReused(
                     f"seq_id {new.seq} of {new.target} was used before with another request; "
                     "use the next number, or send the same request again"
                 )
-            return found
+            return known
         if line == "training":
             self._check_sequence(new)
         if new.owner not in self._limits:
             self._limits[new.owner] = _KeyLimits(self._connection, new.owner, self._now)
         self._limits[new.owner].count_request()
         if line == "training" and new.seq == 0:
-            self._runs[new.target] = (0, "creating")
-            self._new_runs.append(
-                {
-                    "model_id": new.target,
-                    "owner": new.owner,
-                    "session_id": new.session_id,
-                    "created": self._now,
-                    "touched": self._now,
-                    "state": "creating",
-                    "facts": dict(new.facts),
-                    "info": {},
-                }
-            )
-        found = StoredRequest(
+            self._add_run(new)
+        accepted = StoredRequest(
             kind=new.kind,
             owner=new.owner,
             session_id=new.session_id,
@@ -161,13 +171,28 @@ class _IntakeBatch:
             state="waiting",
             accepted=self._now,
         )
-        self._known_requests[key] = digest, found
-        row = {name: getattr(found, name) for name in _REQUEST_FIELDS}
+        self._known_requests[key] = digest, accepted
+        row = {name: getattr(accepted, name) for name in _REQUEST_FIELDS}
         self._rows.append({**row, "line": line, "digest": digest})
-        return found
+        return accepted
+
+    def _add_run(self, new: NewRequest) -> None:
+        self._runs[new.target] = (0, "creating")
+        self._new_runs.append(
+            {
+                "model_id": new.target,
+                "owner": new.owner,
+                "session_id": new.session_id,
+                "created": self._now,
+                "touched": self._now,
+                "state": "creating",
+                "facts": dict(new.facts),
+                "info": {},
+            }
+        )
 
     def _check_sequence(self, new: NewRequest) -> None:
-        """Refuse a training request of a run that is not there, or one that was computed long ago."""
+        """Refuse a training request if its run does not exist or has already computed and dropped it."""
         run = self._runs.get(new.target)
         if run is None:
             if new.seq != 0:
@@ -176,7 +201,7 @@ class _IntakeBatch:
         next_seq, state = run
         if new.seq < next_seq:
             raise RequestForgotten(
-                f"seq_id {new.seq} of {new.target}: its answer was fetched and is forgotten"
+                f"seq_id {new.seq} of {new.target}: its answer was fetched and has been dropped"
             )
         if state == "unloaded":
             raise ServiceError(f"model_id: the training run '{new.target}' was unloaded", "user")
@@ -201,7 +226,7 @@ class _IntakeBatch:
 
 
 class _KeyLimits:
-    """Limits of one key, and what it has used of them."""
+    """Limits of one key, and how much of them it has used."""
 
     def __init__(self, connection: sa.Connection, owner: str, now: float) -> None:
         self._connection, self._owner = connection, owner
@@ -220,24 +245,26 @@ class _KeyLimits:
             }
 
     def count_request(self) -> None:
-        """Count one more request. Raises: OverLimit."""
+        """Count a request against the limits. Raises: KeyLimitExceeded."""
         if self._queue is not None and self._waiting >= self._queue:
             raise KeyLimitExceeded(
                 f"{self._waiting} requests of this key wait (limit {self._queue}); fetch or cancel",
                 QUEUE_RETRY_SECONDS,
             )
-        before, here = self._accepted.get(self._minute - 1, 0), self._accepted.get(self._minute, 0)
-        # sliding window: the last minute counts by its part that lies within the last 60 seconds
-        if self._rate is not None and before * (1 - self._minute_fraction) + here + 1 > self._rate:
+        last_minute = self._accepted.get(self._minute - 1, 0)
+        this_minute = self._accepted.get(self._minute, 0)
+        # Sliding window: of the last minute, the share within the last 60 seconds counts.
+        rate = last_minute * (1 - self._minute_fraction) + this_minute + 1
+        if self._rate is not None and rate > self._rate:
             wait = max(1.0, math.ceil(60 * (1 - self._minute_fraction)) / 4)
             raise KeyLimitExceeded(
                 f"this key has a limit of {self._rate} requests per minute", wait
             )
         self._waiting += 1
-        self._accepted[self._minute] = here + 1
+        self._accepted[self._minute] = this_minute + 1
 
     def write_counts(self) -> None:
-        """Keep the counts of the last two minutes."""
+        """Store the counts of the last two minutes."""
         if self._rate is None:
             return
         self._connection.execute(_DELETE_ACCEPTED_COUNTS, {"name": self._owner})
@@ -248,34 +275,8 @@ class _KeyLimits:
         self._connection.execute(_INSERT_ACCEPTED_COUNTS, rows)
 
 
-_requests_table = tables.requests
-MAX_IDS_PER_STATEMENT = 10_000  # requests of one statement: SQLite takes 32,766 values in one
-_OPEN_STATES = ("waiting", "running")
-_REQUEST_COLUMNS = [
-    column for column in _requests_table.c if column.name not in ("line", "digest", "finish_place")
-]
-_LIGHT_COLUMNS = [column for column in _REQUEST_COLUMNS if column.name != "payload"]
-_SELECT_REQUEST = sa.select(_requests_table).where(
-    _requests_table.c.request_id == sa.bindparam("request_id")
-)
-_SELECT_FINISHED = (
-    sa.select(
-        _requests_table.c.request_id, _requests_table.c.target, _requests_table.c.finish_place
-    )
-    .where(_requests_table.c.finish_place > sa.bindparam("cursor"))
-    .order_by(_requests_table.c.finish_place)
-    .limit(sa.bindparam("most"))
-)
-_SELECT_RESULT = sa.select(*_LIGHT_COLUMNS).where(
-    _requests_table.c.request_id == sa.bindparam("request_id")
-)
-_SELECT_RESULTS = sa.select(*_LIGHT_COLUMNS).where(
-    _requests_table.c.request_id.in_(sa.bindparam("ids", expanding=True))
-)
-
-
 def next_finish_place(connection: sa.Connection) -> int:
-    """The next place in the order of finishing."""
+    """Return the next position in the order of finishing."""
     return next_counter_value(connection, "finished")
 
 
@@ -286,12 +287,13 @@ class RequestIntake:
         self._database, self._clock = database, clock
 
     def accept_request(self, new: NewRequest) -> StoredRequest:
-        """Take a request; it is durable when this returns. Any number of threads may call.
+        """Accept a request. It is durable when this returns. Thread-safe.
 
-        The same (target, line, seq) with the same payload again gives the request that is there, with its facts.
-        A creation (`create_model`, or `load_weights` with seq 0) makes the run's record, too.
-        Raises: SeqReused for another payload; RequestGone for one whose answer is forgotten for good; OverLimit;
-            ServiceError (user) for a run that does not exist; BackendError where the store does not answer.
+        A repeated (target, line, seq) with the same payload returns the existing request with its facts. A creation
+        (`create_model`, or `load_weights` with seq 0) also creates the run's record.
+        Raises: SequenceIdReused for another payload; RequestForgotten for a request whose answer was dropped for good;
+            KeyLimitExceeded; ServiceError (user) for a run that does not exist; BackendError if the store does not
+            answer.
         """
         (answer,) = self.accept_batch([new])
         if isinstance(answer, Exception):
@@ -300,178 +302,188 @@ class RequestIntake:
         return answer
 
     def accept_batch(self, batch: Sequence[NewRequest]) -> list[StoredRequest | Exception]:
-        """As `accept`, answers and errors in order; call `sync` before anybody hears of them. Raises: BackendError."""
-        with self._database.write_transaction("when told") as connection:
+        """Accept requests as `accept_request` does; return answers and errors in order. Raises: BackendError.
+
+        Call `sync_to_disk` before acknowledging any of them.
+        """
+        with self._database.write_transaction("on_acknowledgement") as connection:
             answers = accept_new_requests(connection, batch, self._clock())
             inject_fault("service.accepting")
         inject_fault("service.accepted")
         return answers
 
     def sync_to_disk(self) -> None:
-        """Have everything on the disk that anybody has committed by now: what is told must be there."""
+        """Sync everything committed so far to disk. Nothing may be acknowledged before."""
         self._database.sync_to_disk()
 
     def find_request(self, request_id: str) -> StoredRequest | None:
-        """An accepted request; None where there is none, or it is long forgotten."""
+        """Return an accepted request; None if there is none or it was removed."""
         with self._database.read_transaction() as connection:
             row = connection.execute(_SELECT_REQUEST, {"request_id": request_id}).first()
         return None if row is None else parse_request_row(row)
 
     def find_result(self, request_id: str) -> StoredRequest | None:
-        """A request with its answer, without its payload."""
+        """Return a request with its answer, without its payload."""
         with self._database.read_transaction() as connection:
             row = connection.execute(_SELECT_RESULT, {"request_id": request_id}).first()
         return None if row is None else _parse_light_row(row)
 
     def find_results(self, request_ids: Iterable[str]) -> list[StoredRequest]:
-        """Those of these requests that are there, with their answers, without their payloads, in any order."""
-        if not (ids := list(request_ids)):
+        """Return those of these requests that exist, with answers, without payloads, in any order."""
+        ids = list(request_ids)
+        if not ids:
             return []
         with self._database.read_transaction() as connection:
-            return [
-                _parse_light_row(row) for row in connection.execute(_SELECT_RESULTS, {"ids": ids})
-            ]
+            rows = connection.execute(_SELECT_RESULTS, {"ids": ids})
+            return [_parse_light_row(row) for row in rows]
 
     def find_sampler_creation(self, sampler_id: str) -> StoredRequest | None:
-        """The request that makes a sampler, without its payload."""
-        mine = (_requests_table.c.target == sampler_id) & (_requests_table.c.line == "sampler")
+        """Return the request that creates a sampler, without its payload."""
+        is_creation = (_request_rows.c.target == sampler_id) & (_request_rows.c.line == "sampler")
         with self._database.read_transaction() as connection:
-            row = connection.execute(sa.select(*_LIGHT_COLUMNS).where(mine)).first()
+            row = connection.execute(sa.select(*_LIGHT_COLUMNS).where(is_creation)).first()
         return None if row is None else _parse_light_row(row)
 
     def read_finish_cursor(self) -> int:
-        """The cursor for `list_finished_since` from now on."""
+        """Return the cursor with which `list_finished_since` lists what finishes from now on."""
         counters = tables.counters
+        query = sa.select(counters.c.value).where(counters.c.name == "finished")
         with self._database.read_transaction() as connection:
-            return (
-                connection.scalar(sa.select(counters.c.value).where(counters.c.name == "finished"))
-                or 0
-            )
+            return connection.scalar(query) or 0
 
     def list_finished_since(
         self, cursor: int, limit: int = 1000
     ) -> tuple[list[tuple[str, str]], int]:
-        """(request id, target) of requests that became final after `cursor`, in that order, and the next cursor.
+        """List (request id, target) of requests that became final after `cursor`, in that order.
 
-        Wait with `changes` and `wait_for_change`; take the number of `changes` before this list.
+        To wait, call `read_change_counter` before this function and `wait_for_change` after it.
+        Returns: the list; the next cursor.
         """
         with self._database.read_transaction() as connection:
             rows = connection.execute(_SELECT_FINISHED, {"cursor": cursor, "most": limit}).all()
-        return [(row.request_id, row.target) for row in rows], (
-            rows[-1].finish_place if rows else cursor
-        )
+        next_cursor = rows[-1].finish_place if rows else cursor
+        return [(row.request_id, row.target) for row in rows], next_cursor
 
     def list_finished_samples(
         self, target: str, first: int, last: int, cursor: int, limit: int = 1000
     ) -> tuple[list[tuple[str, str, int]], int]:
-        """(request id, state, bytes of the answer) of a sampler's samples that became final after `cursor`, and the
-        next cursor. `first`, `last`: bounds of their sequence ids.
+        """List (request id, state, bytes of the answer) of a sampler's samples that became final after `cursor`.
+
+        Args:
+            first, last: bounds of the samples' sequence ids.
+        Returns: the list; the next cursor.
         """
-        place = _requests_table.c.finish_place
-        mine = (
-            (_requests_table.c.target == target)
-            & (_requests_table.c.line == "sample")
-            & _requests_table.c.seq.between(first, last)
+        place = _request_rows.c.finish_place
+        is_sample = (
+            (_request_rows.c.target == target)
+            & (_request_rows.c.line == "sample")
+            & _request_rows.c.seq.between(first, last)
         )
-        size = sa.func.length(_requests_table.c.answer).label("size")
-        query = sa.select(_requests_table.c.request_id, _requests_table.c.state, size, place).where(
-            mine, place > cursor
+        size = sa.func.length(_request_rows.c.answer).label("size")
+        query = sa.select(_request_rows.c.request_id, _request_rows.c.state, size, place).where(
+            is_sample, place > cursor
         )
         with self._database.read_transaction() as connection:
             rows = connection.execute(query.order_by(place).limit(limit)).all()
-        found = [(row.request_id, row.state, row.size or 0) for row in rows]
-        return found, (rows[-1].finish_place if rows else cursor)
+        samples = [(row.request_id, row.state, row.size or 0) for row in rows]
+        return samples, (rows[-1].finish_place if rows else cursor)
 
     def drop_results(self, request_ids: Iterable[str], owner: str | None = None) -> None:
-        """Drop answers that were fetched (of one owner); that they were there stays known (see `Work.expire`)."""
+        """Drop fetched answers, optionally only those of one owner.
+
+        The requests themselves stay known (see `WorkQueue.expire_results`).
+        """
         ids = list(request_ids)
         if not ids:
             return
         with self._database.write_transaction() as connection:
             for start in range(0, len(ids), MAX_IDS_PER_STATEMENT):
-                chosen = _requests_table.c.request_id.in_(
-                    ids[start : start + MAX_IDS_PER_STATEMENT]
-                ) & _requests_table.c.finished.is_not(None)
+                has_id = _request_rows.c.request_id.in_(ids[start : start + MAX_IDS_PER_STATEMENT])
+                is_dropped = has_id & _request_rows.c.finished.is_not(None)
                 if owner is not None:
-                    chosen &= _requests_table.c.owner == owner
+                    is_dropped &= _request_rows.c.owner == owner
                 connection.execute(
-                    _requests_table.update().where(chosen).values(forgotten=True, answer=None)
+                    _request_rows.update().where(is_dropped).values(forgotten=True, answer=None)
                 )
 
     def cancel_request(self, request_id: str) -> bool:
-        """Cancel a request that waits; its place in the order is passed over. False = it runs, is final, or unknown."""
+        """Cancel a waiting request; its run's order skips it. Return False if it runs, is final, or is unknown."""
+        is_waiting = (_request_rows.c.request_id == request_id) & (
+            _request_rows.c.state == "waiting"
+        )
         with self._database.write_transaction() as connection:
-            chosen = (_requests_table.c.request_id == request_id) & (
-                _requests_table.c.state == "waiting"
-            )
-            return cancel_requests(connection, chosen, "cancelled", self._clock()) > 0
+            return cancel_requests(connection, is_waiting, "cancelled", self._clock()) > 0
 
     def count_open_requests(self, target: str | None = None) -> dict[str, dict[str, int]]:
-        """Open requests: kind -> state -> number."""
-        found: dict[str, dict[str, int]] = {}
-        query = sa.select(_requests_table.c.kind, _requests_table.c.state, sa.func.count()).where(
-            _requests_table.c.state.in_(_OPEN_STATES)
+        """Count open requests: kind -> state -> number."""
+        query = sa.select(_request_rows.c.kind, _request_rows.c.state, sa.func.count()).where(
+            _request_rows.c.state.in_(_OPEN_STATES)
         )
         if target is not None:
-            query = query.where(_requests_table.c.target == target)
+            query = query.where(_request_rows.c.target == target)
+        query = query.group_by(_request_rows.c.kind, _request_rows.c.state)
+        counts: dict[str, dict[str, int]] = {}
         with self._database.read_transaction() as connection:
-            for kind, state, number in connection.execute(
-                query.group_by(_requests_table.c.kind, _requests_table.c.state)
-            ):
-                found.setdefault(kind, {})[state] = number
-        return found
+            for kind, state, number in connection.execute(query):
+                counts.setdefault(kind, {})[state] = number
+        return counts
 
     def list_request_timings(
         self, target: str | None = None, limit: int = 1000
     ) -> list[tuple[str, float, float]]:
-        """(kind, seconds waited, seconds served) of the newest finished requests."""
+        """List (kind, seconds waited, seconds served) of the newest finished requests."""
         columns = (
-            _requests_table.c.kind,
-            _requests_table.c.accepted,
-            _requests_table.c.started,
-            _requests_table.c.finished,
+            _request_rows.c.kind,
+            _request_rows.c.accepted,
+            _request_rows.c.started,
+            _request_rows.c.finished,
         )
         query = sa.select(*columns).where(
-            _requests_table.c.started.is_not(None), _requests_table.c.finished.is_not(None)
+            _request_rows.c.started.is_not(None), _request_rows.c.finished.is_not(None)
         )
         if target is not None:
-            query = query.where(_requests_table.c.target == target)
+            query = query.where(_request_rows.c.target == target)
         with self._database.read_transaction() as connection:
             rows = connection.execute(
-                query.order_by(_requests_table.c.finish_place.desc()).limit(limit)
+                query.order_by(_request_rows.c.finish_place.desc()).limit(limit)
             ).all()
         return [(row.kind, row.started - row.accepted, row.finished - row.started) for row in rows]
 
     def list_requests(
         self, target: str, limit: int = 100, offset: int = 0
     ) -> Sequence[StoredRequest]:
-        """Requests of a run or sampler, the newest first, without payloads and answers."""
-        light = [c for c in _REQUEST_COLUMNS if c.name not in ("payload", "answer")]
+        """List requests of a run or sampler, newest first, without payloads and answers."""
+        columns = [
+            column for column in _REQUEST_COLUMNS if column.name not in ("payload", "answer")
+        ]
         query = (
-            sa.select(*light)
-            .where(_requests_table.c.target == target)
-            .order_by(_requests_table.c.place.desc())
+            sa.select(*columns)
+            .where(_request_rows.c.target == target)
+            .order_by(_request_rows.c.place.desc())
         )
         with self._database.read_transaction() as connection:
             rows = connection.execute(query.limit(limit).offset(offset)).all()
         return [
-            StoredRequest(**{c.name: row._mapping[c] for c in light}, payload=b"") for row in rows
+            StoredRequest(**{column.name: row._mapping[column] for column in columns}, payload=b"")
+            for row in rows
         ]
 
 
 def _parse_light_row(row: sa.Row[Any]) -> StoredRequest:
-    return StoredRequest(**{c.name: row._mapping[c] for c in _LIGHT_COLUMNS}, payload=b"")
+    return StoredRequest(
+        **{column.name: row._mapping[column] for column in _LIGHT_COLUMNS}, payload=b""
+    )
 
 
 def cancel_requests(connection: sa.Connection, condition: Any, error: str, now: float) -> int:
-    """Cancel what is chosen; the number of requests."""
+    """Cancel all requests that match the condition; return their number."""
     ids = connection.scalars(
-        sa.select(_requests_table.c.request_id).where(condition).order_by(_requests_table.c.place)
+        sa.select(_request_rows.c.request_id).where(condition).order_by(_request_rows.c.place)
     ).all()
     for request_id in ids:
         connection.execute(
-            _requests_table.update()
-            .where(_requests_table.c.request_id == request_id)
+            _request_rows.update()
+            .where(_request_rows.c.request_id == request_id)
             .values(
                 state="cancelled",
                 error=error,

@@ -1,7 +1,4 @@
-"""Statistics of the queue: open requests and quantiles of waiting and service times, by kind.
-
-A look at a store by a reader that changes nothing: for pages, of services that run or are over.
-"""
+"""Statistics of the queue, and a read-only view of a store for pages, whether its service runs or not."""
 
 from __future__ import annotations
 
@@ -20,40 +17,39 @@ from rl_core.errors import BackendError
 from rl_core.service.responses import KindStats
 
 QUANTILES = (0.5, 0.9, 0.99)
+NUM_RECENT_REQUESTS = 1000  # finished requests over which quantiles are computed
+MAX_RUNS, MAX_ERRORS = 50, 20
+_requests, _runs, _keys = tables.requests, tables.runs, tables.keys
+_OPEN_STATES = ("waiting", "running")
 
 
 def compute_kind_stats(
     depths: dict[str, dict[str, int]], timings: list[tuple[str, float, float]]
 ) -> dict[str, KindStats]:
-    """Statistics by kind of open and finished requests."""
-    found = {}
-    for kind in sorted({*depths, *(kind for kind, _, _ in timings)}):
-        waits = [waited for one, waited, _ in timings if one == kind]
-        serves = [served for one, _, served in timings if one == kind]
-        found[kind] = KindStats(
+    """Compute statistics of open and finished requests by kind."""
+    stats = {}
+    for kind in sorted({*depths, *(timed_kind for timed_kind, _, _ in timings)}):
+        waits = [waited for timed_kind, waited, _ in timings if timed_kind == kind]
+        serves = [served for timed_kind, _, served in timings if timed_kind == kind]
+        stats[kind] = KindStats(
             waiting=depths.get(kind, {}).get("waiting", 0),
             running=depths.get(kind, {}).get("running", 0),
             finished=len(waits),
             waited_seconds={f"{q}": quantile(waits, q) for q in QUANTILES} if waits else {},
             served_seconds={f"{q}": quantile(serves, q) for q in QUANTILES} if serves else {},
         )
-    return found
+    return stats
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The smallest value that a share `q` of all is not above. values: not empty."""
+    """Return the smallest value that at least a share `q` of all values does not exceed. values: not empty."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
 
 
-_requests, _runs, _keys = tables.requests, tables.runs, tables.keys
-NUM_RECENT_REQUESTS = 1000  # finished requests that quantiles are taken over
-MAX_RUNS, MAX_ERRORS = 50, 20
-
-
 @dataclass(frozen=True, slots=True)
 class ServiceRunRow:
-    """A training run. Times are seconds since 1970."""
+    """Training run in an overview. Times are seconds since 1970."""
 
     model_id: str
     key: str  # name of its owner's key
@@ -66,16 +62,16 @@ class ServiceRunRow:
 
 @dataclass(frozen=True, slots=True)
 class MinuteCounts:
-    """Requests that became final within one minute."""
+    """Number of requests that became final within one minute."""
 
     minute: int  # since 1970
     done: int
-    failed: int  # and cancelled
+    failed: int  # includes cancelled requests
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRequest:
-    """A request that failed."""
+    """Request that failed."""
 
     finished: float
     kind: str
@@ -86,18 +82,22 @@ class FailedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOverview:
-    """A store at one moment."""
+    """Snapshot of a store."""
 
     kinds: dict[str, KindStats]
-    runs: list[ServiceRunRow]  # the newest first
+    runs: list[ServiceRunRow]  # newest first
     num_runs: int
     minutes: list[MinuteCounts]  # in order; minutes without a request are left out
-    errors: list[FailedRequest]  # the newest first
-    oldest_waiting: float | None  # when it was accepted
+    errors: list[FailedRequest]  # newest first
+    oldest_waiting: float | None  # time of acceptance
 
 
 def read_store_overview(url: str, since: float) -> StoreOverview:
-    """The store at an address; `since`: a whole minute from which on they are counted. Raises: BackendError."""
+    """Read the overview of the store at a URL. Raises: BackendError.
+
+    Args:
+        since: whole minute from which on finished requests are counted.
+    """
     with _open_read_only(url) as connection:
         return StoreOverview(
             kinds=compute_kind_stats(
@@ -115,7 +115,7 @@ def read_store_overview(url: str, since: float) -> StoreOverview:
 
 @contextmanager
 def _open_read_only(url: str) -> Iterator[sa.Connection]:
-    """A connection that cannot write; readers of SQLite's log block nobody."""
+    """Open a connection that cannot write. Readers of SQLite's log block nobody."""
     parsed = sa.make_url(url)
     if parsed.get_backend_name() == "sqlite":
         path = Path(parsed.database or "")
@@ -135,14 +135,14 @@ def _open_read_only(url: str) -> Iterator[sa.Connection]:
 
 
 def _count_open_requests(connection: sa.Connection) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     query = sa.select(_requests.c.kind, _requests.c.state, sa.func.count())
-    query = query.where(_requests.c.state.in_(("waiting", "running"))).group_by(
+    query = query.where(_requests.c.state.in_(_OPEN_STATES)).group_by(
         _requests.c.kind, _requests.c.state
     )
     for kind, state, number in connection.execute(query):
-        found.setdefault(kind, {})[state] = number
-    return found
+        counts.setdefault(kind, {})[state] = number
+    return counts
 
 
 def _list_request_timings(connection: sa.Connection) -> list[tuple[str, float, float]]:
@@ -159,37 +159,39 @@ def _list_request_timings(connection: sa.Connection) -> list[tuple[str, float, f
 
 
 def _list_run_rows(connection: sa.Connection) -> list[ServiceRunRow]:
-    waits = sa.select(_requests.c.target, sa.func.count().label("number"))
-    waits = waits.where(_requests.c.state.in_(("waiting", "running"))).group_by(_requests.c.target)
-    number = dict(connection.execute(waits).tuples().all())
-    names = dict(connection.execute(sa.select(_keys.c.key_id, _keys.c.name)).tuples().all())
+    open_requests = sa.select(_requests.c.target, sa.func.count().label("number"))
+    open_requests = open_requests.where(_requests.c.state.in_(_OPEN_STATES)).group_by(
+        _requests.c.target
+    )
+    num_open = dict(connection.execute(open_requests).tuples().all())
+    key_names = dict(connection.execute(sa.select(_keys.c.key_id, _keys.c.name)).tuples().all())
     rows = connection.execute(sa.select(_runs).order_by(_runs.c.touched.desc()).limit(MAX_RUNS))
     return [
         ServiceRunRow(
             row.model_id,
-            names.get(row.owner, row.owner),
+            key_names.get(row.owner, row.owner),
             str(row.facts.get("base") or row.base),
             row.state,
             row.steps,
             row.touched,
-            number.get(row.model_id, 0),
+            num_open.get(row.model_id, 0),
         )
         for row in rows
     ]
 
 
 def _count_by_minute(connection: sa.Connection, since: float) -> list[MinuteCounts]:
-    minute = (
-        sa.cast(_requests.c.finished - since, sa.Integer) // 60
-    )  # whole numbers, in both databases
+    # SQLite and PostgreSQL both divide integers to integers.
+    minute = sa.cast(_requests.c.finished - since, sa.Integer) // 60
     done = sa.func.sum(sa.case((_requests.c.state == "done", 1), else_=0))
     query = sa.select(minute, done, sa.func.count()).where(_requests.c.finished >= since)
-    found: dict[int, tuple[int, int]] = {}
-    for place, finished, total in connection.execute(query.group_by(minute)):
-        before = found.get(int(place), (0, 0))
-        found[int(place)] = before[0] + int(finished), before[1] + int(total - finished)
+    counts: dict[int, tuple[int, int]] = {}
+    for index, num_done, total in connection.execute(query.group_by(minute)):
+        done_before, failed_before = counts.get(int(index), (0, 0))
+        num_failed = int(total - num_done)
+        counts[int(index)] = done_before + int(num_done), failed_before + num_failed
     first = int(since // 60)
-    return [MinuteCounts(first + place, *counts) for place, counts in sorted(found.items())]
+    return [MinuteCounts(first + index, *pair) for index, pair in sorted(counts.items())]
 
 
 def _list_failed_requests(connection: sa.Connection) -> list[FailedRequest]:
@@ -203,6 +205,6 @@ def _list_failed_requests(connection: sa.Connection) -> list[FailedRequest]:
     query = sa.select(*columns).where(_requests.c.state == "failed")
     rows = connection.execute(query.order_by(_requests.c.finish_place.desc()).limit(MAX_ERRORS))
     return [
-        FailedRequest(when, kind, target, category or "", error or "")
-        for when, kind, target, category, error in rows
+        FailedRequest(finished, kind, target, category or "", error or "")
+        for finished, kind, target, category, error in rows
     ]

@@ -28,31 +28,34 @@ _LINE_BY_KIND = {"create_sampler": "sampler", "sample": "sample", "evaluate": "e
 
 
 def resolve_request_line(kind: str) -> str:
-    """Line that a target's requests stand in: `training` is computed in the order of seq, the others in any order."""
+    """Return the line in which a target's requests queue.
+
+    The line `training` is computed in the order of seq, the other lines in any order.
+    """
     return _LINE_BY_KIND.get(kind, "training")
 
 
 def replace_unstorable(text: str) -> str:
-    """A text that every database takes: PostgreSQL knows no NUL, and lone surrogates are no UTF-8."""
+    """Replace characters that some database refuses: NUL (PostgreSQL) and lone surrogates (not valid UTF-8)."""
     return text.encode(errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 class SequenceIdReused(ServiceError):
-    """A sequence id came again with another payload."""
+    """Sequence id that was used before with another payload."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "user")
 
 
 class RequestForgotten(ServiceError):
-    """The answer to a repeated request was fetched, or expired, and is forgotten."""
+    """Repeated request whose answer was fetched, or expired, and has been dropped."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "user")
 
 
 class KeyLimitExceeded(ServiceError):
-    """A limit of the API key is reached; the same request may be sent again."""
+    """Limit of an API key that has been reached; the request may be repeated later."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message, "user")
@@ -61,30 +64,30 @@ class KeyLimitExceeded(ServiceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
-    """A request as the server accepts it."""
+    """Request as the server accepts it."""
 
     kind: RequestKind
     owner: str  # id of the API key
     session_id: str
     target: str  # model_id of training; sampling_session_id of sample and create_sampler
-    seq: int  # training: from 1 without holes, 0 = the creation; others: any number, once
+    seq: int  # training: from 1 without gaps, 0 = the creation; otherwise any number, once
     payload: bytes  # body, decompressed
     content_type: ContentType
     facts: Mapping[str, Any] = field(
         default_factory=dict
-    )  # decided at acceptance (seed, ids, path), JSON
-    deadline: float | None = None  # not begun by then: cancelled
+    )  # JSON decided at acceptance: seed, ids, path
+    deadline: float | None = None  # cancelled if not started by then
 
     @property
     def digest(self) -> str:
-        """SHA-256 by which a repeated request is known."""
+        """SHA-256 that identifies a repeated request."""
         head = f"{self.kind}\0{self.content_type}\0".encode()
         return hashlib.sha256(head + self.payload).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRequest(NewRequest):
-    """An accepted request, with its answer if it has one."""
+    """Accepted request, with its answer if it has one."""
 
     request_id: str
     place: int  # in the order of acceptance
@@ -94,15 +97,15 @@ class StoredRequest(NewRequest):
     finished: float | None = None
     answer: bytes | None = None
     answer_type: ContentType | None = None
-    answer_digest: str | None = None  # SHA-256 of the answer; stays when the answer is forgotten
-    error: str | None = None  # of failed and cancelled ones
+    answer_digest: str | None = None  # SHA-256 of the answer; stays when the answer is dropped
+    error: str | None = None  # of failed and cancelled requests
     category: Literal["user", "server"] | None = None
-    forgotten: bool = False  # the answer was fetched or has expired
-    deaths: int = 0  # of workers that were computing it
+    forgotten: bool = False  # the answer was fetched or has expired, and was dropped
+    deaths: int = 0  # number of workers that crashed while computing it
 
     @property
     def is_final(self) -> bool:
-        """True = done, failed or cancelled."""
+        """Whether the request is done, failed or cancelled."""
         return self.finished is not None
 
 
@@ -116,19 +119,19 @@ class ResultBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRecord:
-    """A client's session."""
+    """Session of a client."""
 
     session_id: str
     owner: str
     created: float
-    touched: float  # newest sign of life
+    touched: float  # newest heartbeat
     finished: float | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)  # tags, user_metadata, sdk_version, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRunRecord:
-    """A training run. It is there from the acceptance of its creation on."""
+    """Training run. The record exists from the acceptance of its creation on."""
 
     model_id: str
     owner: str
@@ -139,18 +142,18 @@ class TrainingRunRecord:
     base: str = ""  # name of the base model, known when it is live
     steps: int = 0  # updates
     next_seq: int = 0  # the request to be computed next
-    covered: int = -1  # last request that the newest snapshot contains
-    covered_before: int = -1  # and the snapshot before it
-    published: str | None = None  # folder of the weights that in-flight samplers have
-    facts: Mapping[str, Any] = field(default_factory=dict)  # of acceptance
+    covered: int = -1  # last request contained in the newest snapshot
+    covered_before: int = -1  # last request contained in the snapshot before it
+    published: str | None = None  # folder of the weights that in-flight samplers use
+    facts: Mapping[str, Any] = field(default_factory=dict)  # decided at acceptance
     info: Mapping[str, Any] = field(
         default_factory=dict
-    )  # of the live run: adapter, optimizer, num_trained
+    )  # adapter, optimizer, num_trained of the live run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerRecord:
-    """A sampler."""
+    """Sampler of a base model or of saved weights."""
 
     sampler_id: str
     owner: str
@@ -158,10 +161,10 @@ class SamplerRecord:
     created: float
     touched: float
     base: str = ""
-    path: str | None = None  # tinker:// path that it was made from
-    model_id: str | None = None  # run that it was made from
+    path: str | None = None  # tinker:// path of its weights
+    model_id: str | None = None  # run of its weights
     folder: str | None = (
-        None  # of its weights, below the service's; None = those of the base, or in flight
+        None  # of its weights, below the service's; None = base model, or in flight
     )
     kind: Literal["snapshot", "inflight"] = "snapshot"
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -190,7 +193,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """An API key, without its secret. None = no limit."""
+    """API key without its secret. None = no limit."""
 
     key_id: str
     name: str
@@ -203,7 +206,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """One act of a key or of an operator."""
+    """Action of a key or of an operator."""
 
     place: int
     time: float
@@ -218,7 +221,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[Item]):
-    """A part of a list."""
+    """Part of a list."""
 
     items: list[Item]
     total: int

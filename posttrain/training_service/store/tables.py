@@ -1,4 +1,4 @@
-"""Tables of the service's store. Column names are those of `records`."""
+"""Tables of the service's store. Column names are the field names of `records`."""
 
 from __future__ import annotations
 
@@ -23,32 +23,31 @@ from sqlalchemy import (
 
 STORE_FORMAT = 1  # a store of another format is refused
 metadata = MetaData()
-_BIG_INTEGER = BigInteger().with_variant(
-    Integer, "sqlite"
-)  # only INTEGER counts up by itself there
+# SQLite increments only INTEGER keys automatically.
+_BIG_INTEGER = BigInteger().with_variant(Integer, "sqlite")
 
 
 def _build_key_column(name: str, size: int) -> Column[str]:
     return Column(name, String(size), primary_key=True)
 
 
-def _build_text_column(name: str, size: int | None = None, **more: Any) -> Column[str]:
-    """A text that is always there, of at most `size` characters."""
-    return Column(name, Text if size is None else String(size), nullable=False, **more)
+def _build_text_column(name: str, size: int | None = None, **options: Any) -> Column[str]:
+    """Build a required text column of at most `size` characters."""
+    return Column(name, Text if size is None else String(size), nullable=False, **options)
 
 
 def _build_count_column(name: str, start: int | None = 0) -> Column[int]:
-    """A whole number that is always there; `start`: in a new row, None = the row has to say."""
+    """Build a required integer column. `start`: value in a new row; None = the row must set it."""
     return Column(name, BigInteger, nullable=False, default=start)
 
 
 def _build_time_column(name: str) -> Column[float]:
-    """A time that is always there."""
+    """Build a required time column."""
     return Column(name, Double, nullable=False)
 
 
 def _build_json_columns(*names: str) -> list[Column[Any]]:
-    """JSON objects, always there."""
+    """Build required columns of JSON objects."""
     return [Column(name, JSON, nullable=False) for name in names]
 
 
@@ -61,14 +60,14 @@ def _build_session_column() -> Column[str]:
 
 
 def _build_lifetime_columns() -> list[Column[float]]:
-    """Beginning, and newest sign of life."""
+    """Build columns for creation and last use."""
     return [_build_time_column("created"), _build_time_column("touched")]
 
 
 requests = Table(
     "requests",
     metadata,
-    Column("place", BigInteger, primary_key=True, autoincrement=False),  # of a counter
+    Column("place", BigInteger, primary_key=True, autoincrement=False),  # counter "places"
     _build_text_column("request_id", 64, unique=True),
     _build_text_column("kind", 32),
     _build_text_column("line", 16),  # see `records.resolve_request_line`
@@ -76,7 +75,7 @@ requests = Table(
     _build_text_column("session_id", 200),
     _build_text_column("target", 200),
     _build_count_column("seq", None),
-    Column("payload", LargeBinary, nullable=False),  # empty when nothing needs it any more
+    Column("payload", LargeBinary, nullable=False),  # emptied when no longer needed
     _build_text_column("digest", 64),
     _build_text_column("content_type", 16),
     *_build_json_columns("facts"),

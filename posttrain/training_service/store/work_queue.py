@@ -1,4 +1,4 @@
-"""The worker's side of requests: what is ready, claiming, answers, the history that is replayed, snapshots, expiry."""
+"""The worker's side of requests: ready requests, claims, answers, history for replay, snapshots and expiry."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import sqlalchemy as sa
 
 import posttrain.training_service.store.tables as tables
 from posttrain.training_service.store.database import (
+    Durability,
     StoreDatabase,
     next_counter_value,
     record_latest_time,
@@ -24,9 +25,9 @@ from rl_core.errors import ServiceError
 from rl_core.storage.faults import inject_fault
 
 _requests, _runs = tables.requests, tables.runs
-DEADLINE_PASSED_MESSAGE = "its deadline passed before it was begun"
+DEADLINE_PASSED_MESSAGE = "its deadline passed before it was started"
 
-# Made once: building a statement costs more than running it.
+# Built once, because building a statement costs more than running it.
 _SELECT_WAITING = (
     sa.select(
         _requests.c.request_id,
@@ -84,7 +85,7 @@ _WRITE_OUTCOME_DROP_PAYLOAD = _WRITE_OUTCOME.values(payload=b"")  # nothing repl
 
 @dataclass(frozen=True, slots=True)
 class ReadyRequest:
-    """A request that may be computed now, without its contents."""
+    """Request that may be computed now, without its contents."""
 
     request_id: str
     kind: str
@@ -92,42 +93,42 @@ class ReadyRequest:
     seq: int
     place: int
     size: int  # bytes of the payload
-    deaths: int = 0  # of workers that were computing it
+    deaths: int = 0  # number of workers that crashed while computing it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutcome:
-    """The end of a request, and what else becomes true with it."""
+    """End of a request, and the changes committed with it."""
 
     request_id: str
     answer: ResultBody | ServiceError
     run: Mapping[str, Any] = field(default_factory=dict)  # new values of the target's row in `runs`
     rows: tuple[
         tuple[str, Mapping[str, Any]], ...
-    ] = ()  # rows of other tables, in place of those of the same key
+    ] = ()  # (table, row); replace rows of the same key
 
 
 class WorkQueue:
-    """Requests as the worker sees them. One worker at a time (it holds a lock of the service's folder)."""
+    """Requests as the worker sees them. One worker at a time, guarded by a lock of the service's folder."""
 
     def __init__(self, database: StoreDatabase, clock: Callable[[], float] = time.time) -> None:
         self._database, self._clock = database, clock
 
-    # -- what to compute -----------------------------------------------------------------------------------------------
-
     def list_ready_requests(self, limit: int = 1024) -> list[ReadyRequest]:
-        """Requests that may be computed, in the order of acceptance; of training those without a hole before them, each
-        run's in the order of its numbers.
+        """List requests that may be computed, in the order of acceptance.
 
-        Those whose deadline has passed are cancelled. However many wait behind a hole, those behind them are found.
+        Training requests are included only if no earlier number of their run is missing, and in the order of their
+        numbers. Requests whose deadline has passed are cancelled. Ready requests are listed even if any number of older
+        requests wait behind a gap.
         """
-        now, most = self._clock(), 8 * limit
+        now, page_size = self._clock(), 8 * limit
         rows: list[sa.Row[Any]] = []
         chains: dict[str, list[int]] = {}
         with self._database.read_transaction() as connection:
             while True:
+                last_place = rows[-1].place if rows else -1
                 page = connection.execute(
-                    _SELECT_WAITING, {"most": most, "after": rows[-1].place if rows else -1}
+                    _SELECT_WAITING, {"most": page_size, "after": last_place}
                 ).all()
                 rows += page
                 late = [
@@ -137,24 +138,27 @@ class WorkQueue:
                 ]
                 targets = {row.target for row in page if row.line == "training"}
                 chains |= self._find_ready_chains(connection, targets - chains.keys())
-                found = _sort_by_chain(rows, chains)
-                if late or found or len(page) < most:
+                ready = _sort_by_chain(rows, chains)
+                if late or ready or len(page) < page_size:
                     break
         if late:
             with self._database.write_transaction() as connection:
-                chosen = _requests.c.request_id.in_(late) & (_requests.c.state == "waiting")
-                cancel_requests(connection, chosen, DEADLINE_PASSED_MESSAGE, now)
+                is_late = _requests.c.request_id.in_(late) & (_requests.c.state == "waiting")
+                cancel_requests(connection, is_late, DEADLINE_PASSED_MESSAGE, now)
             return self.list_ready_requests(limit)
         return [
             ReadyRequest(
                 row.request_id, row.kind, row.target, row.seq, row.place, row.size or 0, row.deaths
             )
-            for row in found[:limit]
+            for row in ready[:limit]
         ]
 
     @staticmethod
     def _find_ready_chains(connection: sa.Connection, targets: set[str]) -> dict[str, list[int]]:
-        """Numbers that wait behind each run's newest computed request without a hole; cancelled ones are no hole."""
+        """Find the waiting numbers that follow each run's newest computed request without a gap.
+
+        Cancelled ones are no gap.
+        """
         rows = connection.execute(_SELECT_CHAINS, {"targets": sorted(targets)}) if targets else ()
         chains: dict[str, list[int]] = {target: [] for target in targets}
         ends: dict[str, int] = {}
@@ -166,7 +170,7 @@ class WorkQueue:
         return chains
 
     def claim_requests(self, request_ids: Iterable[str]) -> list[StoredRequest]:
-        """Those that still wait, as running ones, in the order of acceptance."""
+        """Mark those requests that still wait as running; return them in the order of acceptance."""
         ids = list(request_ids)
         if not ids:
             return []
@@ -176,7 +180,11 @@ class WorkQueue:
         return sorted((parse_request_row(row) for row in rows), key=lambda request: request.place)
 
     def reset_running_requests(self, *, count_death: bool = True) -> int:
-        """Have requests wait again that a worker was computing; their number. `died`: count it against them."""
+        """Return requests that a worker was computing to the queue; return their number.
+
+        Args:
+            count_death: count a crash of the worker against them.
+        """
         with self._database.write_transaction() as connection:
             return connection.execute(
                 _requests.update()
@@ -184,36 +192,35 @@ class WorkQueue:
                 .values(state="waiting", started=None, deaths=_requests.c.deaths + int(count_death))
             ).rowcount
 
-    # -- answers -------------------------------------------------------------------------------------------------------
-
     def finish_requests(
         self,
         outcomes: Sequence[RequestOutcome | tuple[str, ResultBody | ServiceError]],
         *,
         is_synced: bool = True,
     ) -> None:
-        """Store answers and what becomes true with them, all or nothing; what is final already stays as it is.
+        """Store answers and their changes, all or nothing. Requests that are final already stay unchanged.
 
-        synced: on the disk when this returns; else whoever hands out such an answer, or writes down anything that
-            follows from it, calls `sync` before.
+        Args:
+            is_synced: on disk when this returns. Otherwise call `sync_to_disk` before handing out such an answer or
+                writing down anything that follows from it.
         """
         if not outcomes:
             return
-        given = [
+        finished = [
             outcome
             if isinstance(outcome, RequestOutcome)
             else RequestOutcome(request_id=outcome[0], answer=outcome[1])
             for outcome in outcomes
         ]
-        with self._database.write_transaction("now" if is_synced else "when told") as connection:
-            rows = connection.execute(
-                _SELECT_OPEN_REQUESTS, {"ids": [one.request_id for one in given]}
-            )
-            known = {row.request_id: row for row in rows}
-            found = [one for one in given if one.request_id in known]
-            if found:
-                last = next_counter_value(connection, "finished", len(found))
-                self._write_outcomes(connection, found, known, last - len(found) + 1)
+        ids = [outcome.request_id for outcome in finished]
+        durability: Durability = "now" if is_synced else "on_acknowledgement"
+        with self._database.write_transaction(durability) as connection:
+            rows = connection.execute(_SELECT_OPEN_REQUESTS, {"ids": ids})
+            open_rows = {row.request_id: row for row in rows}
+            written = [outcome for outcome in finished if outcome.request_id in open_rows]
+            if written:
+                last = next_counter_value(connection, "finished", len(written))
+                self._write_outcomes(connection, written, open_rows, last - len(written) + 1)
             inject_fault("service.finishing")
         inject_fault("service.finished")
 
@@ -221,51 +228,45 @@ class WorkQueue:
         self,
         connection: sa.Connection,
         outcomes: Sequence[RequestOutcome],
-        known: Mapping[str, sa.Row[Any]],
-        first: int,
+        open_rows: Mapping[str, sa.Row[Any]],
+        first_place: int,
     ) -> None:
-        """Write ends of open requests at places of the order of finishing from `first` on."""
+        """Write the outcomes of open requests at positions of the order of finishing from `first_place` on."""
         now = self._clock()
-        ends: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # of training, and others
-        runs: list[dict[str, Any]] = []
-        for place, outcome in enumerate(outcomes, first):
-            row = known[outcome.request_id]
+        values_by_line: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # True = training
+        run_changes: list[dict[str, Any]] = []
+        for place, outcome in enumerate(outcomes, first_place):
+            row = open_rows[outcome.request_id]
             is_training = row.line == "training"
-            ends[is_training].append(_format_outcome(outcome, place, now))
+            values_by_line[is_training].append(_format_outcome(outcome, place, now))
             if is_training:
-                runs.append({"id": row.target, "next_seq": row.seq + 1, **outcome.run})
-        for is_training, values in ends.items():
+                run_changes.append({"id": row.target, "next_seq": row.seq + 1, **outcome.run})
+        for is_training, values in values_by_line.items():
             if values:
                 connection.execute(
                     _WRITE_OUTCOME if is_training else _WRITE_OUTCOME_DROP_PAYLOAD, values
                 )
-        for names, some in itertools.groupby(
-            runs, key=tuple
-        ):  # in their order: a run may be there twice
-            connection.execute(_build_run_update(names[1:]), list(some))
+        # Only neighbours are grouped, so changes of the same run stay in order.
+        for names, changes in itertools.groupby(run_changes, key=tuple):
+            connection.execute(_build_run_update(names[1:]), list(changes))
         for outcome in outcomes:
             for name, content in outcome.rows:
                 _replace_row(connection, tables.metadata.tables[name], content)
 
-    # -- replay --------------------------------------------------------------------------------------------------------
-
     def list_replay_requests(self, model_id: str, after: int) -> list[StoredRequest]:
-        """A run's final training requests behind number `after`, in their order."""
-        mine = (
-            (_requests.c.target == model_id)
-            & (_requests.c.line == "training")
-            & (_requests.c.seq > after)
-        )
-        query = (
-            sa.select(_requests)
-            .where(mine, _requests.c.finished.is_not(None))
-            .order_by(_requests.c.seq)
+        """List a run's final training requests after number `after`, in their order."""
+        query = sa.select(_requests).where(
+            _requests.c.target == model_id,
+            _requests.c.line == "training",
+            _requests.c.seq > after,
+            _requests.c.finished.is_not(None),
         )
         with self._database.read_transaction() as connection:
-            return [parse_request_row(row) for row in connection.execute(query)]
+            rows = connection.execute(query.order_by(_requests.c.seq))
+            return [parse_request_row(row) for row in rows]
 
     def list_runs_to_snapshot(self) -> list[str]:
-        """Runs that have loaded saved weights since their newest snapshot."""
+        """List runs that have loaded saved weights since their newest snapshot."""
         loaded = (_requests.c.kind == "load_weights") & (_requests.c.state == "done")
         query = sa.select(_runs.c.model_id).join(_requests, _requests.c.target == _runs.c.model_id)
         query = query.where(
@@ -275,31 +276,38 @@ class WorkQueue:
             return list(connection.scalars(query.order_by(_runs.c.model_id)))
 
     def record_snapshot(self, model_id: str, seq: int, steps: int) -> None:
-        """A durable snapshot holds the requests up to `seq`: those up to the snapshot before lose their payload."""
+        """Record a durable snapshot of the requests up to `seq`.
+
+        Requests up to the previous snapshot lose their payload.
+        """
         with self._database.write_transaction() as connection:
-            mine = _runs.c.model_id == model_id
-            before = connection.scalar(sa.select(_runs.c.covered).where(mine))
-            if before is None or seq <= before:
+            is_run = _runs.c.model_id == model_id
+            previous = connection.scalar(sa.select(_runs.c.covered).where(is_run))
+            if previous is None or seq <= previous:
                 return
             connection.execute(
-                _runs.update().where(mine).values(covered=seq, covered_before=before, steps=steps)
+                _runs.update()
+                .where(is_run)
+                .values(covered=seq, covered_before=previous, steps=steps)
             )
             covered = (
                 (_requests.c.target == model_id)
                 & (_requests.c.line == "training")
-                & (_requests.c.seq <= before)
+                & (_requests.c.seq <= previous)
             )
-            held = _requests.c.finished.is_not(None) & (sa.func.length(_requests.c.payload) > 0)
-            connection.execute(_requests.update().where(covered & held).values(payload=b""))
+            has_payload = _requests.c.finished.is_not(None) & (
+                sa.func.length(_requests.c.payload) > 0
+            )
+            connection.execute(_requests.update().where(covered & has_payload).values(payload=b""))
         inject_fault("service.covered")
 
     def count_worker_event(self, name: str, by: int = 1) -> None:
-        """Raise one of the worker's counters."""
+        """Add to a counter of the worker."""
         with self._database.write_transaction() as connection:
             next_counter_value(connection, f"worker.{name}", by)
 
     def read_worker_counters(self) -> dict[str, int]:
-        """The worker's counters since the store was made."""
+        """Return the worker's counters since the store was created."""
         counters = tables.counters
         query = sa.select(counters.c.name, counters.c.value).where(
             counters.c.name.startswith("worker.")
@@ -310,34 +318,39 @@ class WorkQueue:
                 for name, value in connection.execute(query)
             }
 
-    # -- expiry --------------------------------------------------------------------------------------------------------
-
     def expire_results(self, *, result_seconds: float, memory_seconds: float) -> tuple[int, int]:
-        """Forget answers that nobody fetched, and in the end that they were there.
+        """Drop answers that nobody fetched, and later the requests themselves.
 
         Args:
-            result_seconds: lifetime of an answer. memory_seconds: for which a repeated request is still known after
-                its answer is forgotten; requests that a snapshot does not hold stay in any case.
-        Returns: (answers forgotten, requests removed).
+            result_seconds: lifetime of an answer.
+            memory_seconds: how long a repeated request is recognised after its answer was dropped. Requests that are
+                not part of a snapshot always stay.
+        Returns: (number of answers dropped, number of requests removed).
         """
         now = self._clock()
-        final = _requests.c.finished.is_not(None)
+        is_final = _requests.c.finished.is_not(None)
         with self._database.write_transaction() as connection:
-            old = final & ~_requests.c.forgotten & (_requests.c.finished < now - result_seconds)
+            is_expired = (
+                is_final & ~_requests.c.forgotten & (_requests.c.finished < now - result_seconds)
+            )
             forgotten = connection.execute(
-                _requests.update().where(old).values(forgotten=True, answer=None)
+                _requests.update().where(is_expired).values(forgotten=True, answer=None)
             ).rowcount
             covered = (
                 sa.select(_runs.c.covered_before)
                 .where(_runs.c.model_id == _requests.c.target)
                 .scalar_subquery()
             )
-            ended = sa.exists().where(
+            has_run_ended = sa.exists().where(
                 _runs.c.model_id == _requests.c.target, _runs.c.state.in_(("failed", "unloaded"))
             )
-            dropped = (_requests.c.line != "training") | (_requests.c.seq <= covered) | ended
-            gone = _requests.c.forgotten & (_requests.c.finished < now - memory_seconds) & dropped
-            removed = connection.execute(_requests.delete().where(gone)).rowcount
+            is_unneeded = (
+                (_requests.c.line != "training") | (_requests.c.seq <= covered) | has_run_ended
+            )
+            is_removable = (
+                _requests.c.forgotten & (_requests.c.finished < now - memory_seconds) & is_unneeded
+            )
+            removed = connection.execute(_requests.delete().where(is_removable)).rowcount
             record_latest_time(connection, now)
         return forgotten, removed
 
@@ -345,24 +358,25 @@ class WorkQueue:
 def _sort_by_chain(
     rows: Sequence[sa.Row[Any]], chains: Mapping[str, Sequence[int]]
 ) -> list[sa.Row[Any]]:
-    """Rows in their order, those of a run in that of its numbers: one that came late takes the place of the first.
+    """Return ready rows in order, with the requests of each run sorted by number.
 
-    So whatever is cut off at the end, nothing is left without what comes before it.
+    A request that arrived late takes the position of the first, so truncating the list never separates a request from
+    its predecessors.
 
     Args:
-        chains: numbers of each run that may be computed, in order; what follows one that is not among the rows is not.
+        chains: computable numbers of each run, in order. A chain ends at the first number without a row.
     """
-    mine = {(row.target, row.seq): row for row in rows if row.line == "training"}
+    training_rows = {(row.target, row.seq): row for row in rows if row.line == "training"}
     turns: dict[str, Iterator[sa.Row[Any]]] = {}
     for target, chain in chains.items():
-        there = itertools.takewhile(mine.__contains__, [(target, seq) for seq in chain])
-        turns[target] = iter([mine[key] for key in there])
-    found = [row if row.line != "training" else next(turns[row.target], None) for row in rows]
-    return [row for row in found if row is not None]
+        keys = itertools.takewhile(training_rows.__contains__, [(target, seq) for seq in chain])
+        turns[target] = iter([training_rows[key] for key in keys])
+    ready = [row if row.line != "training" else next(turns[row.target], None) for row in rows]
+    return [row for row in ready if row is not None]
 
 
 def _format_outcome(outcome: RequestOutcome, place: int, now: float) -> dict[str, Any]:
-    """The columns of a request that is over."""
+    """Format the columns of a finished request."""
     values: dict[str, Any] = dict.fromkeys(
         ("answer", "answer_type", "answer_digest", "error", "category")
     )
@@ -381,7 +395,7 @@ def _format_outcome(outcome: RequestOutcome, place: int, now: float) -> dict[str
 
 @functools.cache
 def _build_run_update(names: tuple[str, ...]) -> sa.Update:
-    """The statement that sets these columns of a run."""
+    """Build the statement that sets these columns of a run."""
     return (
         _runs.update()
         .where(_runs.c.model_id == sa.bindparam("id"))
@@ -390,7 +404,7 @@ def _build_run_update(names: tuple[str, ...]) -> sa.Update:
 
 
 def _replace_row(connection: sa.Connection, table: sa.Table, content: Mapping[str, Any]) -> None:
-    """Insert a row, in place of one with the same key."""
+    """Insert a row, replacing a row of the same key."""
     key = sa.and_(*(column == content[column.name] for column in table.primary_key))
     connection.execute(table.delete().where(key))
     connection.execute(table.insert().values(dict(content)))

@@ -1,1 +1,1 @@
-"""Messages of the training service's clients: bodies of requests to the engine's requests, its answers to bodies."""
+"""Wire formats of the service's clients: request bodies become engine requests, results become response bodies."""

@@ -1,10 +1,7 @@
-"""Bodies of evaluations: of the service's own interface, where an unknown key is a mistake.
+"""Codec of accepted requests: bodies become requests to the engine, results become bodies of responses.
 
-Bodies of sampling requests. P tokens of the prompt, K targets at one position.
-
-Bodies of accepted requests as requests to the engine.
-
-Answers of the engine as bodies of responses.
+Bodies of evaluations belong to the service's management interface, where an unknown key is an error.
+P = tokens of the prompt, K = targets at one position.
 """
 
 from __future__ import annotations
@@ -82,6 +79,17 @@ from rl_core.service.results import (
     TopLogprobs,
 )
 
+Facts = Mapping[str, Any]  # decided by the server at acceptance; see `decode_request`
+
+_INT32 = np.iinfo(np.int32)
+_EMPTY_LOGPROB = -99999.0  # marks an empty position of top-k log-probabilities
+_OPTIMIZER_FAMILIES: dict[str, OptimizerKind] = {
+    "adamw": "adamw",
+    "adam": "adamw",
+    "dimuon": "muon",
+    "muon": "muon",
+}
+
 TokenIdList = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 18)]
 TextList = Annotated[
     tuple[Annotated[str, Field(max_length=1 << 20)] | TokenIdList, ...], Field(max_length=1 << 20)
@@ -89,7 +97,7 @@ TextList = Annotated[
 
 
 class EvaluateSampling(RequestBody):
-    """Samples of an evaluation."""
+    """Sampling parameters of an evaluation."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -101,14 +109,14 @@ class EvaluateSampling(RequestBody):
 
 
 class EvaluateBody(RequestBody):
-    """A question about one model, or two."""
+    """Evaluation of one model, or comparison of two."""
 
     model_config = ConfigDict(extra="forbid")
 
     evaluation_id: Annotated[
         Id | None,
         Field(
-            description="chosen by the client: the same id again is the same evaluation, computed once"
+            description="chosen by the client; a repeated id is the same evaluation, computed once"
         ),
     ] = None
     model: Annotated[
@@ -134,7 +142,7 @@ class EvaluateBody(RequestBody):
 
 
 def decode_evaluation(payload: bytes) -> EvaluateRequest:
-    """The engine's request; the worker adds the folders of saved weights. Raises: ServiceError (user)."""
+    """Decode an evaluation. The worker adds the folders of saved weights. Raises: ServiceError (user)."""
     body = parse_request_body(EvaluateBody, payload)
     sampling = body.sampling
     return EvaluateRequest(
@@ -157,37 +165,37 @@ def decode_evaluation(payload: bytes) -> EvaluateRequest:
 
 
 def _convert_texts(texts: tuple[str | list[int], ...]) -> tuple[str | np.ndarray, ...]:
-    return tuple(one if isinstance(one, str) else np.array(one, dtype=np.int64) for one in texts)
-
-
-_INT32 = np.iinfo(np.int32)
+    return tuple(
+        text if isinstance(text, str) else np.array(text, dtype=np.int64) for text in texts
+    )
 
 
 def decode_sample_body(payload: bytes, seed: int, target: str) -> SampleRequest:
-    """A sampling request. Raises: ServiceError (user).
+    """Decode a sampling request. Raises: ServiceError (user).
 
     Args:
-        seed: drawn at acceptance; one in the body takes its place. target: sampler.
+        seed: drawn at acceptance; a seed in the body replaces it.
+        target: sampler.
     """
     body = parse_request_body(SampleBody, payload)
     if body.prompt_alt_tokens_k:
         raise ServiceError("asample: prompt_alt_tokens_k is not supported", "user")
     if body.record_stability_info:
         raise ServiceError(
-            "asample: record_stability_info is not supported, as stable_reinforce is not", "user"
+            "asample: record_stability_info is not supported, nor is stable_reinforce", "user"
         )
     prompt = join_prompt_tokens(body.prompt)
-    last = body.prompt_logprobs_last_n
-    if last is not None and not (body.prompt_logprobs and 1 <= last < len(prompt)):
+    last_n = body.prompt_logprobs_last_n
+    if last_n is not None and not (body.prompt_logprobs and 1 <= last_n < len(prompt)):
         raise ServiceError(
-            f"prompt_logprobs_last_n: {last}, expected 1 to {len(prompt) - 1}, with prompt_logprobs",
+            f"prompt_logprobs_last_n: {last_n}, expected 1 to {len(prompt) - 1}, with prompt_logprobs",
             "user",
         )
-    chosen = body.sampling_params.seed
+    requested_seed = body.sampling_params.seed
     return SampleRequest(
         sampler_id=target,
         prompt=prompt,
-        seed=seed if chosen is None else chosen,
+        seed=seed if requested_seed is None else requested_seed,
         num_samples=body.num_samples,
         parameters=_decode_sampling(body.sampling_params),
         prompt_logprobs=bool(body.prompt_logprobs),
@@ -198,7 +206,7 @@ def decode_sample_body(payload: bytes, seed: int, target: str) -> SampleRequest:
 
 
 def join_prompt_tokens(prompt: PromptBody) -> np.ndarray:
-    """Tokens of all parts, int32 [P]. Raises: ServiceError (user) for parts that are not text."""
+    """Join the tokens of all parts, int32 [P]. Raises: ServiceError (user) for parts other than text."""
     tokens: list[int] = []
     for index, chunk in enumerate(prompt.chunks):
         if chunk.type != "encoded_text":
@@ -211,12 +219,12 @@ def join_prompt_tokens(prompt: PromptBody) -> np.ndarray:
 
 def _check_integers(values: list[int] | list[float], location: str) -> np.ndarray:
     try:
-        found = np.array(values, np.int64)
+        array = np.array(values, np.int64)
     except (OverflowError, ValueError):
         raise ServiceError(f"{location}: numbers beyond 64 bits", "user") from None
-    if len(found) and not _INT32.min <= int(found.min()) <= int(found.max()) <= _INT32.max:
+    if len(array) and not _INT32.min <= int(array.min()) <= int(array.max()) <= _INT32.max:
         raise ServiceError(f"{location}: numbers beyond 32 bits", "user")
-    return found
+    return array
 
 
 def _decode_sampling(body: SamplingBody) -> SampleParameters:
@@ -237,56 +245,45 @@ def _decode_sampling(body: SamplingBody) -> SampleParameters:
 
 
 def _decode_targets(body: TensorBody | None) -> np.ndarray | None:
-    """Tokens asked for at each position but the first, int64 [P - 1, K]; -1 = nothing."""
+    """Decode the tokens requested at each position after the first, int64 [P - 1, K]; -1 = none."""
     if body is None:
         return None
-    place = "target_prompt_logprobs"
+    key = "target_prompt_logprobs"
     if body.dtype != "int64":
-        raise ServiceError(f"{place}: dtype {body.dtype}, expected int64", "user")
+        raise ServiceError(f"{key}: dtype {body.dtype}, expected int64", "user")
     shape = tuple(body.shape or ())
     if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > MAX_DENSE_CELLS:
-        raise ServiceError(
-            f"{place}: shape {shape}, expected (tokens of the prompt - 1, K)", "user"
-        )
-    values = _check_integers(body.data, place)
+        raise ServiceError(f"{key}: shape {shape}, expected (prompt tokens - 1, K)", "user")
+    values = _check_integers(body.data, key)
     if body.sparse_crow_indices is None and body.sparse_col_indices is None:
         if len(values) != shape[0] * shape[1]:
-            raise ServiceError(f"{place}: {len(values)} values do not fill shape {shape}", "user")
+            raise ServiceError(f"{key}: {len(values)} values do not fill shape {shape}", "user")
         return values.reshape(shape)
-    starts = _check_integers(body.sparse_crow_indices or [], f"{place}.sparse_crow_indices")
-    columns = _check_integers(body.sparse_col_indices or [], f"{place}.sparse_col_indices")
+    starts = _check_integers(body.sparse_crow_indices or [], f"{key}.sparse_crow_indices")
+    columns = _check_integers(body.sparse_col_indices or [], f"{key}.sparse_col_indices")
     return densify_rows(values, starts, columns, (shape[0], shape[1]), fill=NO_TARGET)
-
-
-Facts = Mapping[str, Any]  # decided by the server at acceptance; see `decode`
-
-_OPTIMIZER_FAMILIES: dict[str, OptimizerKind] = {
-    "adamw": "adamw",
-    "adam": "adamw",
-    "dimuon": "muon",
-    "muon": "muon",
-}
 
 
 def decode_request(
     kind: str, payload: bytes, content_type: Literal["json", "protobuf"], facts: Facts, target: str
 ) -> Command:
-    """A request as plain data.
+    """Decode a request to plain data.
 
     Args:
-        kind: `RequestKind` of the store. payload: body as received, decompressed.
-        facts: `refused` = the fault that the server found already; `seed` of an adapter or of samples;
+        kind: `RequestKind` of the store.
+        payload: body as received, decompressed.
+        facts: `refused` = problem that the server already detected; `seed` of an adapter or of samples;
             `sampling_session_id` of a sampler that is published.
         target: training run or sampling session that the server read from the body.
-    Raises: ServiceError (user) with the place of the first fault.
+    Raises: ServiceError (user) with the location of the first problem.
     """
     if "refused" in facts:
         raise ServiceError(str(facts["refused"]), "user")
     if kind not in _DECODERS:
         raise ServiceError(f"{kind}: unknown kind of request", "server")
-    wanted = "protobuf" if kind == "forward_backward" else "json"
-    if content_type != wanted:
-        raise ServiceError(f"{kind}: the body is {content_type}, expected {wanted}", "user")
+    expected = "protobuf" if kind == "forward_backward" else "json"
+    if content_type != expected:
+        raise ServiceError(f"{kind}: the body is {content_type}, expected {expected}", "user")
     return _DECODERS[kind](payload, facts, target)
 
 
@@ -308,7 +305,7 @@ def _decode_create_model(payload: bytes, facts: Facts, target: str) -> CreateMod
     seed = int(facts.get("seed", 0))
     if body.lora_config is not None:
         lora = body.lora_config
-        seed = seed if lora.seed is None else lora.seed  # of the heads, too
+        seed = seed if lora.seed is None else lora.seed  # also seeds the heads
         adapter = AdapterConfig(
             rank=lora.rank,
             seed=seed,
@@ -326,12 +323,12 @@ def _decode_forward_backward(payload: bytes, facts: Facts, target: str) -> Forwa
     body, budget = parse_forward_backward(payload), DenseBudget()
     config: dict[str, float | str] = dict(body.loss_fn_config)
     for name, value in body.loss_fn_config_v2.items():
-        chosen = value.WhichOneof("value")
-        if chosen is None:
+        field = value.WhichOneof("value")
+        if field is None:
             raise ServiceError(
-                f"loss_fn_config_v2: '{name}' holds neither a number nor a text", "user"
+                f"loss_fn_config_v2: '{name}' is neither a number nor a text", "user"
             )
-        config[name] = getattr(value, chosen)
+        config[name] = getattr(value, field)
     return ForwardBackward(
         model_id=target,
         data=tuple(
@@ -366,21 +363,23 @@ def _decode_optim_step(payload: bytes, facts: Facts, target: str) -> OptimStep:
         raise ServiceError("optim_step: expected either adam_params or optimizer_params", "user")
     if body.adam_params is not None:
         return OptimStep(model_id=target, adam=AdamParameters(**body.adam_params.model_dump()))
-    given = body.optimizer_params
-    assert given is not None
-    family = _OPTIMIZER_FAMILIES.get(given.type)
+    parameters = body.optimizer_params
+    assert parameters is not None
+    family = _OPTIMIZER_FAMILIES.get(parameters.type)
     if family is None:
         raise ServiceError(
-            f"optimizer_params.type: '{given.type}', expected adamw or dimuon", "user"
+            f"optimizer_params.type: '{parameters.type}', expected adamw or dimuon", "user"
         )
     if family == "adamw":
-        return OptimStep(model_id=target, adam=AdamParameters(**given.model_dump(exclude={"type"})))
+        return OptimStep(
+            model_id=target, adam=AdamParameters(**parameters.model_dump(exclude={"type"}))
+        )
     adam = AdamParameters(
-        learning_rate=given.learning_rate,
-        weight_decay=given.weight_decay,
-        grad_clip_norm=given.grad_clip_norm,
+        learning_rate=parameters.learning_rate,
+        weight_decay=parameters.weight_decay,
+        grad_clip_norm=parameters.grad_clip_norm,
     )
-    return OptimStep(model_id=target, adam=adam, muon_momentum=given.beta1, optimizer="muon")
+    return OptimStep(model_id=target, adam=adam, muon_momentum=parameters.beta1, optimizer="muon")
 
 
 def _decode_save_weights(payload: bytes, facts: Facts, target: str) -> SaveWeights:
@@ -398,8 +397,8 @@ def _decode_sampler_weights(payload: bytes, facts: Facts, target: str) -> SaveFo
     if body.path is None:
         if body.ttl_seconds is not None:
             raise ServiceError(
-                "save_weights_for_sampler: ttl_seconds is of weights with a name; a sampler without one lives as long "
-                "as the service's worker.sampler_seconds",
+                "save_weights_for_sampler: ttl_seconds needs a path; a sampler without a path lives for the service's "
+                "worker.sampler_seconds",
                 "user",
             )
         return SaveForSampler(
@@ -407,7 +406,8 @@ def _decode_sampler_weights(payload: bytes, facts: Facts, target: str) -> SaveFo
         )
     if body.kind != "snapshot":
         raise ServiceError(
-            "save_weights_for_sampler: weights with a name are a snapshot; leave out path", "user"
+            "save_weights_for_sampler: weights with a path are always a snapshot; leave out path",
+            "user",
         )
     path = TinkerPath(target, "sampler_weights", check_path_name(body.path))
     return SaveForSampler(model_id=target, path=str(path), ttl_seconds=body.ttl_seconds)
@@ -436,13 +436,11 @@ def _decode_load_weights(payload: bytes, facts: Facts, target: str) -> LoadWeigh
             f"load_weights: {path} holds no optimizer state; load it with optimizer=false", "user"
         )
     _resolve_optimizer(body.optimizer_config)
-    is_new, kind = body.model_seq_id is not None, facts.get("optimizer")
-    made = (
-        None
-        if body.optimizer or not is_new or kind is None
-        else _resolve_optimizer(OptimizerFamily(**kind))
-    )
-    return LoadWeights(model_id=target, path=str(path), optimizer=body.optimizer, kind=made)
+    is_new, family = body.model_seq_id is not None, facts.get("optimizer")
+    kind = None
+    if is_new and not body.optimizer and family is not None:
+        kind = _resolve_optimizer(OptimizerFamily(**family))
+    return LoadWeights(model_id=target, path=str(path), optimizer=body.optimizer, kind=kind)
 
 
 def _decode_create_sampler(payload: bytes, facts: Facts, target: str) -> OpenSampler:
@@ -482,24 +480,23 @@ _DECODERS: dict[str, Callable[[bytes, Facts, str], Command]] = {
 def encode_result(
     kind: str, result: Result, payload: bytes = b""
 ) -> tuple[bytes, Literal["json", "protobuf"]]:
-    """The body of a result, and its type.
+    """Encode a result; return its body and content type.
 
     Args:
         kind: `RequestKind` of the store.
-        payload: body of the request; the layout of a sampling request's answer depends on it.
+        payload: body of the request; it determines the layout of a sampling request's answer.
     """
     if isinstance(result, ForwardBackwardResult):
         return _encode_forward_backward(result), "protobuf"
     if isinstance(result, SampleResult):
-        return _encode_sample(
-            result, parse_request_body(SampleBody, payload) if payload else None
-        ), "protobuf"
+        body = parse_request_body(SampleBody, payload) if payload else None
+        return _encode_sample(result, body), "protobuf"
     if isinstance(result, OptimStepResult):
-        # JSON has no NaN; a metric without a value is left out
-        found = {
+        # JSON has no NaN, so metrics without a value are omitted.
+        metrics = {
             name: float(value) for name, value in result.metrics.items() if math.isfinite(value)
         }
-        return json.dumps({"metrics": found}).encode(), "json"
+        return json.dumps({"metrics": metrics}).encode(), "json"
     if isinstance(result, SamplerOpened):
         return json.dumps({"type": kind, "sampling_session_id": result.sampler_id}).encode(), "json"
     if isinstance(result, ModelEvaluation):
@@ -519,20 +516,20 @@ def _encode_forward_backward(answer: ForwardBackwardResult) -> bytes:
 def _encode_sample(answer: SampleResult, body: SampleBody | None) -> bytes:
     response = create_message("SampleResponse")
     for sequence in answer.sequences:
-        one = response.sequences.add()
-        one.stop_reason = STOP_REASONS[sequence.stop_reason]
-        one.tokens = sequence.tokens.astype("<i4").tobytes()
-        one.logprobs = sequence.logprobs.astype("<f4").tobytes()
+        sequence_message = response.sequences.add()
+        sequence_message.stop_reason = STOP_REASONS[sequence.stop_reason]
+        sequence_message.tokens = sequence.tokens.astype("<i4").tobytes()
+        sequence_message.logprobs = sequence.logprobs.astype("<f4").tobytes()
         if sequence.topk is not None:
-            _write_top_logprobs(one.topk_sampled_logprobs, sequence.topk)
-    last = body.prompt_logprobs_last_n if body is not None else None
+            _write_top_logprobs(sequence_message.topk_sampled_logprobs, sequence.topk)
+    last_n = body.prompt_logprobs_last_n if body is not None else None
     if answer.prompt_logprobs is not None:
-        found = answer.prompt_logprobs.astype("<f4")
-        if last is not None:
-            found[: len(found) - last] = np.nan
-        response.prompt_logprobs = found.tobytes()
+        prompt_logprobs = answer.prompt_logprobs.astype("<f4")
+        if last_n is not None:
+            prompt_logprobs[: len(prompt_logprobs) - last_n] = np.nan
+        response.prompt_logprobs = prompt_logprobs.tobytes()
     if answer.topk_prompt is not None:
-        _write_top_logprobs(response.topk_prompt_logprobs, answer.topk_prompt, last)
+        _write_top_logprobs(response.topk_prompt_logprobs, answer.topk_prompt, last_n)
     if answer.target_prompt_logprobs is not None:
         layout = body.target_prompt_logprobs if body is not None else None
         _write_target_logprobs(
@@ -541,17 +538,18 @@ def _encode_sample(answer: SampleResult, body: SampleBody | None) -> bytes:
     return bytes(response.SerializeToString(deterministic=True))
 
 
-def _write_top_logprobs(field: Any, top: TopLogprobs, last: int | None = None) -> None:
-    """Args: last: positions that were asked for; the others are empty."""
+def _write_top_logprobs(field: Any, top: TopLogprobs, last_n: int | None = None) -> None:
+    """Write top-k log-probabilities. Args: last_n: requested positions at the end; the others are empty."""
     tokens, logprobs = top.tokens.astype("<i4"), top.logprobs.astype("<f4")
-    if last is not None:
-        tokens[: len(tokens) - last], logprobs[: len(logprobs) - last] = 0, -99999.0
+    if last_n is not None:
+        tokens[: len(tokens) - last_n] = 0
+        logprobs[: len(logprobs) - last_n] = _EMPTY_LOGPROB
     field.token_ids, field.logprobs = tokens.tobytes(), logprobs.tobytes()
     field.length, field.k = tokens.shape
 
 
 def _write_target_logprobs(field: Any, logprobs: np.ndarray, layout: TensorBody | None) -> None:
-    """In the layout of the request; 0 where nothing was asked."""
+    """Write log-probabilities in the layout of the request; 0 where none was requested."""
     dense = np.nan_to_num(logprobs.astype(np.float32), nan=0.0)
     if layout is None or layout.sparse_crow_indices is None:
         write_tensor(field, dense)
@@ -560,9 +558,7 @@ def _write_target_logprobs(field: Any, logprobs: np.ndarray, layout: TensorBody 
     columns = np.array(layout.sparse_col_indices or [], "<i8")
     rows = np.repeat(np.arange(len(dense)), np.diff(starts))
     field.sparse_csr.values = dense[rows, columns].astype("<f4").tobytes()
-    field.sparse_csr.crow_indices, field.sparse_csr.col_indices = (
-        starts.tobytes(),
-        columns.tobytes(),
-    )
+    field.sparse_csr.crow_indices = starts.tobytes()
+    field.sparse_csr.col_indices = columns.tobytes()
     field.dtype = DTYPES["float32"]
     field.shape.extend(dense.shape)

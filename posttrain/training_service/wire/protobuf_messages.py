@@ -1,11 +1,10 @@
-"""Protobuf messages of the clients (package `tinker_public`), made from the table below.
+"""Protobuf messages of the clients (package `tinker_public`), and numpy arrays inside them.
 
-Field numbers are those of the public client; a line is `number [repeated|optional] type name [oneof]`. The descriptors
-live in a pool of their own, beside a client's generated module in the same process.
+The message classes are built from the table below, with the field numbers of the public client. A line is
+`number [repeated|optional] type name [oneof]`. The descriptors use a separate pool, so a client's generated module may
+be loaded in the same process.
 
-Numpy arrays in messages: dense and sparse tensors, and the ragged arrays of one field of all datums.
-
-T positions, K entries at one position.
+T = positions, K = entries at one position.
 """
 
 from __future__ import annotations
@@ -23,6 +22,15 @@ from rl_core.service.requests import densify_rows
 
 STOP_REASONS = {"stop": 0, "length": 1}
 DTYPES = {"float32": 1, "int64": 2, "int32": 3, "bfloat16": 4}
+MAX_DENSE_CELLS = 1 << 26  # cells of all sparse tensors of one request together, once dense
+MAX_DIMENSIONS = 8
+_BFLOAT16 = DTYPES["bfloat16"]
+_NUMPY_DTYPES: dict[int, np.dtype[Any]] = {
+    DTYPES["float32"]: np.dtype("<f4"),
+    DTYPES["int64"]: np.dtype("<i8"),
+    DTYPES["int32"]: np.dtype("<i4"),
+    _BFLOAT16: np.dtype("<u2"),
+}
 
 _MESSAGE_TABLE = """
 ForwardBackwardRequest
@@ -105,7 +113,7 @@ _SCALARS = {
     "bytes": _Field.TYPE_BYTES,
     "bool": _Field.TYPE_BOOL,
     "double": _Field.TYPE_DOUBLE,
-    "int32": _Field.TYPE_INT32,  # enums, too: the same bytes
+    "int32": _Field.TYPE_INT32,  # also for enums, which have the same encoding
     "int64": _Field.TYPE_INT64,
 }
 _PACKAGE = "tinker_public"
@@ -119,7 +127,7 @@ def _set_field_type(field: Any, kind: str) -> None:
 
 
 def _add_map_field(message: Any, name: str, kind: str) -> str:
-    """The type of a map's entries, within the message; keys are texts."""
+    """Add the entry type of a map with string keys to the message; return its name."""
     entry = message.nested_type.add(
         name="".join(word.capitalize() for word in name.split("_")) + "Entry"
     )
@@ -130,9 +138,9 @@ def _add_map_field(message: Any, name: str, kind: str) -> str:
 
 
 def _add_field(message: Any, line: str) -> None:
-    number, *words = line.split()
-    label = words.pop(0) if words[0] in ("repeated", "optional") else ""
-    kind, name, *oneof = words
+    number, *parts = line.split()
+    label = parts.pop(0) if parts[0] in ("repeated", "optional") else ""
+    kind, name, *oneof = parts
     field = message.field.add(name=name, number=int(number), label=_Field.LABEL_OPTIONAL)
     if kind.startswith("map<"):
         label, kind = "repeated", _add_map_field(message, name, kind[4:-1])
@@ -141,16 +149,16 @@ def _add_field(message: Any, line: str) -> None:
     if label == "optional":
         oneof, field.proto3_optional = [f"_{name}"], True
     if oneof:
-        known = [one.name for one in message.oneof_decl]
-        if oneof[0] not in known:
+        oneofs = [declared.name for declared in message.oneof_decl]
+        if oneof[0] not in oneofs:
             message.oneof_decl.add(name=oneof[0])
-            known += oneof
-        field.oneof_index = known.index(oneof[0])
+            oneofs += oneof
+        field.oneof_index = oneofs.index(oneof[0])
     _set_field_type(field, kind)
 
 
 def _build_message_classes() -> dict[str, Any]:
-    """Message classes by name."""
+    """Build message classes by name."""
     file = descriptor_pb2.FileDescriptorProto(
         name="posttrain_service.proto", package=_PACKAGE, syntax="proto3"
     )
@@ -172,29 +180,18 @@ _CLASSES = _build_message_classes()
 
 
 def create_message(name: str) -> Any:
-    """A new, empty message."""
+    """Create an empty message."""
     return _CLASSES[name]()
 
 
-MAX_DENSE_CELLS = 1 << 26  # cells of all sparse tensors of one request together, made dense
-MAX_DIMENSIONS = 8
-_BFLOAT16 = DTYPES["bfloat16"]
-_NUMPY_DTYPES: dict[int, np.dtype[Any]] = {
-    DTYPES["float32"]: np.dtype("<f4"),
-    DTYPES["int64"]: np.dtype("<i8"),
-    DTYPES["int32"]: np.dtype("<i4"),
-    _BFLOAT16: np.dtype("<u2"),
-}
-
-
 class DenseBudget:
-    """Cells that the sparse tensors of one request may still take: a few bytes can claim any size."""
+    """Number of cells that the sparse tensors of one request may still use: a few bytes can claim any size."""
 
     def __init__(self, cells: int = MAX_DENSE_CELLS) -> None:
         self.remaining_cells = cells
 
     def reserve_cells(self, cells: int, location: str) -> None:
-        """Raises: ServiceError (user) when the request has used up its share."""
+        """Reserve cells. Raises: ServiceError (user) if the request exceeds its budget."""
         self.remaining_cells -= cells
         if self.remaining_cells < 0:
             raise ServiceError(
@@ -206,22 +203,22 @@ class DenseBudget:
 def _parse_flat_array(data: bytes, dtype: np.dtype[Any], location: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
         raise ServiceError(
-            f"{location}: {len(data)} bytes are no whole number of {dtype.name}", "user"
+            f"{location}: {len(data)} bytes are not a multiple of {dtype.name}", "user"
         )
     return np.frombuffer(data, dtype)
 
 
 def parse_tokens(data: bytes, location: str) -> np.ndarray:
-    """Tokens of a text chunk, int32 [T]."""
+    """Return the tokens of a text chunk, int32 [T]."""
     return _parse_flat_array(data, np.dtype("<i4"), location)
 
 
 def read_tensor(tensor: Any, location: str, budget: DenseBudget, *, fill: int = 0) -> np.ndarray:
-    """A tensor message as an array of float32 or integers; sparse rows are made dense.
+    """Convert a tensor message to an array of float32 or integers. Sparse rows become dense.
 
     Args:
-        fill: value of cells that a sparse tensor leaves out.
-    Raises: ServiceError (user) where type, shape and bytes do not fit each other.
+        fill: value of cells that a sparse tensor omits.
+    Raises: ServiceError (user) if type, shape and bytes do not match.
     """
     dtype = _NUMPY_DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -255,29 +252,31 @@ def read_tensor(tensor: Any, location: str, budget: DenseBudget, *, fill: int = 
 
 
 def _convert_bfloat16(values: np.ndarray, dtype: int) -> np.ndarray:
-    """Bfloat16 as float32, whose upper half it is; other types as they are."""
+    """Convert bfloat16, the upper half of a float32, to float32. Other types stay unchanged."""
     return (values.astype(np.uint32) << 16).view(np.float32) if dtype == _BFLOAT16 else values
 
 
 def write_tensor(tensor: Any, array: np.ndarray) -> None:
-    """A dense array into a tensor message, as float32 or int64."""
+    """Write a dense array to a tensor message, as float32 or int64."""
     code = DTYPES["float32" if array.dtype.kind == "f" else "int64"]
     tensor.dense, tensor.dtype = array.astype(_NUMPY_DTYPES[code]).tobytes(), code
     tensor.shape.extend(array.shape)
 
 
 def add_array_records(output: Any, outputs: Sequence[Mapping[str, np.ndarray]]) -> None:
-    """Outputs of all datums into `output.loss_fn_outputs`: one record for datums in a row with the same fields, types
-    and sizes of all dimensions but the first, so that lengths may differ within it.
+    """Add the outputs of all datums to `output.loss_fn_outputs`.
+
+    Consecutive datums with the same fields, types and sizes in all dimensions but the first share a record; lengths may
+    differ within it.
     """
 
-    def kind(datum: Mapping[str, np.ndarray]) -> list[Any]:
+    def layout(datum: Mapping[str, np.ndarray]) -> list[Any]:
         return sorted(
             (name, array.dtype.kind, np.atleast_1d(array).shape[1:])
             for name, array in datum.items()
         )
 
-    for _, group in groupby(outputs, kind):
+    for _, group in groupby(outputs, layout):
         datums = list(group)
         record = create_message("ArrayRecord")
         record.num_datums = len(datums)

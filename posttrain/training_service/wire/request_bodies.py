@@ -1,8 +1,6 @@
-"""A JSON body of a request, with bounds; unknown keys are ignored, so newer clients can be served.
+"""JSON bodies of requests, with bounds. Unknown keys are ignored, so newer clients can be served.
 
-JSON bodies of training and sampling. Names of classes are those of the routes.
-
-JSON bodies about sessions, results and saved weights. Names of classes are those of the routes.
+Class names follow the routes.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from rl_core.errors import ServiceError
 
 MAX_ID = (1 << 63) - 1
-MAX_METADATA_BYTES = 1 << 16  # bytes as JSON: lists of runs and sessions carry it
+MAX_METADATA_BYTES = 1 << 16  # size as JSON, because lists of runs and sessions contain it
 
 
 def _refuse_nul(text: str) -> str:
@@ -30,7 +28,7 @@ def _check_metadata_size(metadata: dict[str, Any]) -> dict[str, Any]:
     except ValueError:
         raise ValueError("holds a number that is not finite; write it as text") from None
     if size > MAX_METADATA_BYTES:
-        raise ValueError(f"has {size} bytes as JSON; at most {MAX_METADATA_BYTES} are kept")
+        raise ValueError(f"has {size} bytes as JSON; at most {MAX_METADATA_BYTES} are allowed")
     return metadata
 
 
@@ -45,13 +43,13 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class RequestBody(BaseModel):
-    """A JSON object."""
+    """JSON object."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
 
 class TrainingRequestBody(RequestBody):
-    """Fields that give a request its place in a run's order."""
+    """Fields that define a request's position in a run's order."""
 
     model_id: Id
     seq_id: Seq
@@ -61,25 +59,26 @@ T = TypeVar("T", bound=RequestBody)
 
 
 def parse_request_body(kind: type[T], payload: bytes) -> T:
-    """A body as its class. Raises: ServiceError (user) with the first fault and its place."""
+    """Parse a body. Raises: ServiceError (user) with the first problem and its location."""
     try:
         return kind.model_validate_json(payload or b"{}")
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "body"
-        is_said = first["type"] in ("missing", "value_error")  # the message says what was found
-        found = "" if is_said else f", not {repr(first['input'])[:100]}"
-        more = f" ({error.error_count()} faults in all)" if error.error_count() > 1 else ""
-        raise ServiceError(
-            f"{place}: {first['msg'].removeprefix('Value error, ')}{found}{more}", "user"
-        ) from None
+        problem = error.errors(include_url=False, include_context=False)[0]
+        location = ".".join(str(part) for part in problem["loc"]) or "body"
+        message = problem["msg"].removeprefix("Value error, ")
+        # The messages of these types already describe the value.
+        if problem["type"] not in ("missing", "value_error"):
+            message += f", not {repr(problem['input'])[:100]}"
+        if error.error_count() > 1:
+            message += f" ({error.error_count()} problems in all)"
+        raise ServiceError(f"{location}: {message}", "user") from None
 
 
 SamplerKind = Literal["snapshot", "inflight"]
 
 
 class LoraBody(RequestBody):
-    """An adapter."""
+    """LoRA adapter."""
 
     rank: int = 32
     seed: int | None = None
@@ -96,7 +95,7 @@ class OptimizerFamily(RequestBody):
 
 
 class CreateModelBody(RequestBody):
-    """A new training run."""
+    """New training run."""
 
     session_id: Id
     model_seq_id: Number
@@ -107,7 +106,7 @@ class CreateModelBody(RequestBody):
 
 
 class GetInfoBody(RequestBody):
-    """A question about a training run."""
+    """Query about a training run."""
 
     model_id: Id
 
@@ -124,20 +123,20 @@ class AdamBody(RequestBody):
 
 
 class OptimizerParameters(AdamBody):
-    """Parameters of an optimizer by its type."""
+    """Parameters of an optimizer, selected by its type."""
 
     type: Text = "adamw"
 
 
 class OptimStepBody(TrainingRequestBody):
-    """An update."""
+    """Optimizer update."""
 
     adam_params: AdamBody | None = None
     optimizer_params: OptimizerParameters | None = None
 
 
 class SaveBody(TrainingRequestBody):
-    """Weights that are kept for some time."""
+    """Weights to be saved for some time."""
 
     path: Text | None = None
     ttl_seconds: Ttl | None = None
@@ -166,7 +165,7 @@ class SaveExternalBody(SaveBody):
 
 
 class LoadWeightsBody(RequestBody):
-    """Saved weights into a new training run (by session) or an existing one (by model)."""
+    """Saved weights to be loaded into a new training run (by session) or an existing run (by model)."""
 
     path: Text
     optimizer: bool = False
@@ -181,7 +180,7 @@ class LoadWeightsBody(RequestBody):
 
 
 class CreateSamplingSessionBody(RequestBody):
-    """A sampler over saved weights or a base model."""
+    """Sampler of saved weights or of a base model."""
 
     session_id: Id
     sampling_session_seq_id: Number
@@ -190,13 +189,13 @@ class CreateSamplingSessionBody(RequestBody):
 
 
 class JoinSamplingSessionBody(RequestBody):
-    """A copy of a sampling client asks for its number."""
+    """Number request of a copied sampling client."""
 
     sampling_session_id: Id
 
 
 class PromptChunk(RequestBody):
-    """A part of a prompt."""
+    """Part of a prompt."""
 
     type: Text = "encoded_text"
     tokens: list[int] = Field(default_factory=list)
@@ -209,7 +208,7 @@ class PromptBody(RequestBody):
 
 
 class TensorBody(RequestBody):
-    """A tensor, dense or of compressed rows."""
+    """Tensor, dense or in compressed rows."""
 
     data: list[int] | list[float]
     dtype: Literal["float32", "int64"]
@@ -219,7 +218,7 @@ class TensorBody(RequestBody):
 
 
 class SamplingBody(RequestBody):
-    """The distribution to sample from."""
+    """Sampling distribution."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -230,7 +229,7 @@ class SamplingBody(RequestBody):
 
 
 class SampleBody(RequestBody):
-    """Samples of one prompt."""
+    """Sampling request for one prompt."""
 
     sampling_session_id: Id
     seq_id: Number
@@ -247,7 +246,7 @@ class SampleBody(RequestBody):
 
 
 class CreateSession(RequestBody):
-    """A client's session."""
+    """New session of a client."""
 
     tags: list[Text] = Field(default_factory=list)
     user_metadata: Metadata | None = None
@@ -257,52 +256,52 @@ class CreateSession(RequestBody):
 
 
 class SessionHeartbeat(RequestBody):
-    """A client that lives."""
+    """Heartbeat of a client."""
 
     session_id: Id
 
 
 class FinishReason(RequestBody):
-    """Type of an end."""
+    """Reason why a session ends."""
 
     type: Literal["success", "errored", "interrupted"] = "success"
 
 
 class FinishSession(RequestBody):
-    """The end of a client."""
+    """End of a session."""
 
     reason: FinishReason = FinishReason()
     detail: str | None = None
 
 
 class SetProject(RequestBody):
-    """The project of a session."""
+    """Project of a session."""
 
     project_id: Text
 
 
 class SearchOwner(RequestBody):
-    """Owners of sessions; nobody but their own key may list them."""
+    """Owners of sessions. Callers may list only the sessions of their key."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[Text] | None = None
 
 
 class StatusQuery(RequestBody):
-    """A state of sessions."""
+    """Session status to search for."""
 
     type: Text
     reasons: list[Text] | None = None
 
 
 class SearchCursor(RequestBody):
-    """The last session of the page before."""
+    """Last session of the previous page."""
 
     last_session_id: Id
 
 
 class SearchSessions(RequestBody):
-    """Sessions with some properties."""
+    """Search for sessions by their properties."""
 
     session_id: Id | None = None
     project_ids: list[Text] | None = None
@@ -315,29 +314,28 @@ class SearchSessions(RequestBody):
 
 
 class RequestReference(RequestBody):
-    """A request by its id."""
+    """Request by id."""
 
     request_id: Id
 
 
 class RetrieveFuture(RequestReference):
-    """A question about one result."""
+    """Query for one result."""
 
     allow_metadata_only: bool = False
 
 
 class FuturesTarget(RequestBody):
-    """A sampling session, or a copy of it."""
+    """Sampling session, or a copy of it."""
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: Id
-    cloned_sampler_id: Annotated[int, Field(ge=0, le=1 << 32)] = (
-        0  # numbers of its samples stay below 2^63
-    )
+    # bounded so that the sequence numbers of its samples stay below 2^63
+    cloned_sampler_id: Annotated[int, Field(ge=0, le=1 << 32)] = 0
 
 
 class RetrieveFutures(RequestBody):
-    """A question about all results of a sampling session."""
+    """Query for all results of a sampling session."""
 
     target: FuturesTarget
     prev_cursor: Number = 0
@@ -348,17 +346,17 @@ class RetrieveFutures(RequestBody):
 
 
 class CancelFuture(RequestReference):
-    """A result that nobody wants."""
+    """Request whose result is no longer wanted."""
 
 
 class WeightsInfo(RequestBody):
-    """A question about saved weights."""
+    """Query about saved weights."""
 
     tinker_path: Text
 
 
 class CopyWeights(RequestBody):
-    """A copy of saved weights."""
+    """Copy of saved weights."""
 
     source_path: Text
     session_id: Id | None = None
@@ -369,6 +367,6 @@ class CopyWeights(RequestBody):
 
 
 class SetTtl(RequestBody):
-    """The life of saved weights; None = for ever."""
+    """Lifetime of saved weights; None = unlimited."""
 
     ttl_seconds: Ttl | None = None

@@ -1,6 +1,6 @@
-"""The place of a training request in its run's order, read from the bytes: what is large is not unpacked for it.
+"""Header of a protobuf training request: its run and sequence id, read without unpacking the large fields.
 
-A few bytes can claim to hold millions of messages, so their number is counted before they are made.
+A few bytes can claim to hold millions of messages, so the messages are counted before they are created.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from google.protobuf.message import DecodeError
 from posttrain.training_service.wire.protobuf_messages import create_message
 from rl_core.errors import ServiceError
 
-MAX_FIELDS = 1 << 20  # of a request and its datums together
-_MODEL_ID, _SEQ_ID, _DATA = 1, 2, 3  # fields
+MAX_FIELDS = 1 << 20  # fields of a request and its datums together
+_MODEL_ID, _SEQ_ID, _DATA = 1, 2, 3  # field numbers
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 
 
 class _Truncated(Exception):
-    """The bytes end within a field, or are none."""
+    """Bytes that end within a field, or are no message."""
 
 
 def _read_varint(data: bytes, offset: int) -> tuple[int, int]:
-    """A number and the place behind it."""
+    """Read a varint; return it and the offset after it."""
     number = shift = 0
     while shift < 70 and offset < len(data):
         byte = data[offset]
@@ -35,26 +35,26 @@ def _read_varint(data: bytes, offset: int) -> tuple[int, int]:
 
 
 def _scan_fields(data: bytes, offset: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """(field, number, start, end) of each field of a message; the number of those that are one, else 0."""
+    """Yield (field number, varint value, start, end) of each field of a message; the value is 0 for other types."""
     while offset < end:
         tag, offset = _read_varint(data, offset)
-        number, start, kind = 0, offset, tag & 7
-        if kind == _VARINT:
-            number, offset = _read_varint(data, offset)
-        elif kind == _BYTES:
+        value, start, wire_type = 0, offset, tag & 7
+        if wire_type == _VARINT:
+            value, offset = _read_varint(data, offset)
+        elif wire_type == _BYTES:
             size, start = _read_varint(data, offset)
             offset = start + size
-        elif kind in (_FIXED64, _FIXED32):
-            offset += 8 if kind == _FIXED64 else 4
+        elif wire_type in (_FIXED64, _FIXED32):
+            offset += 8 if wire_type == _FIXED64 else 4
         else:
             raise _Truncated
-        yield tag >> 3, number, start, offset
+        yield tag >> 3, value, start, offset
         if offset > end:
             raise _Truncated
 
 
 def read_request_header(payload: bytes, *, is_complete: bool = True) -> tuple[str, int]:
-    """(training run, seq_id) of a message, or of the first bytes of one. Raises: ServiceError (user)."""
+    """Return (training run, seq_id) of a message, or of the first bytes of one. Raises: ServiceError (user)."""
     model_id, seq_id, count = b"", 0, 0
     try:
         for field, number, start, end in _scan_fields(payload, 0, len(payload)):
@@ -73,7 +73,7 @@ def read_request_header(payload: bytes, *, is_complete: bool = True) -> tuple[st
     except _Truncated:
         if is_complete:
             raise ServiceError(
-                "forward_backward: the body is cut off, or no ForwardBackwardRequest", "user"
+                "forward_backward: the body is truncated, or no ForwardBackwardRequest", "user"
             ) from None
     if not 0 < len(model_id) <= 200 or b"\0" in model_id:
         raise ServiceError("forward_backward: model_id is missing, too long, or no text", "user")
@@ -88,13 +88,13 @@ def _check_field_count(count: int) -> None:
 
 
 def parse_forward_backward(payload: bytes) -> Any:
-    """The protobuf message. Raises: ServiceError (user) for bytes that are none."""
+    """Parse the protobuf message. Raises: ServiceError (user) for invalid bytes."""
     read_request_header(payload)
-    found = create_message("ForwardBackwardRequest")
+    message = create_message("ForwardBackwardRequest")
     try:
-        found.ParseFromString(payload)
+        message.ParseFromString(payload)
     except (DecodeError, ValueError) as error:
         raise ServiceError(
             f"forward_backward: the body is no ForwardBackwardRequest ({error})", "user"
         ) from None
-    return found
+    return message

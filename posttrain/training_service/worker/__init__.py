@@ -1,13 +1,9 @@
-"""The engine process of the training service.
+"""Worker of the training service: the process that owns the engine and computes.
 
-engine_process   the loop, and its end by signals
-rounds           choice of what is computed together
-computing        one round: engine calls and their answers
-live_runs        runs in memory: snapshots, replay, eviction
-live_samplers    samplers in memory
-weights_on_disk  saved paths
-service_folder   names of files and folders
-saved_versions   saved paths as versions of the model registry
-upkeep           expiry, between rounds
-worker_parts     engine, store, folder and saved weights, which all of them share
+engine_process     process loop, shutdown by signals, housekeeping
+request_execution  choice of the requests of a round; engine calls and their answers
+loaded_runs        runs in memory: snapshots, replay, eviction
+loaded_samplers    samplers in memory
+saved_weights      saved paths, and the parts shared by all modules
+run_tracking       metrics, MLflow runs, and registration of saved paths
 """

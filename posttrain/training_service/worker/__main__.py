@@ -1,4 +1,4 @@
-"""`python -m posttrain.training_service.worker CONFIG`: the engine process of a service, until SIGTERM."""
+"""Entry point `python -m posttrain.training_service.worker CONFIG`: run a service's worker until SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_core.storage import faults
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: 143 after SIGTERM, 130 after Ctrl-C, 2 for settings or a folder that cannot be used."""
+    """Run the worker; return 143 after SIGTERM, 130 after Ctrl-C, 2 for unusable settings or folders."""
     if len(arguments) != 1:
         print("usage: python -m posttrain.training_service.worker CONFIG", file=sys.stderr)
         return 2

@@ -1,8 +1,7 @@
-"""Upkeep between rounds: what has expired goes, idle runs leave memory, saved paths get versions in the registry.
+"""Worker process: takes requests from the store in order, computes them, and stores the answers.
 
-The process that computes: takes requests from the store in their order and puts answers there.
-
-It may be killed at any moment: what it has not answered is computed again when it is back (`live_runs`).
+It may be killed at any moment. Unanswered requests are computed again after a restart (`loaded_runs`). Between rounds
+it expires results, removes unused weights, unloads idle runs, and registers saved paths.
 """
 
 from __future__ import annotations
@@ -36,11 +35,16 @@ from rl_core.storage.locks import FolderLock
 
 log = logging.getLogger(__name__)
 
-HOUSEKEEPING_SECONDS = 30.0  # between two rounds of it
+HOUSEKEEPING_SECONDS = 30.0
+IDLE_WAIT_SECONDS = 1.0  # longest wait for a request before snapshots and housekeeping are checked
+RETRY_SECONDS = 1.0  # after an error of the store
+# exit code if time ran out before all runs were saved (EX_TEMPFAIL of sysexits.h)
+EXIT_NOT_SAVED = 75
+LOCK_WAIT_SECONDS = 15.0  # a worker that is being stopped may hold the lock for this long
 
 
 class Housekeeping:
-    """Work that has no place in the order of requests."""
+    """Work outside of the order of requests."""
 
     def __init__(
         self,
@@ -48,96 +52,86 @@ class Housekeeping:
         runs: LoadedRuns,
         samplers: LoadedSamplers,
     ) -> None:
-        self._store, self._weights, self._runs, self._samplers = (
-            context.store,
-            context.weights,
-            runs,
-            samplers,
-        )
+        self._store = context.store
+        self._weights = context.weights
+        self._runs = runs
+        self._samplers = samplers
         self._settings = context.settings.worker
         self._next_due = time.monotonic() + HOUSEKEEPING_SECONDS
 
     def run_if_due(self) -> None:
-        """Do it, if it is time."""
+        """Run if the interval has passed."""
         if time.monotonic() >= self._next_due:
             self.run_now()
             self._next_due = time.monotonic() + HOUSEKEEPING_SECONDS
 
     def run_now(self) -> None:
-        """Do it. Raises: BackendError of the store; a disk that refuses is tried again later."""
+        """Run now. Raises: BackendError of the store. A disk error is retried in the next round."""
         settings = self._settings
         self._store.expire_results(
             result_seconds=settings.result_seconds, memory_seconds=settings.memory_seconds
         )
-        gone = self._weights.delete_expired_weights()
-        for path in gone:
+        removed = self._weights.delete_expired_weights()
+        for path in removed:
             self._samplers.detach_samplers(path)
-        gone += self._samplers.remove_unused_samplers(
+        removed += self._samplers.remove_unused_samplers(
             settings.sampler_seconds, self._store.read_clock()
         )
-        if gone:
-            log.info("removed: %s", ", ".join(gone))
+        if removed:
+            log.info("removed: %s", ", ".join(removed))
         if idle := self._runs.unload_idle_runs():
-            log.info("unused for long, saved and taken from memory: %s", ", ".join(idle))
-
-
-IDLE_WAIT_SECONDS = 1.0  # without a request, until snapshots and upkeep are looked at
-RETRY_SECONDS = 1.0  # after the store refused
-EXIT_NOT_SAVED = (
-    75  # exit code where there was no time to save all runs (EX_TEMPFAIL of sysexits.h)
-)
-LOCK_WAIT_SECONDS = 15.0  # that a worker which is being stopped may hold the lock
+            log.info("idle runs saved and unloaded: %s", ", ".join(idle))
 
 
 class EngineProcess:
-    """The worker of a service's folder."""
+    """Worker of a service's folder."""
 
     def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
         self._store = store
         self._folder = ServiceFolder(Path(settings.folder).resolve())
         engine = TrainingEngine(settings.engine, settings.references, settings.reference_models)
-        self._max_requests, self._max_runs = (
-            settings.worker.batch_requests,
-            settings.engine.max_runs,
-        )
+        self._max_requests = settings.worker.batch_requests
+        self._max_runs = settings.engine.max_runs
         weights = WeightsStorage(engine, store, self._folder, settings.worker)
-        parts = WorkerContext(engine, store, self._folder, weights, settings)
-        self._runs, self._samplers = LoadedRuns(parts), LoadedSamplers(parts)
+        context = WorkerContext(engine, store, self._folder, weights, settings)
+        self._runs, self._samplers = LoadedRuns(context), LoadedSamplers(context)
         self._runs.on_unload = self._release_run
         trackers = MlflowRuns(settings, self._folder.root, store)
         self._metrics = RunMetrics(settings, self._folder.root, trackers)
-        self._executor = RequestExecutor(parts, self._runs, self._samplers, self._metrics)
-        self._housekeeping = Housekeeping(parts, self._runs, self._samplers)
-        self._registrar = CheckpointRegistrar(parts, trackers)
-        self._is_stopping = False  # a plain flag: an Event that is waited for would lock out the signal that sets it
+        self._executor = RequestExecutor(context, self._runs, self._samplers, self._metrics)
+        self._housekeeping = Housekeeping(context, self._runs, self._samplers)
+        self._registrar = CheckpointRegistrar(context, trackers)
+        # Not an Event: waiting for it would block the signal handler that sets it.
+        self._is_stopping = False
 
     def _release_run(self, model_id: str) -> None:
-        """A run has left memory, saved or not."""
+        """Release what belongs to a run that has left memory, saved or not."""
         self._samplers.drop_inflight_samplers(model_id)
         self._metrics.end_run(model_id)
 
     def request_stop(self) -> None:
-        """Let `run` end after what it is computing; any thread, also a signal handler."""
+        """Let `run_until_stopped` return after the current computation. Any thread or signal handler may call."""
         self._is_stopping = True
 
     def run_until_stopped(self) -> None:
-        """Compute until `stop`, then save what has changed. Raises: FolderBusy where another worker runs."""
+        """Compute until `request_stop`, then save all changed runs. Raises: FolderBusy if another worker runs."""
         make_folder(self._folder.root)
         with FolderLock(self._folder.lock_file, wait_s=LOCK_WAIT_SECONDS):
             clear_leftovers(self._folder.root)
-            again = self._store.reset_running_requests()
-            log.info("worker starts; %d requests were being computed", again)
-            is_tidy = False
+            num_running = self._store.reset_running_requests()
+            log.info("worker starts; %d requests were being computed", num_running)
+            is_recovered = False
             while not self._is_stopping:
                 try:
-                    if not is_tidy:
+                    if not is_recovered:
                         self._runs.recover_after_crash()
-                        is_tidy = True
+                        is_recovered = True
                     self.step()
-                except (BackendError, OSError) as error:  # memory may be ahead of the store
+                except (BackendError, OSError) as error:
                     log.error("%s; trying again", error)
+                    # The runs in memory may be ahead of the store.
                     self._runs.drop_all_runs()
-                    is_tidy = False
+                    is_recovered = False
                     self._wait_unless_stopping(RETRY_SECONDS)
                     self._reset_running_requests()
             self._runs.save_all_snapshots()
@@ -145,7 +139,7 @@ class EngineProcess:
             log.info("worker stops; all runs are saved")
 
     def _reset_running_requests(self) -> None:
-        """Put back what was being computed, once the store answers."""
+        """Return interrupted requests to the queue once the store answers."""
         while not self._is_stopping:
             try:
                 self._store.reset_running_requests(count_death=False)
@@ -154,45 +148,46 @@ class EngineProcess:
                 self._wait_unless_stopping(RETRY_SECONDS)
 
     def _wait_unless_stopping(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self._is_stopping and time.monotonic() < until:
+        deadline = time.monotonic() + seconds
+        while not self._is_stopping and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def step(self, wait: float = IDLE_WAIT_SECONDS) -> int:
-        """One round, or a wait for a request; the number of requests computed. Raises: BackendError, OSError."""
-        seen = self._store.read_change_counter()
+        """Execute a round, or wait for a request; return the number of requests computed.
+
+        Raises: BackendError, OSError.
+        """
+        counter = self._store.read_change_counter()
         if ready := self._store.list_ready_requests():
-            number = self._executor.execute_round(
+            num_computed = self._executor.execute_round(
                 select_round(ready, self._max_requests, self._max_runs), lambda: self._is_stopping
             )
         else:
-            number = 0
+            num_computed = 0
             self._runs.save_due_snapshots()
             self._registrar.step()
-            until = time.monotonic() + wait
-            while not self._is_stopping and time.monotonic() < until:
-                if self._store.wait_for_change(seen, 0.1) != seen:
+            deadline = time.monotonic() + wait
+            while not self._is_stopping and time.monotonic() < deadline:
+                if self._store.wait_for_change(counter, 0.1) != counter:
                     break
         self._housekeeping.run_if_due()
-        return number
+        return num_computed
 
 
 def run_worker(settings: ServiceSettings) -> int:
-    """The worker until a signal; the exit code: 143 after SIGTERM, 130 after Ctrl-C.
+    """Run the worker until a signal; return 143 after SIGTERM, 130 after Ctrl-C.
 
-    The process itself is ended with `EXIT_NOT_SAVED` where it is not done `stop_seconds` after SIGTERM.
-
-    Raises: FolderBusy where another worker runs; SettingsError, BackendError where the store cannot be opened.
+    The process exits with `EXIT_NOT_SAVED` if it has not finished `stop_seconds` after SIGTERM.
+    Raises: FolderBusy if another worker runs; SettingsError or BackendError if the store cannot be opened.
     """
     with (
         bound_shutdown_time(settings.worker.stop_seconds, EXIT_NOT_SAVED),
-        _collect_signals() as (received, told),
+        _collect_signals() as (received, callbacks),
     ):
-        store = ServiceStore(
-            settings.store_url
-        )  # a signal may come while it waits for the database
+        # A signal may arrive while this waits for the database.
+        store = ServiceStore(settings.store_url)
         process = EngineProcess(settings, store)
-        told.append(process.request_stop)
+        callbacks.append(process.request_stop)
         if received:
             process.request_stop()
         process.run_until_stopped()
@@ -202,18 +197,20 @@ def run_worker(settings: ServiceSettings) -> int:
 
 @contextmanager
 def _collect_signals() -> Iterator[tuple[list[int], list[Callable[[], None]]]]:
-    """Numbers of the signals that came; and functions that are called at each."""
+    """Yield the list of received signals, and the list of callbacks for further signals."""
     received: list[int] = []
-    told: list[Callable[[], None]] = []
+    callbacks: list[Callable[[], None]] = []
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def record_signal(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        for call in told:
-            call()
+        for callback in callbacks:
+            callback()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous_handlers = {
+        number: signal.signal(number, record_signal) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
-        yield received, told
+        yield received, callbacks
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

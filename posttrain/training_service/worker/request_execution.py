@@ -1,10 +1,9 @@
-"""Choice of what is computed together, from the requests that are ready.
+"""Execution of requests in rounds: selection of the requests of a round, engine calls, and storage of the answers.
 
-A round: of every run the next request that is no forward_backward, and new samplers, updates of all runs together;
-then every run's next forward_backwards in one batch; then samples in one batch. So the runs' passes fall together
-although each is at another point of its loop, and training and sampling take turns.
-
-Requests computed by the engine, step by step of a round; every step's answers are stored in one transaction.
+A round computes, in this order: the next request of every run that is not a forward_backward, together with new
+samplers, where optimizer updates of all runs form one batch; then the next forward_backward requests of every run in
+one batch; then samples in one batch. The passes of all runs are thus computed together although each run is at another
+point of its loop, and training alternates with sampling. The answers of every step are stored in one transaction.
 """
 
 from __future__ import annotations
@@ -45,15 +44,21 @@ from rl_core.service.requests import CreateModel
 from rl_core.service.results import ForwardBackwardResult, OptimStepResult
 from rl_core.storage.faults import inject_fault
 
-BATCH_BYTES = 64 << 20  # payloads of one batch; the engine cuts passes by itself
-DEATHS_BEFORE_ISOLATION = (
-    3  # deaths of workers after which a request is computed by itself: it may be the reason
-)
+log = logging.getLogger(__name__)
+
+BATCH_BYTES = 64 << 20  # size of the payloads of one batch; the engine splits them into passes
+MAX_ATTEMPTS = 5  # after which a request fails, and the others continue
+# A request that caused this many crashes is computed alone, because it may be the reason.
+DEATHS_BEFORE_ISOLATION = 3
+# Kills from outside hit any request, some repeatedly; a request that takes all memory kills every worker.
+MAX_WORKER_DEATHS = 24
+# deaths of workers after which a request is computed by itself: it may be the reason
+DEATHS_BEFORE_ISOLATION = 3
 
 
 @dataclass(slots=True)
 class ExecutionRound:
-    """Request ids of the four steps, each in the order of acceptance."""
+    """Request ids of the four steps of a round, each in the order of acceptance."""
 
     single: list[str] = field(default_factory=list)  # computed one by one
     updates: list[str] = field(default_factory=list)  # optim_step, together
@@ -62,71 +67,65 @@ class ExecutionRound:
 
 
 def select_round(ready: Iterable[ReadyRequest], max_requests: int, max_runs: int) -> ExecutionRound:
-    """One round.
+    """Select the requests of one round.
 
     Args:
-        ready: in the order of acceptance; of each run without holes (`Work.ready`).
-        most: requests of a batch. most_runs: runs that fit into memory.
+        ready: in the order of acceptance, without gaps within a run (`WorkQueue.list_ready_requests`).
+        max_requests: requests in a batch.
+        max_runs: runs that fit into memory.
     """
     chains: dict[str, list[ReadyRequest]] = {}
-    found, samples = ExecutionRound(), []
-    for one in ready:
-        if resolve_request_line(one.kind) == "training":
-            chains.setdefault(one.target, []).append(one)
-        elif one.kind == "sample":
-            samples.append(one)
+    selected, samples = ExecutionRound(), []
+    for request in ready:
+        if resolve_request_line(request.kind) == "training":
+            chains.setdefault(request.target, []).append(request)
+        elif request.kind == "sample":
+            samples.append(request)
         else:
-            found.single.append(one.request_id)
+            selected.single.append(request.request_id)
     passes: list[ReadyRequest] = []
     for chain in list(chains.values())[:max_runs]:
-        chain.sort(key=lambda one: one.seq)
-        start = 0
-        if chain[0].kind != "forward_backward":
-            is_update = chain[0].kind == "optim_step" and chain[0].deaths < DEATHS_BEFORE_ISOLATION
-            (found.updates if is_update else found.single).append(chain[0].request_id)
+        chain.sort(key=lambda request: request.seq)
+        first, start = chain[0], 0
+        if first.kind != "forward_backward":
+            is_batched = first.kind == "optim_step" and first.deaths < DEATHS_BEFORE_ISOLATION
+            (selected.updates if is_batched else selected.single).append(first.request_id)
             start = 1
-        for one in chain[start:]:
-            if one.kind != "forward_backward":
+        for request in chain[start:]:
+            if request.kind != "forward_backward":
                 break
-            passes.append(one)
-    found.passes = _limit_batch(_sort_by_turn(passes), max_requests)
-    found.samples = _limit_batch(samples, max_requests)
-    return found
+            passes.append(request)
+    selected.passes = _limit_batch(_sort_by_turn(passes), max_requests)
+    selected.samples = _limit_batch(samples, max_requests)
+    return selected
 
 
 def _sort_by_turn(passes: Sequence[ReadyRequest]) -> list[ReadyRequest]:
-    """The first of every run, then the second of every run, and so on: a long queue of one keeps none from its turn."""
+    """Sort by turn: the first pass of every run, then the second of every run, so a long queue delays no other run."""
     turns: dict[str, int] = {}
     ranked = []
-    for one in passes:
-        turns[one.target] = turns.get(one.target, -1) + 1
-        ranked.append((turns[one.target], one.place, one))
-    return [one for _, _, one in sorted(ranked, key=lambda entry: entry[:2])]
+    for request in passes:
+        turns[request.target] = turns.get(request.target, -1) + 1
+        ranked.append((turns[request.target], request.place, request))
+    return [request for _, _, request in sorted(ranked, key=lambda entry: entry[:2])]
 
 
 def _limit_batch(requests: Sequence[ReadyRequest], max_requests: int) -> list[str]:
-    """As many as a batch may hold, one at least; suspects one by one."""
-    found: list[str] = []
+    """Return as many requests as a batch may hold, at least one. Suspects of crashes are computed alone."""
+    batch: list[str] = []
     size = 0
-    for one in requests[:max_requests]:
-        size += one.size
-        if found and (size > BATCH_BYTES or one.deaths >= DEATHS_BEFORE_ISOLATION):
+    for request in requests[:max_requests]:
+        size += request.size
+        if batch and (size > BATCH_BYTES or request.deaths >= DEATHS_BEFORE_ISOLATION):
             break
-        found.append(one.request_id)
-        if one.deaths >= DEATHS_BEFORE_ISOLATION:
+        batch.append(request.request_id)
+        if request.deaths >= DEATHS_BEFORE_ISOLATION:
             break
-    return found
-
-
-log = logging.getLogger(__name__)
-
-MAX_ATTEMPTS = 5  # then a request fails, and the others go on
-# Kills from outside hit any request, some again and again; one that takes all memory ends every worker.
-MAX_WORKER_DEATHS = 24
+    return batch
 
 
 class RequestExecutor:
-    """Engine, runs and samplers in memory, and the store that gets the answers."""
+    """Executor that connects the engine, runs and samplers in memory, and the store that receives the answers."""
 
     def __init__(
         self,
@@ -135,56 +134,53 @@ class RequestExecutor:
         samplers: LoadedSamplers,
         metrics: RunMetrics,
     ) -> None:
-        self._engine, self._store, self._folder, self._weights = (
-            context.engine,
-            context.store,
-            context.folder,
-            context.weights,
-        )
+        self._engine = context.engine
+        self._store = context.store
+        self._folder = context.folder
+        self._weights = context.weights
         self._runs, self._samplers, self._metrics = runs, samplers, metrics
-        self._num_attempts: dict[str, int] = {}  # of requests that met a refusal
+        # of requests that a store or disk error interrupted
+        self._num_attempts: dict[str, int] = {}
 
     def execute_round(self, selected: ExecutionRound, is_stopping: Callable[[], bool]) -> int:
-        """One round; the number of requests that have an answer now. Raises: BackendError, OSError of the store."""
-        number = 0
+        """Execute a round; return the number of answered requests. Raises: BackendError, OSError of the store."""
+        num_answered = 0
         for request_id in selected.single:
             if is_stopping():
-                return number
+                return num_answered
             for request in self._store.claim_requests([request_id]):
-                if request.kind == "optim_step":  # one that is suspected of ending workers
+                if request.kind == "optim_step":  # isolated because it may crash workers
                     self._execute_updates([request])
                 else:
                     self._execute_single(request)
-                number += 1
-        groups = (
+                num_answered += 1
+        batches = (
             (selected.updates, self._execute_updates),
             (selected.passes, self._execute_passes),
             (selected.samples, self._execute_samples),
         )
-        for ids, step in groups:
+        for ids, execute in batches:
             if ids and not is_stopping():
-                place = {request_id: index for index, request_id in enumerate(ids)}
-                requests = sorted(
-                    self._store.claim_requests(ids), key=lambda request: place[request.request_id]
-                )
-                step(requests)
-                number += len(requests)
+                position = {request_id: index for index, request_id in enumerate(ids)}
+                requests = self._store.claim_requests(ids)
+                execute(sorted(requests, key=lambda request: position[request.request_id]))
+                num_answered += len(requests)
         self._runs.save_due_snapshots()
-        return number
-
-    # -- one by one ----------------------------------------------------------------------------------------------------
+        return num_answered
 
     def _execute_single(self, request: StoredRequest) -> None:
         try:
-            self._store.sync_to_disk()  # no folder may be ahead of the requests and answers in the store
+            self._store.sync_to_disk()  # folders must not be ahead of requests and answers in the store
             outcome = self._execute_command(request)
         except Exception as error:
             outcome = self._build_failed_outcome(request, error)
-        self._finish_requests([(request, outcome)], synced=True)  # with folders that come and go
+        # Synced, because folders are created and deleted with it.
+        self._finish_requests([(request, outcome)], synced=True)
         if isinstance(outcome.answer, ServiceError):
             return
         if request.kind == "load_weights":
-            self._runs.save_snapshot(request.target)  # the path may go: replay must not need it
+            # The path may be deleted later, so replay must not need it.
+            self._runs.save_snapshot(request.target)
         elif request.kind == "unload_model":
             self._weights.delete_folder(self._folder.resolve_snapshot_folder(request.target))
         elif "published" in outcome.run:
@@ -193,63 +189,51 @@ class RequestExecutor:
             )
 
     def _execute_command(self, request: StoredRequest) -> RequestOutcome:
-        """A request that is computed by itself. Raises: ServiceError."""
+        """Compute a request alone. Raises: ServiceError."""
         command = self._decode_command(request)
+        target = request.target
         if isinstance(command, CreateModel):
-            self._runs.evict_unused_runs({request.target})
-            self._runs.drop_run(request.target)
+            self._runs.evict_unused_runs({target})
+            self._runs.drop_run(target)
             self._engine.create_model(command)
-            self._runs.add_new_run(request.target, request.seq)
-            return self._build_outcome(
-                request,
-                ModelCreated(model_id=request.target),
-                run=self._describe_new_run(request.target),
-            )
+            self._runs.add_new_run(target, request.seq)
+            created = ModelCreated(model_id=target)
+            return self._build_outcome(request, created, run=self._describe_new_run(target))
         if isinstance(command, UnloadModel):
-            self._runs.drop_run(request.target)
-            return self._build_outcome(
-                request, ModelUnloaded(model_id=request.target), run={"state": "unloaded"}
-            )
+            self._runs.drop_run(target)
+            unloaded = ModelUnloaded(model_id=target)
+            return self._build_outcome(request, unloaded, run={"state": "unloaded"})
         if isinstance(command, OpenSampler):
             row = self._samplers.open_sampler(command, request)
-            return self._build_outcome(
-                request, SamplerOpened(sampler_id=request.target), rows=(("samplers", row),)
-            )
+            opened = SamplerOpened(sampler_id=target)
+            return self._build_outcome(request, opened, rows=(("samplers", row),))
         if isinstance(command, LoadWeights):
             return self._execute_load(command, request)
         if isinstance(command, EvaluateRequest):
-            return self._build_outcome(
-                request, self._engine.evaluate(self._resolve_model_folders(command, request.owner))
-            )
-        self._runs.ensure_loaded(request.target)
+            evaluation = self._engine.evaluate(self._resolve_model_folders(command, request.owner))
+            return self._build_outcome(request, evaluation)
+        self._runs.ensure_loaded(target)
         if isinstance(command, SaveForSampler) and command.sampler_id is not None:
             row, run = self._samplers.publish_sampler(command, request)
-            answer = SamplerOpened(sampler_id=command.sampler_id)
-            return self._build_outcome(request, answer, run=run, rows=(("samplers", row),))
+            opened = SamplerOpened(sampler_id=command.sampler_id)
+            return self._build_outcome(request, opened, run=run, rows=(("samplers", row),))
         assert isinstance(command, SaveWeights | SaveForSampler), request.kind
         if command.path is not None:
             self._samplers.detach_samplers(command.path)
-        saved = self._weights.save_weights(
-            command,
-            request.owner,
-            request.facts,
-            lambda: self._save_latest_snapshot(request.target),
+        checkpoint = self._weights.save_weights(
+            command, request.owner, request.facts, lambda: self._save_latest_snapshot(target)
         )
-        return self._build_outcome(
-            request, WeightsSaved(path=saved.path), rows=(("checkpoints", asdict(saved)),)
-        )
+        saved = WeightsSaved(path=checkpoint.path)
+        return self._build_outcome(request, saved, rows=(("checkpoints", asdict(checkpoint)),))
 
     def _resolve_model_folders(self, command: EvaluateRequest, owner: str) -> EvaluateRequest:
-        """With the folders of the saved weights that it names. Raises: ServiceError (user)."""
-        paths = [
-            name
+        """Add the folders of the saved weights that the evaluation names. Raises: ServiceError (user)."""
+        folders = {
+            name: str(self._weights.resolve_folder(name, owner))
             for name in (command.model, command.against)
             if name is not None and is_tinker_path(name)
-        ]
-        return replace(
-            command,
-            folders={path: str(self._weights.resolve_folder(path, owner)) for path in paths},
-        )
+        }
+        return replace(command, folders=folders)
 
     def _execute_load(self, command: LoadWeights, request: StoredRequest) -> RequestOutcome:
         if request.seq == 0:
@@ -274,17 +258,15 @@ class RequestExecutor:
         }
 
     def _save_latest_snapshot(self, model_id: str) -> Path:
-        """Folder of a snapshot of the run as it is now."""
+        """Save a snapshot of the run's current state; return its folder."""
         if not self._runs.save_snapshot(model_id):
-            raise ServiceError(f"{model_id}: its state could not be written", "server")
+            raise ServiceError(f"{model_id}: the run's state could not be written", "server")
         return self._folder.resolve_snapshot_folder(model_id)
 
-    # -- together ------------------------------------------------------------------------------------------------------
-
     def _execute_updates(self, requests: Sequence[StoredRequest]) -> None:
-        """Updates of several runs, one of each."""
+        """Execute updates of several runs, one of each."""
 
-        def outcome(
+        def build_outcome(
             request: StoredRequest, answer: OptimStepResult, seconds: float
         ) -> RequestOutcome:
             steps = self._engine.model_info(request.target).steps
@@ -293,70 +275,72 @@ class RequestExecutor:
             )
             return self._build_outcome(request, answer, run={"steps": steps})
 
-        self._execute_batch(requests, self._runs.ensure_loaded, self._engine.optim_steps, outcome)
+        self._execute_batch(
+            requests, self._runs.ensure_loaded, self._engine.optim_steps, build_outcome
+        )
 
     def _execute_passes(self, requests: Sequence[StoredRequest]) -> None:
-        """Forward and backward passes of several runs."""
+        """Execute forward and backward passes of several runs."""
 
-        def outcome(
+        def build_outcome(
             request: StoredRequest, answer: ForwardBackwardResult, seconds: float
         ) -> RequestOutcome:
             self._metrics.record_pass(request.target, answer.metrics, seconds)
             return self._build_outcome(request, answer)
 
         self._execute_batch(
-            requests, self._runs.ensure_loaded, self._engine.forward_backward, outcome
+            requests, self._runs.ensure_loaded, self._engine.forward_backward, build_outcome
         )
 
     def _execute_samples(self, requests: Sequence[StoredRequest]) -> None:
-        """Samples of several samplers."""
+        """Execute sampling requests of several samplers."""
 
-        def outcome(request: StoredRequest, answer: Result, seconds: float) -> RequestOutcome:
+        def build_outcome(request: StoredRequest, answer: Result, seconds: float) -> RequestOutcome:
             return self._build_outcome(request, answer)
 
-        self._execute_batch(requests, self._samplers.ensure_loaded, self._engine.sample, outcome)
+        self._execute_batch(
+            requests, self._samplers.ensure_loaded, self._engine.sample, build_outcome
+        )
 
     def _execute_batch(
         self,
         requests: Sequence[StoredRequest],
         ensure_loaded: Callable[[str, set[str]], None],
         compute: Callable[[list[Any]], Sequence[Any]],
-        outcome: Callable[[StoredRequest, Any, float], RequestOutcome],
+        build_outcome: Callable[[StoredRequest, Any, float], RequestOutcome],
     ) -> None:
-        """Give what is valid to the engine in one call, and store all answers in one transaction.
+        """Pass all valid requests to the engine in one call, and store all answers in one transaction.
 
         Args:
-            need: has a target in memory, while the others stay there.
-            outcome: of a request, its answer, and the seconds of the call.
+            ensure_loaded: loads a target into memory without evicting the others.
+            build_outcome: of a request, its answer, and the seconds of the call.
         """
         targets = {request.target for request in requests}
         outcomes: dict[str, RequestOutcome] = {}
-        given: list[tuple[StoredRequest, Any]] = []
+        valid: list[tuple[StoredRequest, Any]] = []
         for request in requests:
             try:
                 command: Any = self._decode_command(request)
                 ensure_loaded(request.target, targets)
-                given.append((request, command))
+                valid.append((request, command))
             except Exception as error:
                 outcomes[request.request_id] = self._build_failed_outcome(request, error)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         try:
-            answers = compute([command for _, command in given]) if given else []
+            answers = compute([command for _, command in valid]) if valid else []
         except Exception as error:
-            answers = [error] * len(given)
-        seconds = time.perf_counter() - begun
-        for (request, _), answer in zip(given, answers, strict=True):
+            answers = [error] * len(valid)
+        seconds = time.perf_counter() - started_at
+        for (request, _), answer in zip(valid, answers, strict=True):
             try:
                 if isinstance(answer, Exception):
                     raise answer
-                outcomes[request.request_id] = outcome(request, answer, seconds)
+                outcomes[request.request_id] = build_outcome(request, answer, seconds)
             except Exception as error:
                 outcomes[request.request_id] = self._build_failed_outcome(request, error)
         self._finish_requests(
             [(request, outcomes[request.request_id]) for request in requests], synced=False
         )
-
-    # -- outcomes ------------------------------------------------------------------------------------------------------
 
     def _finish_requests(
         self, pairs: Sequence[tuple[StoredRequest, RequestOutcome]], *, synced: bool
@@ -373,8 +357,8 @@ class RequestExecutor:
     def _decode_command(request: StoredRequest) -> Command:
         if request.deaths >= MAX_WORKER_DEATHS:
             raise ServiceError(
-                f"{request.deaths} workers ended while they computed this request, perhaps for want of memory; send "
-                "less at once",
+                f"{request.deaths} workers crashed while computing this request, perhaps out of memory; send smaller "
+                "requests",
                 "server",
             )
         return decode_request(
@@ -382,16 +366,17 @@ class RequestExecutor:
         )
 
     @staticmethod
-    def _build_outcome(request: StoredRequest, result: Result, **more: Any) -> RequestOutcome:
+    def _build_outcome(request: StoredRequest, result: Result, **changes: Any) -> RequestOutcome:
         body, content_type = encode_result(request.kind, result, request.payload)
         return RequestOutcome(
-            request_id=request.request_id, answer=ResultBody(body, content_type), **more
+            request_id=request.request_id, answer=ResultBody(body, content_type), **changes
         )
 
     def _build_failed_outcome(self, request: StoredRequest, error: Exception) -> RequestOutcome:
-        """A failed request. What may have changed its run in part has not happened: the run comes back as before.
+        """Build the outcome of a failed request.
 
-        A store or disk that refuses is no fault of the request: it is raised, so that the worker tries again.
+        A failure that may have changed the run in part is undone: the run is dropped and restored on demand. A store or
+        disk error is no fault of the request; it is raised so that the worker tries again.
         """
         if (
             isinstance(error, BackendError | OSError)
@@ -404,10 +389,10 @@ class RequestExecutor:
                 "%s %s of %s", request.kind, request.request_id, request.target, exc_info=error
             )
             error = ServiceError(f"{type(error).__name__}: {format_first_line(error)}", "server")
-        makes = request.kind in ("create_model", "load_weights")
-        if makes or (
+        creates = request.kind in ("create_model", "load_weights")
+        if creates or (
             request.kind in ("forward_backward", "optim_step") and error.category == "server"
         ):
             self._runs.drop_run(request.target)
-        run = {"state": "failed"} if makes and request.seq == 0 else {}
+        run = {"state": "failed"} if creates and request.seq == 0 else {}
         return RequestOutcome(request_id=request.request_id, answer=error, run=run)

@@ -1,17 +1,13 @@
-"""MLflow runs of training runs: one of each, opened once for all who write into it.
+"""Tracking of a worker's training runs: MLflow runs, metrics, and registration of saved paths.
 
-Everything here may take seconds (MLflow's import, a store that does not answer), so only threads beside the worker's
-own call it.
+MLflow calls may take seconds (its import, a store that does not answer), so threads other than the worker's make them.
+Metrics come from the engine's answers and go to MLflow, the configured sinks, and alerts. A tracker's step is an update
+of the run, with the means of the passes before it. Metrics never fail a request.
 
-Metrics of training runs, from the engine's answers to trackers: MLflow and sinks by setting, and alerts.
-
-One step of a tracker is one update of the run, with the means of the passes before it. Nothing here can fail a request.
-
-Saved paths as versions of a registered model, with their lineage; in the background, and gone on with after a kill.
-
-Weights are exported as a Hugging Face folder between two rounds, for the engine belongs to one thread; another thread
-gives the folder to the tracking store, which may be slow or away: no request waits for it. The same bytes of the same
-run are one version, so an attempt that was killed is repeated.
+Saved paths become versions of a registered model, with their lineage. Weights are exported as a Hugging Face folder
+between two rounds, because the engine belongs to one thread. Another thread uploads the folder to the tracking store,
+so no request waits for a slow or unreachable store. The same bytes of the same run are one version, so an upload that
+was killed is repeated after a restart.
 """
 
 from __future__ import annotations
@@ -40,44 +36,55 @@ from tasks.tracking import RunTracker, Tracking
 from tasks.tracking.extra_trackers import build_alert_tracker, build_extra_trackers
 from tasks.tracking.system import SystemMonitor
 
+log = logging.getLogger(__name__)
+
 EXPERIMENT = "service"
-DELIVERY_SECONDS = (
-    10.0  # between two deliveries of a run's metrics: each costs the worker milliseconds
+# between deliveries of a run's metrics, each of which costs the worker milliseconds
+DELIVERY_SECONDS = 10.0
+MLFLOW_CLOSE_SECONDS = 1.0  # the next start, or `posttrain sync`, delivers the rest
+PIPELINE_LABEL = "service"  # value of the label `pipeline`
+METRICS_CLOSE_SECONDS = 1.0  # longest wait, in a thread, for the end of a run's trackers
+MAX_REMEMBERED_PASSES = 4096  # passes kept until an update, because a run may only evaluate
+REGISTRATION_RETRY_SECONDS = 60.0  # after the store was unreachable
+SUMMED_METRICS = (
+    "train/loss_sum",
+    "train/tokens",
+    "train/sequences",
+    "perf/forward_backward_seconds",
 )
-MLFLOW_CLOSE_SECONDS = 1.0  # the rest is sent by the next start, or `posttrain sync`
 
 
 class MlflowRuns:
-    """The runs of a service's folder that are open."""
+    """Open MLflow runs of a service, one per training run, shared by everything that writes into it."""
 
     def __init__(self, settings: ServiceSettings, root: Path, store: ServiceStore) -> None:
-        """`root`: folder of the service."""
+        """Args: root: folder of the service."""
         self._settings, self._root, self._store = settings, root, store
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[RunTracker, int]] = {}  # and how many use it
+        self._open: dict[str, tuple[RunTracker, int]] = {}  # with the number of users
 
     def acquire_run(self, model_id: str) -> RunTracker:
-        """The MLflow run of a training run; `release_run` it."""
+        """Return the MLflow run of a training run. Call `release_run` afterwards."""
         with self._lock:
-            found, users = self._open.get(model_id) or (self._start_run(model_id), 0)
-            self._open[model_id] = found, users + 1
-            return found
+            tracker, num_users = self._open.get(model_id) or (self._start_run(model_id), 0)
+            self._open[model_id] = tracker, num_users + 1
+            return tracker
 
     def release_run(self, model_id: str) -> None:
-        """Close it where nobody else uses it."""
+        """Close the run if nobody else uses it."""
         with self._lock:
-            found, users = self._open.pop(model_id)
-            if users > 1:
-                self._open[model_id] = found, users - 1
+            tracker, num_users = self._open.pop(model_id)
+            if num_users > 1:
+                self._open[model_id] = tracker, num_users - 1
                 return
-        found.close("FINISHED", timeout_s=MLFLOW_CLOSE_SECONDS)
+        tracker.close("FINISHED", timeout_s=MLFLOW_CLOSE_SECONDS)
 
     @contextmanager
     def use_run(self, model_id: str) -> Iterator[RunTracker]:
-        """The run within a block."""
-        found = self.acquire_run(model_id)
+        """Yield the MLflow run of a training run."""
+        tracker = self.acquire_run(model_id)
         try:
-            yield found
+            yield tracker
         finally:
             self.release_run(model_id)
 
@@ -87,15 +94,12 @@ class MlflowRuns:
         return str(Tracking(self._settings.mlflow or None, self._root, EXPERIMENT).uri)
 
     def measure_queue_depth(self) -> dict[str, float]:
-        """Length of the queue, for trackers of the machine; nothing where the store does not answer."""
+        """Return the queue length as a machine metric; empty if the store does not answer."""
         try:
-            return {
-                "perf/queue_depth": float(
-                    sum(sum(kinds.values()) for kinds in self._store.count_open_requests().values())
-                )
-            }
+            counts = self._store.count_open_requests()
         except BackendError:
             return {}
+        return {"perf/queue_depth": float(sum(sum(states.values()) for states in counts.values()))}
 
     def _start_run(self, model_id: str) -> RunTracker:
         run = self._store.find_run(model_id)
@@ -115,38 +119,31 @@ class MlflowRuns:
 
 
 class MlflowRunTracker(SilentTracker):
-    """The MLflow run of a training run as a tracker, opened when it is made."""
+    """Tracker that writes to the MLflow run of a training run, opened on construction."""
 
     def __init__(self, runs: MlflowRuns, model_id: str) -> None:
         self._runs, self._model_id = runs, model_id
         self._run = runs.acquire_run(model_id)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Scalars of one update."""
+        """Log the scalars of one update."""
         self._run.log_metrics(dict(metrics), step)
 
     def close(self, status: str = "FINISHED", *arguments: Any) -> None:
-        """Leave it."""
+        """Release the MLflow run."""
         self._runs.release_run(self._model_id)
 
 
-log = logging.getLogger(__name__)
-
-PIPELINE_LABEL = "service"  # label `pipeline` of its metrics
-METRICS_CLOSE_SECONDS = 1.0  # for which the end of a run is waited for, on a thread beside
-MAX_REMEMBERED_PASSES = 4096  # that are remembered until an update: a run may only be evaluated
-
-
 class _TrackedRun:
-    """Trackers of one training run, each on a thread, and what its passes measured since the last update."""
+    """Trackers of a training run, each on a thread, and the metrics of its passes since the last update."""
 
     def __init__(self, sinks: list[BackgroundTracker]) -> None:
         self.sinks = sinks
         self.passes: deque[dict[str, float]] = deque(maxlen=MAX_REMEMBERED_PASSES)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        for tracker in self.sinks:
-            tracker.log_metrics(metrics, step)
+        for sink in self.sinks:
+            sink.log_metrics(metrics, step)
 
     def close_sinks(self) -> None:
         for sink in self.sinks:
@@ -154,10 +151,10 @@ class _TrackedRun:
 
 
 class RunMetrics:
-    """Trackers of the training runs of a worker."""
+    """Trackers of a worker's training runs."""
 
     def __init__(self, settings: ServiceSettings, root: Path, runs: MlflowRuns) -> None:
-        """`root`: folder of the service. Raises: SettingsError where a sink's package is missing."""
+        """Args: root: folder of the service. Raises: SettingsError if the package of a sink is missing."""
         for sink in settings.sinks:
             check_sink_installed(sink)
         self._settings, self._root, self._mlflow_runs = settings, root, runs
@@ -172,7 +169,11 @@ class RunMetrics:
             )
 
     def record_pass(self, model_id: str, metrics: Mapping[str, float], seconds: float) -> None:
-        """A forward and backward pass; `seconds`: of the passes that were computed together."""
+        """Record a forward and backward pass.
+
+        Args:
+            seconds: duration of all passes that were computed together.
+        """
         if self._is_broken:
             return
         with self._disable_on_error():
@@ -183,50 +184,51 @@ class RunMetrics:
     def record_step(
         self, model_id: str, metrics: Mapping[str, float], step: int, seconds: float
     ) -> None:
-        """An update: what was measured since the last one is logged."""
+        """Log an update with everything measured since the last one."""
         if self._is_broken:
             return
         with self._disable_on_error():
-            found = self._open_run(model_id)
+            run = self._open_run(model_id)
             values = {
-                **_average_passes(found.passes),
+                **_average_passes(run.passes),
                 **rename_metrics_for_trackers(metrics),
                 "perf/optim_step_seconds": seconds,
             }
-            found.passes.clear()
-            found.log_metrics(values, step)
+            run.passes.clear()
+            run.log_metrics(values, step)
 
     @contextmanager
     def _disable_on_error(self) -> Iterator[None]:
-        """An error ends all tracking, with one warning."""
+        """Disable all metrics, with one warning, if the block raises."""
         try:
             yield
         except Exception as error:
             self._is_broken = True
             log.warning(
-                "metrics of training runs are no longer kept: %s: %s", type(error).__name__, error
+                "metrics of training runs are disabled: %s: %s", type(error).__name__, error
             )
 
     def end_run(self, model_id: str) -> None:
-        """A run has left memory; a later update goes on with its trackers. Returns at once."""
-        if (found := self._runs.pop(model_id, None)) is not None:
-            self._closing = [thread for thread in self._closing if thread.is_alive()]
-            self._closing.append(
-                threading.Thread(target=found.close_sinks, name="metrics-close", daemon=True)
-            )
-            self._closing[-1].start()
+        """Close, in a thread, the trackers of a run that has left memory. A later update opens them again."""
+        run = self._runs.pop(model_id, None)
+        if run is None:
+            return
+        self._closing = [thread for thread in self._closing if thread.is_alive()]
+        thread = threading.Thread(target=run.close_sinks, name="metrics-close", daemon=True)
+        self._closing.append(thread)
+        thread.start()
 
     def close_trackers(self) -> None:
-        """End all trackers."""
+        """Close all trackers."""
         if self._monitor is not None:
             self._monitor.close()
         for model_id in list(self._runs):
             self.end_run(model_id)
         for sink in self._machine_sinks:
             sink.close("FINISHED", 1.0)
-        end = time.monotonic() + 2 * METRICS_CLOSE_SECONDS
+        deadline = time.monotonic() + 2 * METRICS_CLOSE_SECONDS
         for thread in self._closing:
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _open_run(self, model_id: str) -> _TrackedRun:
         if model_id not in self._runs:
@@ -235,11 +237,8 @@ class RunMetrics:
                 build_alert_tracker(self._settings.alerts, PIPELINE_LABEL, model_id),
             ]
             if self._settings.mlflow_runs:
-                sinks.append(
-                    BackgroundTracker(
-                        "MLflow", partial(MlflowRunTracker, self._mlflow_runs, model_id)
-                    )
-                )
+                create_tracker = partial(MlflowRunTracker, self._mlflow_runs, model_id)
+                sinks.append(BackgroundTracker("MLflow", create_tracker))
             for sink in sinks:
                 sink.begin(f"{PIPELINE_LABEL} · {model_id}", {})
             self._runs[model_id] = _TrackedRun(sinks)
@@ -263,40 +262,36 @@ class RunMetrics:
 
 
 def _average_passes(passes: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Means over passes; sums of tokens and losses are added up."""
-    names = dict.fromkeys(name for found in passes for name in found)
-    columns = {name: [found[name] for found in passes if name in found] for name in names}
-    summed = ("train/loss_sum", "train/tokens", "train/sequences", "perf/forward_backward_seconds")
+    """Compute means over passes; token counts, losses and durations are summed."""
+    columns: dict[str, list[float]] = {}
+    for metrics in passes:
+        for name, value in metrics.items():
+            columns.setdefault(name, []).append(value)
     return {
-        name: sum(values) / (1 if name in summed else len(values))
+        name: sum(values) / (1 if name in SUMMED_METRICS else len(values))
         for name, values in columns.items()
     }
 
 
-RETRY_SECONDS = 60.0  # after the store was away
-
-
 def format_registered_name(prefix: str, base: str) -> str:
-    """Name of the registered model for a base model."""
+    """Return the name of the registered model for a base model."""
     return re.sub(r"[^A-Za-z0-9_.\- ]+", "-", f"{prefix}-{base}")[:100]
 
 
 class CheckpointRegistrar:
-    """Registration of saved paths, one at a time, the oldest first."""
+    """Registration of saved paths in the model registry, one at a time, oldest first."""
 
     def __init__(self, context: WorkerContext, trackers: MlflowRuns) -> None:
-        self._engine, self._store, self._folder, self._weights = (
-            context.engine,
-            context.store,
-            context.folder,
-            context.weights,
-        )
+        self._engine = context.engine
+        self._store = context.store
+        self._folder = context.folder
+        self._weights = context.weights
         self._settings, self._mlflow_runs = context.settings.worker, trackers
         self._thread: threading.Thread | None = None
         self._retry_at = 0.0
 
     def step(self) -> None:
-        """Begin with the next path, if one waits and none is being sent."""
+        """Start the next upload if a path waits and no upload is running."""
         if self._settings.registered == "none" or time.monotonic() < self._retry_at:
             return
         if self._thread is not None and self._thread.is_alive():
@@ -318,7 +313,7 @@ class CheckpointRegistrar:
         self._thread.start()
 
     def wait_for_upload(self, seconds: float) -> None:
-        """Wait for what is being sent."""
+        """Wait for the running upload."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -329,16 +324,19 @@ class CheckpointRegistrar:
             self._store.update_checkpoint(record.path, version=version, registration="done")
             log.info("%s is %s", record.path, version)
         except (BackendError, OSError) as error:
-            log.warning("%s is registered later: %s", record.path, error)
-            self._retry_at = time.monotonic() + RETRY_SECONDS
+            log.warning("registration of %s is retried later: %s", record.path, error)
+            self._retry_at = time.monotonic() + REGISTRATION_RETRY_SECONDS
         except PosttrainError as error:
             self._mark_failed(record, error)
-        except BaseException:  # of the registry's own packages
-            self._retry_at = time.monotonic() + RETRY_SECONDS
+        except BaseException:  # raised by the registry's packages
+            self._retry_at = time.monotonic() + REGISTRATION_RETRY_SECONDS
             raise
 
     def _upload_version(self, record: CheckpointRecord, staging: Path) -> str:
-        """The version of an exported folder, NAME/NUMBER. Raises: BackendError while the store is away."""
+        """Upload an exported folder; return its version NAME/NUMBER.
+
+        Raises: BackendError while the store is unreachable.
+        """
         name = format_registered_name(self._settings.registered_name, record.base)
         tags = {
             "stage": "service",
@@ -365,5 +363,5 @@ class CheckpointRegistrar:
         return f"{name}/{number}"
 
     def _mark_failed(self, record: CheckpointRecord, error: Exception) -> None:
-        log.error("%s gets no version: %s", record.path, error)
+        log.error("%s could not be registered: %s", record.path, error)
         self._store.update_checkpoint(record.path, registration="failed")

@@ -1,8 +1,7 @@
-"""Saved weights in the service's folder: saving, loading, exporting, removing.
+"""Saved weights in the service's folder: saving, loading, exporting, deleting; and the context shared by the worker.
 
-A folder without its row in the store is what a killed worker left, or is about to be removed; saving there begins anew.
-
-Parts that all of a worker's rooms work with.
+A folder without a row in the store was left behind by a worker that crashed, or is about to be deleted. Saving to it
+starts from scratch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rl_core.storage.folders import remove_folder
 
 
 def describe_model(engine: TrainingEngine, model_id: str) -> dict[str, Any]:
-    """Adapter and optimizer of a run, and the digest of its data, as JSON."""
+    """Describe adapter, optimizer and data digest of a run as JSON."""
     info = engine.model_info(model_id)
     adapter = None if info.adapter is None else dataclasses.asdict(info.adapter)
     return {
@@ -55,20 +54,20 @@ class WeightsStorage:
         self._settings = settings
 
     def find_checkpoint(self, path: str, owner: str) -> CheckpointRecord:
-        """Saved weights that a key may read. Raises: ServiceError (user)."""
-        found = self._store.find_checkpoint(path)
-        if found is None or (found.owner != owner and not found.public):
+        """Return saved weights that a key may read. Raises: ServiceError (user)."""
+        checkpoint = self._store.find_checkpoint(path)
+        if checkpoint is None or (checkpoint.owner != owner and not checkpoint.public):
             raise ServiceError(
                 f"path: there are no saved weights {path}, or they have expired", "user"
             )
-        return found
+        return checkpoint
 
     def resolve_folder(self, path: str, owner: str) -> Path:
-        """Folder of saved weights. Raises: ServiceError (user)."""
+        """Return the folder of saved weights. Raises: ServiceError (user)."""
         return self._folder.to_absolute_path(self.find_checkpoint(path, owner).folder)
 
     def load_weights(self, command: LoadWeights, owner: str) -> WeightsLoaded:
-        """Weights into a run, which is made where it is not there. Raises: ServiceError."""
+        """Load weights into a run, which is created if it does not exist. Raises: ServiceError."""
         folder = self.resolve_folder(command.path, owner)
         self._engine.load_weights(
             command.model_id, folder, optimizer=command.optimizer, kind=command.kind
@@ -82,18 +81,18 @@ class WeightsStorage:
         facts: Mapping[str, Any],
         save_snapshot: Callable[[], Path],
     ) -> CheckpointRecord:
-        """Weights of a run under a path; they are durable, and the row is what makes them known.
+        """Save weights of a run under a path. They are durable, and become visible with the returned row.
 
         Args:
-            latest: takes a snapshot of the run and gives its folder, for an export.
+            save_snapshot: saves a snapshot of the run and returns its folder, for an export.
         Raises: ServiceError.
         """
         assert command.path is not None
-        place, model_id = parse_tinker_path(command.path), command.model_id
+        path, model_id = parse_tinker_path(command.path), command.model_id
         folder = self._folder.resolve_weights_folder(command.path)
         is_known = self._store.find_checkpoint(command.path) is not None
-        replaces = isinstance(command, SaveForSampler) or command.overwrite
-        if is_known and not replaces:
+        may_replace = isinstance(command, SaveForSampler) or command.overwrite
+        if is_known and not may_replace:
             raise ServiceError(
                 f"path: {command.path} exists already; choose another name, or overwrite it", "user"
             )
@@ -108,13 +107,13 @@ class WeightsStorage:
             self._engine.save_weights(model_id, folder, {"path": command.path})
         inject_fault("service.saved")
         info, now = self._engine.model_info(model_id), self._store.read_clock()
-        wanted = self._settings.registered in ("all", place.kind)
+        is_registered = self._settings.registered in ("all", path.kind)
         return CheckpointRecord(
             path=command.path,
             model_id=model_id,
             owner=owner,
-            kind=place.kind,
-            name=place.name,
+            kind=path.kind,
+            name=path.name,
             folder=self._folder.to_relative_path(folder),
             created=now,
             steps=info.steps,
@@ -125,11 +124,11 @@ class WeightsStorage:
                 **describe_model(self._engine, model_id),
                 "user_metadata": facts.get("user_metadata") or {},
             },
-            registration="waiting" if wanted and place.kind != "external_weights" else "none",
+            registration="waiting" if is_registered and path.kind != "external_weights" else "none",
         )
 
     def delete_folder(self, folder: Path) -> None:
-        """Remove a folder; one that is not there is no fault. Raises: ServiceError (server)."""
+        """Delete a folder if it exists. Raises: ServiceError (server)."""
         try:
             if folder.is_dir():
                 remove_folder(folder)
@@ -137,25 +136,25 @@ class WeightsStorage:
             raise ServiceError(str(error), "server") from error
 
     def delete_sibling_folders(self, folder: Path) -> None:
-        """Remove all folders beside this one. Raises: ServiceError (server)."""
-        for other in sorted(folder.parent.iterdir()):
-            if other != folder and not other.name.startswith("."):
-                self.delete_folder(other)
+        """Delete all other folders of the same parent. Raises: ServiceError (server)."""
+        for sibling in sorted(folder.parent.iterdir()):
+            if sibling != folder and not sibling.name.startswith("."):
+                self.delete_folder(sibling)
 
     def delete_expired_weights(self) -> list[str]:
-        """Remove what has expired; the paths."""
-        gone = []
+        """Delete expired weights; return their paths."""
+        deleted = []
         for record in self._store.list_expired_checkpoints():
             with contextlib.suppress(ServiceError):  # the next round tries again
                 self.delete_folder(self._folder.to_absolute_path(record.folder))
                 self._store.drop_checkpoint(record.path)
-                gone.append(record.path)
-        return gone
+                deleted.append(record.path)
+        return deleted
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """Engine, store, folder and saved weights of one worker, and its settings."""
+    """Engine, store, folder, saved weights and settings, shared by all parts of a worker."""
 
     engine: TrainingEngine
     store: ServiceStore

@@ -115,7 +115,7 @@ def test_orders_are_handed_over_once_and_alarms_are_told(folder):
     ]
     assert written == [entry["order"] for entry in orders]
     told = [(event["kind"], event["text"]) for event in read_events(folder.path)]
-    text = f"drift: length rises; `posttrain online resume {folder.path}` has it go on"
+    text = f"drift: length rises; `posttrain online resume {folder.path}` resumes learning"
     alarm = ("alarm", text)  # told again after the restart: it still stands
     assert told == [("promoted", "snapshot 9: no worse"), alarm, alarm]
 
@@ -367,7 +367,7 @@ def test_the_report_and_the_live_page_say_what_was_learned(folder, tmp_path):
         "target 0.050",
     )  # of the last that has it
     assert build_online_tab(tmp_path / "nothing")[0]["kind"] == "note"
-    with pytest.raises(DataError, match="holds no record"):
+    with pytest.raises(DataError, match="contains no record"):
         read_service_record(tmp_path)
 
 

@@ -116,7 +116,7 @@ def test_a_replay_has_the_numbers_of_the_live_worker(place, tmp_path, capsys):
         (["--set", "model.path=./nowhere"], "model.path: ./nowhere is no folder"),
         (["--set", "model.path=null"], "model.path: name the folder"),
         (["--set", "environment={name: chess}"], "chess"),
-        (["--buffer", "/tmp"], "holds no segments of a buffer"),
+        (["--buffer", "/tmp"], "contains no segments of a buffer"),
     ],
 )
 def test_what_cannot_work_is_told_in_one_line(place, tmp_path, capsys, arguments, message):
@@ -129,7 +129,7 @@ def test_what_cannot_work_is_told_in_one_line(place, tmp_path, capsys, arguments
 def test_the_live_folder_is_not_written_by_a_replay(place, capsys):
     before = list_segments(place / "live" / "buffer")
     assert replay(place, place / "live") == 2
-    assert "is the live worker's own folder" in capsys.readouterr().err
+    assert "is the folder of the live worker" in capsys.readouterr().err
     assert list_segments(place / "live" / "buffer") == before
 
 

@@ -49,7 +49,7 @@ def step_until(process, condition, what):
 
 def test_a_hang_is_noticed_within_three_seconds_and_the_next_start_is_at_once(supervised):
     process, now, told = supervised(BEAT_ONCE)
-    step_until(process, lambda: process.is_up, "its first sign of life")
+    step_until(process, lambda: process.is_up, "its first heartbeat")
     first = process.process.pid
     now[0] += HANG_SECONDS - 0.1
     process.step()
@@ -57,7 +57,7 @@ def test_a_hang_is_noticed_within_three_seconds_and_the_next_start_is_at_once(su
     now[0] += 0.2
     process.step()
     assert HANG_SECONDS < 3 and told == [
-        f"the worker gave no sign of life for {HANG_SECONDS:g} s and was killed"
+        f"the worker sent no heartbeat for {HANG_SECONDS:g} s and was killed"
     ]
     process.step()
     assert process.process is not None and process.process.pid != first and process.restarts == 1
@@ -67,20 +67,20 @@ def test_one_that_waits_for_a_processor_is_no_hang(supervised, monkeypatch):
     process, now, told = supervised(BEAT_ONCE)
     waited = {"1": 5.0, "2": 1.0}
     monkeypatch.setattr(supervision, "read_processor_waits", lambda pid: dict(waited))
-    step_until(process, lambda: process.is_up, "its first sign of life")
+    step_until(process, lambda: process.is_up, "its first heartbeat")
     now[0] += 10.0
     waited["2"] += 9.0  # of 10 silent seconds
     process.step()
     assert process.is_up and not told
     now[0] += 2.0  # 12 seconds, of which it waited for 9: 3 are its own
     process.step()
-    assert not process.is_up and "no sign of life for 2.5 s" in told[0]
+    assert not process.is_up and "no heartbeat for 2.5 s" in told[0]
 
 
 def test_one_that_never_gets_a_processor_is_started_again_at_last(supervised, monkeypatch):
     process, now, told = supervised(BEAT_ONCE)
     monkeypatch.setattr(supervision, "read_processor_waits", lambda pid: {"1": now[0]})
-    step_until(process, lambda: process.is_up, "its first sign of life")
+    step_until(process, lambda: process.is_up, "its first heartbeat")
     now[0] += STARVED_SECONDS - 0.1
     process.step()
     assert process.is_up
@@ -139,7 +139,7 @@ def test_what_cannot_be_started_is_tried_again(supervised):
 
 def test_stop_ends_the_whole_group(supervised):
     process, _, told = supervised(BEAT_ONCE)
-    step_until(process, lambda: process.is_up, "its first sign of life")
+    step_until(process, lambda: process.is_up, "its first heartbeat")
     child = process.process
     process.stop()
     assert child.returncode == -signal.SIGTERM and process.process is None and not told
@@ -166,7 +166,7 @@ def test_one_that_only_waits_has_to_say_so_and_work_has_its_own_time(beating):
     ours, descriptor = beating
     with Heartbeat(descriptor, work_seconds=60.0) as heart:
         heart.report_working()
-        wait_for(lambda: beats(ours) > 0, "a sign of life in the middle of work")
+        wait_for(lambda: beats(ours) > 0, "a heartbeat in the middle of work")
         heart.report_waiting()
         time.sleep(0.2)
         beats(ours)
@@ -177,7 +177,7 @@ def test_one_that_only_waits_has_to_say_so_and_work_has_its_own_time(beating):
             heart.report_waiting()
             return beats(ours) > 0
 
-        wait_for(said, "a sign of life")
+        wait_for(said, "a heartbeat")
 
 
 def test_without_its_server_it_stops(beating, monkeypatch):
@@ -208,7 +208,7 @@ def test_a_spare_takes_the_place_of_one_that_died(supervised, tmp_path, request)
         [sys.executable, "-S", "-c", SPARE], tmp_path / "standby.log"
     )
     request.addfinalizer(spare.stop_process)
-    step_until(process, lambda: process.is_up, "its first sign of life")
+    step_until(process, lambda: process.is_up, "its first heartbeat")
     spare.ensure_started()
     waiting = spare.process
     spare.ensure_started()
@@ -218,5 +218,5 @@ def test_a_spare_takes_the_place_of_one_that_died(supervised, tmp_path, request)
     time.sleep(0.3)  # the spare has to be ready; else another process is started
     process.step()
     assert process.process is waiting and spare.process is None
-    step_until(process, lambda: process.is_up, "the spare's sign of life")
+    step_until(process, lambda: process.is_up, "the spare's heartbeat")
     assert (tmp_path / "standby.log").read_text().startswith("worker")

@@ -151,8 +151,8 @@ def test_a_quantised_base_is_another_model(tmp_path, model, python):
     ("change", "message"),
     [
         ({"python": None}, "rollouts.server.python is not set"),
-        ({"python": "/nowhere/python"}, "/nowhere/python is no program"),
-        ({"python": "/tmp"}, "/tmp is no program"),
+        ({"python": "/nowhere/python"}, "/nowhere/python is not an executable program"),
+        ({"python": "/tmp"}, "/tmp is not an executable program"),
         ({"address": "gpu.example:8000"}, "address is on gpu.example"),
     ],
 )
@@ -172,7 +172,7 @@ def test_an_adapter_beyond_the_highest_rank_is_refused_before_the_start(tmp_path
     )
     path = config(tmp_path, model, python, more=", lora: {rank: 513}")
     with pytest.raises(
-        SettingsError, match=r"model.lora.rank is 513, and vLLM takes adapters up to 512"
+        SettingsError, match=r"model.lora.rank is 513, but vLLM supports adapters up to 512"
     ):
         check_inference_settings(load_settings(path, check_servers=False))
 
@@ -193,5 +193,5 @@ def test_weights_that_are_the_other_way_round_are_merged_and_need_no_room_for_an
 
 
 def test_a_pipeline_without_a_server(tmp_path):
-    with pytest.raises(SettingsError, match="samples no rollouts from a server"):
+    with pytest.raises(SettingsError, match="does not sample rollouts from a server"):
         check_inference_settings(load_settings("demo"))

@@ -161,7 +161,7 @@ def test_without_its_block_or_deployment_one_is_left_out(path):
     [
         ("just words", "must hold a list"),
         ("- {trigger: {}}", "automation 1 has no `name`"),
-        ("- {name: a}\n- {name: a}", "'a' is there twice"),
+        ("- {name: a}\n- {name: a}", "'a' appears twice"),
         ("- [a, b]", "must hold a list"),
         ("a: [", "cannot be read"),
     ],

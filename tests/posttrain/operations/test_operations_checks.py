@@ -140,7 +140,7 @@ def test_where_prefect_is(tmp_path):
     [
         (
             "ERROR: [Errno 98] error while attempting to bind on address: Address already in use",
-            "another process took",
+            "another process has taken",
         ),
         (
             "alembic.util.exc.CommandError: Can't locate revision identified by 'abc123'",
@@ -167,7 +167,7 @@ def test_where_prefect_is(tmp_path):
         ),
         (
             "ValueError: Free memory is less than desired GPU memory utilization (0.9)",
-            "has the GPU's memory",
+            "uses the GPU's memory",
         ),
     ],
 )

@@ -139,7 +139,7 @@ def test_another_database_than_last_time_is_refused(tmp_path):
         StatePaths(tmp_path).last_options_file, {"database": "postgresql://me@db/team"}
     )
     with pytest.raises(
-        SettingsError, match=r"were last on postgresql://me@db/team, now sqlite is asked for"
+        SettingsError, match=r"were last on postgresql://me@db/team, not sqlite"
     ):
         start_servers(tmp_path, {})
 

@@ -180,7 +180,7 @@ def test_a_server_that_does_not_start_says_why_and_the_others_are_stopped(world)
         code, text = world.call("up", *options)
         assert (
             code == 1
-            and "the prefect server ended with exit code 4; another process took the port" in text
+            and "the prefect server ended with exit code 4; another process has taken the port" in text
         )
         assert world.left() == []
 
@@ -191,7 +191,7 @@ def test_a_repair_that_does_not_succeed_says_so(world):
     os.kill(fetch_json(f"http://127.0.0.1:{world.prefect}"), signal.SIGKILL)
     wait_for(lambda: world.status()["services"][1]["restarts"] > 0)
     code, text = world.call("up")
-    assert code == 1 and "the prefect server ended with exit code 4, again and again; log: " in text
+    assert code == 1 and "the prefect server ended with exit code 4 repeatedly; log: " in text
     code, text = world.call("status")
     assert code == 1 and "ended with exit code 4; next start in" in text
     (world.output / "prefect.breaks").unlink()

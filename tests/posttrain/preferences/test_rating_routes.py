@@ -113,7 +113,7 @@ def test_undo_gives_the_question_back_as_it_was(tmp_path):
         ({"choice": "best"}, "choice"),
         ({}, "choice: None must be left, right, tie, both_bad or skip"),
         ({"choice": "left", "score": 3}, "choice"),
-        ({"choice": "left", "reason": "because"}, "reason: 'because' is not one of those"),
+        ({"choice": "left", "reason": "because"}, "reason: 'because' is not one of the choices"),
         ({"choice": "left", "comment": "x" * 2001}, "comment"),
         ({"choice": "left", "seconds": -1}, "seconds"),
         ({"choice": "left", "more": 1}, "more"),

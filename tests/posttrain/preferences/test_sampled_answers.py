@@ -77,7 +77,7 @@ def test_without_a_champion_the_next_step_is_named(tmp_path):
     )
     with pytest.raises(
         NoChampion,
-        match=r"posttrain run x`, or name a model that is there: --set 'prefer\.models=\[FOL",
+        match=r"posttrain run x`, or name an existing model: --set 'prefer\.models=\[FOL",
     ):
         find_models(settings, RatingSettings(), tmp_path)
 

@@ -357,7 +357,7 @@ def test_a_server_that_is_started_again_in_the_middle_changes_no_token(tokenizer
         def restarted(*arguments):
             asked.append(None)
             if len(asked) == 20:  # after the probe, in the middle of the rollouts
-                orders = server.web.config.app.app.state.orders
+                orders = server.web.config.app.app.state.weight_controller
                 orders.instance, orders._weights = "posttrain-another", ""
                 orders._publish_model(orders._base.model)
             return complete(*arguments)
@@ -456,7 +456,7 @@ def test_arguments_of_an_order_by_place_and_its_time_limit(server, tmp_path, mon
         ended.wait(30)
         return {"digest": folder}
 
-    orders = server.web.config.app.app.state.orders
+    orders = server.web.config.app.app.state.weight_controller
     monkeypatch.setitem(orders._methods, "posttrain_read_weights", slow.__get__(orders))
 
     def order(**body):
@@ -489,7 +489,7 @@ def test_a_server_whose_model_begins_is_not_asleep_and_takes_no_order(server):
         assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
         for path in ("/wake_up", "/sleep"):
             refused = server.client.post(path)
-            assert refused.status_code == 503 and "begins to answer" in refused.text
+            assert refused.status_code == 503 and "about to be served" in refused.text
         assert state.server.engine is None, "no second engine"
     finally:
         state.server.engine = answering

@@ -21,7 +21,7 @@ from posttrain.operations.state import ServerOptions, SupervisorState
 from posttrain.serving.chat_routes import _filter_current_version
 from posttrain.serving.served_model import ModelSource, NoChampion
 from posttrain.serving.server_process import ModelWatcher
-from posttrain.web.server_setup import load_or_create_token
+from posttrain.web.tokens import load_or_create_token
 from rl_core.errors import SettingsError
 from rl_core.settings import ModelSettings
 from tasks.tracking import ModelVersion

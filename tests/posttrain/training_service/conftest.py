@@ -1,4 +1,4 @@
-"""A base model and a running service that tests share."""
+"""Base model and running service shared by the tests."""
 
 import pytest
 from helpers.service import make_base
@@ -7,7 +7,7 @@ from helpers.service_http import running_service
 
 @pytest.fixture(scope="session")
 def base_folder(tmp_path_factory):
-    """A small Llama, untied, whose widths compiled code takes."""
+    """Create a small untied Llama whose widths suit compiled code."""
     return make_base(tmp_path_factory.mktemp("service") / "base", tie_word_embeddings=False)
 
 
@@ -19,7 +19,7 @@ def service(tmp_path_factory, base_folder):
 
 @pytest.fixture
 def idle(tmp_path, base_folder):
-    """A service whose worker does not run; requests for results are held for a moment alone."""
+    """Run a service without a worker that holds result requests only briefly."""
     with running_service(
         tmp_path / "service", base_folder, worker=False, poll_seconds=0.2
     ) as running:

@@ -1,4 +1,4 @@
-"""Evaluations over HTTP with the typed client: accepted once, computed once, owned; every own route has its call."""
+"""Evaluations over HTTP with the typed client: accepted once, computed once, owned. Every route has a call."""
 
 import asyncio
 import dataclasses
@@ -32,49 +32,49 @@ ADDRESS = "http://127.0.0.1:8123"
 TEXTS = ["a b c", [3, 4, 5, 6], [9, 8, 7]]
 
 
-def answer_of(service, request):
-    """The application's answer to a client's request, in this process."""
+def forward_to_app(service, request):
+    """Forward a client's request to the application in this process."""
     headers = {
         name: value
         for name, value in request.headers.items()
         if name in ("x-api-key", "content-type")
     }
-    found = service.client.request(
+    response = service.client.request(
         request.method, str(request.url), content=request.content, headers=headers
     )
     return httpx.Response(
-        found.status_code,
-        headers={"content-type": found.headers["content-type"]},
-        content=found.content,
+        response.status_code,
+        headers={"content-type": response.headers["content-type"]},
+        content=response.content,
     )
 
 
-def client_of(service, key=None):
-    transport = httpx.MockTransport(lambda request: answer_of(service, request))
+def connect_client(service, key=None):
+    transport = httpx.MockTransport(lambda request: forward_to_app(service, request))
     return ServiceClient(ADDRESS, key or service.secret, transport=transport)
 
 
 @pytest.fixture
 def client(service):
     service.secret = service.client.headers["X-API-Key"]
-    with client_of(service) as client:
+    with connect_client(service) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def trained(service):
-    """A run with two saved paths."""
+    """Train a run and save two paths."""
     run = service.new_run(service.session())
     paths = []
-    for place in range(2):
-        seq = 3 * place + 1
-        service.forward_backward(run, seq, random_data(place))
+    for index in range(2):
+        seq = 3 * index + 1
+        service.forward_backward(run, seq, random_data(index))
         service.post(
             "optim_step",
             {"model_id": run, "seq_id": seq + 1, "adam_params": {"learning_rate": 0.1}},
         )
         saved = service.post(
-            "save_weights", {"model_id": run, "seq_id": seq + 2, "path": f"p{place}"}
+            "save_weights", {"model_id": run, "seq_id": seq + 2, "path": f"p{index}"}
         )
         paths.append(service.result(saved)["path"])
     return run, *paths
@@ -82,7 +82,7 @@ def trained(service):
 
 def test_two_paths_are_compared(service, client, trained):
     run, first, second = trained
-    found = client.evaluate(
+    evaluation = client.evaluate(
         run,
         model=second,
         against=first,
@@ -91,15 +91,18 @@ def test_two_paths_are_compared(service, client, trained):
         num_samples=2,
         sampling=Sampling(max_tokens=4),
     )
-    assert found.model == second and found.against == first
-    assert found.text_tokens == sum(row.tokens for row in found.rows) and len(found.rows) == 3
+    assert evaluation.model == second and evaluation.against == first
     assert (
-        found.text_comparison.kl.value > 1e-6
-        and found.text_comparison.kl.low <= found.text_comparison.kl.value
+        evaluation.text_tokens == sum(row.tokens for row in evaluation.rows)
+        and len(evaluation.rows) == 3
     )
-    assert found.diversity.tokens.value <= 4 and found.diversity_comparison is not None
+    assert (
+        evaluation.text_comparison.kl.value > 1e-6
+        and evaluation.text_comparison.kl.low <= evaluation.text_comparison.kl.value
+    )
+    assert evaluation.diversity.tokens.value <= 4 and evaluation.diversity_comparison is not None
     base = client.evaluate(run, model="base", against=first, texts=TEXTS)
-    assert base.text.nll.value != found.text.nll.value and base.diversity is None
+    assert base.text.nll.value != evaluation.text.nll.value and base.diversity is None
     assert base.text_comparison.kl.value == pytest.approx(
         client.evaluate(
             run, model=first, against="base", texts=TEXTS
@@ -111,16 +114,25 @@ def test_two_paths_are_compared(service, client, trained):
 def test_a_repeated_id_is_one_evaluation(service, client, trained):
     run, first, _ = trained
     question = {"model": first, "texts": TEXTS, "evaluation_id": "mine"}
-    one, two = client.submit_evaluation(run, **question), client.submit_evaluation(run, **question)
-    assert one == two and one.evaluation_id == "mine"
-    assert client.evaluate(run, **question) == client.evaluation(run, one.request_id, wait=20.0)
-    computed = [r for r in client.requests(run, limit=1000) if r.request_id == one.request_id]
+    first_answer, second_answer = (
+        client.submit_evaluation(run, **question),
+        client.submit_evaluation(run, **question),
+    )
+    assert first_answer == second_answer and first_answer.evaluation_id == "mine"
+    assert client.evaluate(run, **question) == client.evaluation(
+        run, first_answer.request_id, wait=20.0
+    )
+    computed = [
+        request
+        for request in client.requests(run, limit=1000)
+        if request.request_id == first_answer.request_id
+    ]
     assert len(computed) == 1 and computed[0].kind == "evaluate" and computed[0].state == "done"
     with pytest.raises(ServiceError, match="'mine' was used before with another request") as caught:
         client.submit_evaluation(run, **{**question, "seed": 1})
     assert caught.value.category == "user"
     other = client.submit_evaluation(run, model=first, texts=TEXTS)
-    assert other.request_id != one.request_id  # without an id it is a new one
+    assert other.request_id != first_answer.request_id  # without an id it is a new one
 
 
 def test_the_example_of_the_client(service, client, trained, capsys):
@@ -129,9 +141,9 @@ def test_the_example_of_the_client(service, client, trained, capsys):
     )
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
-    found = module.main(client, ["a b", "c d e"])
+    result = module.main(client, ["a b", "c d e"])
     run, first, second = trained
-    assert (found.model, found.against) == (second, first) and found == module.main(
+    assert (result.model, result.against) == (second, first) and result == module.main(
         client, ["a b", "c d e"]
     )
     shown = capsys.readouterr().out
@@ -145,7 +157,7 @@ def test_the_other_calls(service, client, trained):
     run, first, second = trained
     assert client.is_up()
     listed = client.runs()
-    assert run in [one.run_id for one in listed.runs] and listed.total >= 1
+    assert run in [item.run_id for item in listed.runs] and listed.total >= 1
     status = client.run(run)
     assert (status.steps, status.lora_rank, status.base_model, status.state) == (
         2,
@@ -155,7 +167,7 @@ def test_the_other_calls(service, client, trained):
     )
     saved = client.checkpoints(run)
     assert (
-        [one.path for one in saved] == [second, first]
+        [item.path for item in saved] == [second, first]
         and saved[0].steps == 2
         and saved[0].version is None
     )
@@ -166,13 +178,13 @@ def test_the_other_calls(service, client, trained):
     )
     assert client.queue_stats(run).kinds["optim_step"].finished == 2
     assert client.cancel(run, request.request_id) is False
-    metrics = {one.name: one for one in client.metrics()}
+    metrics = {metric.name: metric for metric in client.metrics()}
     assert metrics["posttrain_service_training_runs"].value >= 1
     assert metrics["posttrain_service_wait_seconds"].labels["quantile"] == "0.99"
 
 
-def test_every_own_route_has_a_call(service):
-    """By the routes of the application and the addresses that the client makes."""
+def test_every_management_route_has_a_call(service):
+    """Compare the application's routes with the addresses that the client builds."""
     paths = service.client.get("/openapi.json").json()["paths"]
     offered = {(method.upper(), path) for path, methods in paths.items() for method in methods} | {
         ("GET", "/metrics")
@@ -190,11 +202,11 @@ def test_every_own_route_has_a_call(service):
         client_calls.fetch_evaluation("R", "Q", 0.0),
         client_calls.list_metrics(),
     ]
-    made = {
+    called = {
         (call.method, call.path.replace("/R", "/{run_id}").replace("/Q", "/{request_id}"))
         for call in calls
     }
-    assert made == offered
+    assert called == offered
     described = service.client.get("/openapi.json")
     assert {"ModelEvaluation", "TextComparison", "RunStatus"} <= set(
         described.json()["components"]["schemas"]
@@ -210,10 +222,10 @@ def test_every_own_route_has_a_call(service):
     } <= known
 
 
-def test_refusals_are_for_people(service, client, trained):
+def test_refusals_are_readable(service, client, trained):
     run, first, _ = trained
     _, stranger = service.store.create_key("stranger")
-    with client_of(service, stranger) as other:
+    with connect_client(service, stranger) as other:
         for call in (
             lambda: other.run(run),
             lambda: other.evaluate(run, model="base", texts=TEXTS),
@@ -221,7 +233,7 @@ def test_refusals_are_for_people(service, client, trained):
             with pytest.raises(ServiceError, match="belongs to another API key"):
                 call()
     with (
-        client_of(service, "tml-nobody") as nobody,
+        connect_client(service, "tml-nobody") as nobody,
         pytest.raises(ServiceError, match="posttrain service key create"),
     ):
         nobody.runs()
@@ -240,15 +252,15 @@ def test_refusals_are_for_people(service, client, trained):
     ):
         with pytest.raises(ServiceError, match=message):
             client.evaluate(run, **question)
-    promised = client.requests(run)[-1].request_id
+    creation = client.requests(run)[-1].request_id
     with pytest.raises(ServiceError, match="is no evaluation of run"):
-        client.evaluation(run, promised)
+        client.evaluation(run, creation)
 
 
 def test_a_foreign_path_is_refused(service, client, trained):
     _, first, _ = trained
     _, secret = service.store.create_key("other owner")
-    with client_of(service, secret) as other:
+    with connect_client(service, secret) as other:
         headers = {"X-API-Key": secret}
         session = service.post("create_session", {"tags": [], "sdk_version": "t"}, headers=headers)[
             "session_id"
@@ -267,20 +279,20 @@ def test_a_foreign_path_is_refused(service, client, trained):
 def test_the_async_client(service, client, trained):
     run, first, _ = trained
 
-    async def answer(request):
-        return await asyncio.to_thread(answer_of, service, request)
+    async def forward(request):
+        return await asyncio.to_thread(forward_to_app, service, request)
 
-    async def ask():
-        transport = httpx.MockTransport(answer)
+    async def call_client():
+        transport = httpx.MockTransport(forward)
         async with AsyncServiceClient(ADDRESS, service.secret, transport=transport) as other:
             assert await other.is_up()
-            found = await other.evaluate(
+            result = await other.evaluate(
                 run, model=first, texts=TEXTS, evaluation_id="async", timeout=60
             )
-            return found, await other.run(run), await other.checkpoints(run), await other.metrics()
+            return result, await other.run(run), await other.checkpoints(run), await other.metrics()
 
-    found, status, saved, metrics = asyncio.run(ask())
-    assert found == client.evaluate(run, model=first, texts=TEXTS, evaluation_id="async")
+    result, status, saved, metrics = asyncio.run(call_client())
+    assert result == client.evaluate(run, model=first, texts=TEXTS, evaluation_id="async")
     assert status.run_id == run and len(saved) == 2 and metrics
 
 
@@ -290,7 +302,7 @@ def test_a_waiting_evaluation_is_cancelled_or_times_out(idle):
     run = idle.post(
         "create_model", {"session_id": session, "model_seq_id": 0, "base_model": "base"}
     )["model_id"]
-    with client_of(idle) as client:
+    with connect_client(idle) as client:
         with pytest.raises(BackendError, match=r"not finished after 0.1 s; it goes on") as caught:
             client.evaluate(run, model="base", texts=TEXTS, timeout=0.1)
         request = client.requests(run)[0]
@@ -301,10 +313,7 @@ def test_a_waiting_evaluation_is_cancelled_or_times_out(idle):
             client.evaluation(run, request.request_id)
 
 
-# ------------------------------------------------------------------------------------------------------------- crashes
-
-
-def ask(run, number, path):
+def build_evaluation_request(run, number, path):
     body = {
         "model": path,
         "against": "base",
@@ -326,11 +335,11 @@ def ask(run, number, path):
 
 @pytest.mark.parametrize("point", ["service.claimed", "service.computed", "service.finishing"])
 def test_an_evaluation_survives_the_death_of_the_worker(tmp_path, base_folder, point):
-    """A worker that dies at a fault point, and a new one: the answer is that of an undisturbed worker."""
+    """Kill a worker at a fault point and start another: the answer equals that of an undisturbed worker."""
     answers = []
-    for place, dies in ((tmp_path / "calm", False), (tmp_path / "killed", True)):
-        store = ServiceStore(f"sqlite:///{place}/service.db")
-        settings = settings_of(place, base_folder)
+    for folder, is_killed in ((tmp_path / "calm", False), (tmp_path / "killed", True)):
+        store = ServiceStore(f"sqlite:///{folder}/service.db")
+        settings = settings_of(folder, base_folder)
         worker = EngineProcess(settings, store)
         for request in (
             create("r"),
@@ -341,8 +350,10 @@ def test_an_evaluation_survives_the_death_of_the_worker(tmp_path, base_folder, p
             store.accept_request(request)
         while worker.step(wait=0.0):
             pass
-        taken = store.accept_request(ask("r", 12345, "tinker://r/weights/a"))
-        if dies:
+        accepted = store.accept_request(
+            build_evaluation_request("r", 12345, "tinker://r/weights/a")
+        )
+        if is_killed:
             faults.configure_faults(f"{point}:1:raise")
             with pytest.raises(InjectedFault):
                 worker.step(wait=0.0)
@@ -351,19 +362,18 @@ def test_an_evaluation_survives_the_death_of_the_worker(tmp_path, base_folder, p
             store.reset_running_requests()
         while worker.step(wait=0.0):
             pass
-        found = store.find_request(taken.request_id)
-        assert found.state == "done", found.error
+        stored = store.find_request(accepted.request_id)
+        assert stored.state == "done", stored.error
         assert (
-            store.accept_request(ask("r", 12345, "tinker://r/weights/a")).request_id
-            == taken.request_id
+            store.accept_request(
+                build_evaluation_request("r", 12345, "tinker://r/weights/a")
+            ).request_id
+            == accepted.request_id
         )
-        answers.append(found.answer)
+        answers.append(stored.answer)
         store.close()
     assert answers[0] == answers[1]
     assert parse_record(ModelEvaluation, json.loads(answers[0])).text_comparison.kl.value > 0
-
-
-# -------------------------------------------------------------------------------------------------------------- client
 
 
 def test_the_client_needs_httpx_alone():
@@ -377,8 +387,8 @@ def test_the_client_needs_httpx_alone():
     assert done.stdout.strip() == "[]"
 
 
-def test_what_comes_again_and_what_does_not(monkeypatch):
-    """Busy servers are asked again; what never answers is named, with the remedy."""
+def test_busy_servers_are_retried_and_refusals_are_not(monkeypatch):
+    """Busy servers are retried; an unreachable server is reported with the remedy."""
     waits: list[float] = []
     monkeypatch.setattr(
         client_module, "time", SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)
@@ -433,10 +443,10 @@ def test_records_are_checked():
         "served_seconds": {},
     }
     data = {"run_id": "r", "depth": 1, "kinds": {"sample": sample}, "new": 1}
-    found = parse_record(QueueStats, data)
+    record = parse_record(QueueStats, data)
     assert (
-        found.kinds["sample"].waited_seconds == {"0.5": 1.0}
-        and dataclasses.asdict(found)["depth"] == 1
+        record.kinds["sample"].waited_seconds == {"0.5": 1.0}
+        and dataclasses.asdict(record)["depth"] == 1
     )
     for change, message in (
         ({"depth": "1"}, "answer.depth: '1', expected int"),

@@ -1,4 +1,4 @@
-"""Keys, foreign things, limits, hostile bodies, waiting: without a worker, so that nothing is ever computed."""
+"""Keys, foreign resources, limits, hostile bodies and waiting; without a worker, so nothing is ever computed."""
 
 import asyncio
 import dataclasses
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def started(idle):
-    """(session, run) of a service that computes nothing."""
+    """Start a session and a run on a service that computes nothing."""
     session = idle.session()
     body = {
         "session_id": session,
@@ -36,19 +36,19 @@ def started(idle):
     return session, idle.post("create_model", body)["model_id"]
 
 
-def other_key(service, **limits):
+def create_other_key(service, **limits):
     _, secret = service.store.create_key("other", **limits)
     return {"X-API-Key": secret}
 
 
 def test_requests_without_a_valid_key_are_refused(idle):
     for headers in ({"X-API-Key": ""}, {"X-API-Key": "tml-unknown"}):
-        found = idle.post("client/config", status=401, headers=headers)
-        assert "posttrain service key create" in found["detail"]
+        response = idle.post("client/config", status=401, headers=headers)
+        assert "posttrain service key create" in response["detail"]
     assert idle.post("client/config")["parallel_fwdbwd_chunks"] is False
     assert idle.call("GET", "healthz", headers={"X-API-Key": ""}) == {"status": "ok"}
     assert idle.store.list_keys()[0].key_id == idle.call("GET", "auth/apikey/me")["key_id"]
-    headers = other_key(idle)
+    headers = create_other_key(idle)
     idle.post("client/config", headers=headers)
     idle.call("DELETE", "auth/apikey/me", headers=headers, status=204)
     time.sleep(2.1)  # for which a key is believed
@@ -58,9 +58,9 @@ def test_requests_without_a_valid_key_are_refused(idle):
 def test_secrets_of_keys_are_nowhere_in_the_folder(idle):
     secret = idle.client.headers["x-api-key"]
     idle.session()
-    held = [path.read_bytes() for path in idle.folder.rglob("*") if path.is_file()]
-    assert len(held) > 1 and not any(
-        secret.encode() in data or secret[4:].encode() in data for data in held
+    contents = [path.read_bytes() for path in idle.folder.rglob("*") if path.is_file()]
+    assert len(contents) > 1 and not any(
+        secret.encode() in data or secret[4:].encode() in data for data in contents
     )
 
 
@@ -68,8 +68,8 @@ def test_foreign_things_are_refused(idle, started):
     session, run = started
     path = TinkerPath(run, "weights", "a")
     idle.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"})
-    headers, own = other_key(idle), {}
-    own["session"] = idle.post("create_session", {}, headers=headers)["session_id"]
+    headers, own_session = create_other_key(idle), {}
+    own_session["session"] = idle.post("create_session", {}, headers=headers)["session_id"]
     posts = {
         "session_heartbeat": {"session_id": session},
         "create_model": {"session_id": session, "model_seq_id": 1, "base_model": "base"},
@@ -106,11 +106,13 @@ def test_foreign_things_are_refused(idle, started):
     ):
         idle.call("GET", route, headers=headers, status=403)
     assert idle.client.get(f"/runs/{run}/queue/stats", headers=headers).status_code == 403
-    (mine,) = [one for one in idle.store.list_requests(run) if one.kind == "save_weights"]
+    (saved,) = [
+        request for request in idle.store.list_requests(run) if request.kind == "save_weights"
+    ]
     for route in ("retrieve_future", "cancel_future"):
-        idle.post(route, {"request_id": mine.request_id}, headers=headers, status=403)
+        idle.post(route, {"request_id": saved.request_id}, headers=headers, status=403)
     assert idle.call("GET", "training_runs", headers=headers)["training_runs"] == []
-    assert idle.call("GET", "sessions", headers=headers)["sessions"] == [own["session"]]
+    assert idle.call("GET", "sessions", headers=headers)["sessions"] == [own_session["session"]]
 
 
 def test_what_does_not_exist_is_404(idle, started):
@@ -150,9 +152,10 @@ def test_a_result_is_waited_for(idle, started):
     _, run = started
     promise = idle.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
     began = time.monotonic()
-    found = idle.post("retrieve_future", promise, status=408)
+    response = idle.post("retrieve_future", promise, status=408)
     assert (
-        found == {"type": "try_again", "queue_state": "active"} and time.monotonic() - began >= 0.2
+        response == {"type": "try_again", "queue_state": "active"}
+        and time.monotonic() - began >= 0.2
     )
     answer = ResultBody(b'{"metrics": {}}', "json")
     object.__setattr__(idle.settings.server, "poll_seconds", 30.0)
@@ -165,18 +168,20 @@ def test_a_result_is_waited_for(idle, started):
 
 
 def test_a_thousand_idle_polls_cost_no_look_and_hold_nobody_up(idle, started):
-    """While they are held, the store is looked at by one thread for all; other calls come through; one result wakes
-    its own polls, and is read once for all of them; the others are told to come again."""
+    """A thousand polls are held by one thread that polls the store; other calls are answered.
+
+    One result wakes only its polls and is read once for all of them; the others are answered with 408.
+    """
     _, run = started
     object.__setattr__(idle.settings.server, "poll_seconds", 60.0)
     promises = [
         idle.post("optim_step", {"model_id": run, "seq_id": 1 + n, "adam_params": {}})
         for n in range(4)
     ]
-    room, looks = idle.client.app.app.state.server.result_waiter, []
+    waiter, reads = idle.client.app.app.state.server.result_waiter, []
     result, results = idle.store.find_result, idle.store.find_results
-    idle.store.find_result = lambda request_id: looks.append(request_id) or result(request_id)
-    idle.store.find_results = lambda ids: looks.append(list(ids)) or results(ids)
+    idle.store.find_result = lambda request_id: reads.append(request_id) or result(request_id)
+    idle.store.find_results = lambda ids: reads.append(list(ids)) or results(ids)
 
     async def poll():
         transport = httpx.ASGITransport(app=idle.client.app)
@@ -193,28 +198,28 @@ def test_a_thousand_idle_polls_cost_no_look_and_hold_nobody_up(idle, started):
             polls = [
                 asyncio.create_task(send("retrieve_future", promises[n % 4])) for n in range(1000)
             ]
-            while len(room) < 1000:
+            while len(waiter) < 1000:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.3)
             assert (await send("client/config", {})).status_code == 200
-            assert looks == [] and not any(poll.done() for poll in polls)
+            assert reads == [] and not any(poll.done() for poll in polls)
             idle.store.finish_requests(
                 [(promises[1]["request_id"], ResultBody(b'{"metrics": {}}', "json"))]
             )
             answered = await asyncio.gather(*polls[1::4])
-            assert not any(poll.done() for poll in polls[0::4]) and looks == [
+            assert not any(poll.done() for poll in polls[0::4]) and reads == [
                 [promises[1]["request_id"]]
             ]
-            room.close()  # the server ends: the others need not wait for their time
+            waiter.stop_thread()  # the server ends, so the others need not wait for their timeout
             return answered, await asyncio.gather(*polls[0::4], *polls[2::4], *polls[3::4])
 
     answered, others = idle.client.portal.call(poll)
-    assert {found.text for found in answered} == {'{"metrics": {}}'} and len(answered) == 250
-    assert {found.status_code for found in others} == {408} and len(others) == 750
+    assert {response.text for response in answered} == {'{"metrics": {}}'} and len(answered) == 250
+    assert {response.status_code for response in others} == {408} and len(others) == 750
 
 
-def test_nobody_is_told_what_the_disk_has_not_taken(idle, started):
-    """A promise, a result and a list of results: 503 while the disk refuses, and the same request again is answered."""
+def test_nothing_is_acknowledged_before_it_is_on_disk(idle, started):
+    """An acceptance, a result and a list of results: 503 while the disk fails, and the repeated request is answered."""
     session, run = started
     sampler = idle.post(
         "create_sampling_session",
@@ -232,18 +237,21 @@ def test_nobody_is_told_what_the_disk_has_not_taken(idle, started):
     def refuse():
         raise BackendError("the service's store: the disk fails")
 
-    idle.store.sync = refuse
-    idle.store.finish_requests([(promise["request_id"], ResultBody(b"{}", "json"))], synced=False)
+    idle.store.sync_to_disk = refuse
+    idle.store.finish_requests(
+        [(promise["request_id"], ResultBody(b"{}", "json"))], is_synced=False
+    )
     step = {"model_id": run, "seq_id": 1, "adam_params": {}}
     for _ in range(2):
         assert "the disk fails" in idle.post("optim_step", step, status=503)["detail"]
         assert "the disk fails" in idle.post("retrieve_future", promise, status=503)["detail"]
         assert "the disk fails" in idle.post("retrieve_futures", target, status=503)["detail"]
-    del idle.store.sync
+    del idle.store.sync_to_disk
     assert idle.post("retrieve_future", promise) == {}
-    assert [one["request_id"] for one in idle.post("retrieve_futures", target)["completions"]] == [
-        promise["request_id"]
-    ]
+    assert [
+        completion["request_id"]
+        for completion in idle.post("retrieve_futures", target)["completions"]
+    ] == [promise["request_id"]]
     assert (
         idle.post("optim_step", step)["model_id"] == run and len(idle.store.list_requests(run)) == 2
     )
@@ -259,7 +267,7 @@ def test_a_fetched_result_is_held_until_it_is_forgotten(idle, started):
         looks
     ) <= 1
     server = idle.client.app.app.state.server
-    idle.client.portal.call(server.forget, [promise["request_id"]])
+    idle.client.portal.call(server.drop_results, [promise["request_id"]])
     idle.post("retrieve_future", promise, status=410)
 
 
@@ -278,14 +286,14 @@ def test_numbers_that_the_store_cannot_hold_are_the_callers_fault(idle, started)
         assert idle.client.get(f"/{path}", params={"offset": 10**30}).status_code == 422
 
 
-def test_a_result_that_could_not_be_read_at_first_is_told_later(idle, started, monkeypatch):
-    """Its end is seen once alone: who waits for it would wait for ever."""
+def test_a_result_that_could_not_be_read_is_delivered_later(idle, started, monkeypatch):
+    """A finished request is listed only once, so losing it would let its client wait for ever."""
     monkeypatch.setattr(result_waiter, "RETRY_SECONDS", 0.01)
     object.__setattr__(idle.settings.server, "poll_seconds", 30.0)
     _, run = started
     promise = idle.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
     results, faults = idle.store.find_results, [BackendError("the service's store: disk I/O error")]
-    idle.store.find_results = lambda ids: results(ids) if not faults else raise_(faults.pop())
+    idle.store.find_results = lambda ids: results(ids) if not faults else raise_error(faults.pop())
     answer = ResultBody(b'{"metrics": {}}', "json")
     later = threading.Timer(
         0.1, lambda: idle.store.finish_requests([(promise["request_id"], answer)])
@@ -295,12 +303,12 @@ def test_a_result_that_could_not_be_read_at_first_is_told_later(idle, started, m
     later.join()
 
 
-def raise_(error):
+def raise_error(error):
     raise error
 
 
 def test_a_result_whose_end_was_missed_is_found_by_the_second_poll(idle, started):
-    """Such as one that has expired since, while nobody asked for anything."""
+    """A result can be missed, for example if it expired while nobody asked for anything."""
     _, run = started
     promise = idle.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
     idle.client.app.app.state.server.result_waiter._cursor = 1 << 40
@@ -309,17 +317,15 @@ def test_a_result_whose_end_was_missed_is_found_by_the_second_poll(idle, started
     assert idle.post("retrieve_future", promise) == {"metrics": {}}
 
 
-def test_requests_that_come_together_are_accepted_whatever_their_number_and_whatever_one_of_them_holds(
-    idle, started
-):
-    """A statement names all of a batch; a value that the database does not take is the fault of one of them."""
+def test_requests_that_arrive_together_are_accepted_whatever_one_of_them_holds(idle, started):
+    """A statement names all requests of a batch; a value that the database refuses is the fault of one of them."""
     server, (session, _) = idle.client.app.app.state.server, started
     accept, sizes = idle.store.accept_batch, []
-    begun, go_on = threading.Event(), threading.Event()
+    started_event, continue_event = threading.Event(), threading.Event()
 
     def accept_together(batch):
-        begun.set()
-        go_on.wait(30)
+        started_event.set()
+        continue_event.wait(30)
         sizes.append(len(batch))
         return accept(batch)
 
@@ -330,29 +336,29 @@ def test_requests_that_come_together_are_accepted_whatever_their_number_and_what
             sample(f"{session}:sample:0", seq), owner=idle.key.key_id, session_id=session
         )
 
-    async def ask():
+    async def send_all():
         first = asyncio.ensure_future(server.store_request(request(0)))
-        await asyncio.to_thread(begun.wait, 30)
+        await asyncio.to_thread(started_event.wait, 30)
         others = [
             asyncio.ensure_future(server.store_request(request(seq))) for seq in range(1, 1500)
         ]
-        wrong = asyncio.ensure_future(server.store_request(request(1 << 70)))
+        error = asyncio.ensure_future(server.store_request(request(1 << 70)))
         await asyncio.sleep(0)
-        go_on.set()
-        return await asyncio.gather(first, *others, wrong, return_exceptions=True)
+        continue_event.set()
+        return await asyncio.gather(first, *others, error, return_exceptions=True)
 
-    *found, wrong = idle.client.portal.call(ask)
-    assert [one.seq for one in found] == list(range(1500)) and isinstance(wrong, OverflowError)
+    *results, error = idle.client.portal.call(send_all)
+    assert [item.seq for item in results] == list(range(1500)) and isinstance(error, OverflowError)
     assert sizes[:2] == [1, 1000]
-    assert len(sizes) < 30  # the wrong one was looked for by halves among the 500 of its batch
+    assert len(sizes) < 30  # the invalid request was found by bisection among the 500 of its batch
 
 
 def test_large_results_are_announced_once(idle, started):
     _, run = started
     promise = idle.forward_backward(run, 1, random_data(1))
     idle.store.finish_requests([(promise["request_id"], ResultBody(bytes(2 * MIB), "protobuf"))])
-    found = idle.post("retrieve_future", {**promise, "allow_metadata_only": True})
-    assert found == {"status": "complete_metadata", "response_payload_size": 2 * MIB}
+    response = idle.post("retrieve_future", {**promise, "allow_metadata_only": True})
+    assert response == {"status": "complete_metadata", "response_payload_size": 2 * MIB}
     assert idle.post("retrieve_future", promise) == bytes(2 * MIB)
 
 
@@ -360,8 +366,8 @@ def test_a_waiting_request_is_cancelled(idle, started):
     _, run = started
     promise = idle.forward_backward(run, 1, random_data(1))
     assert idle.post("cancel_future", promise)["cancelled"] is True
-    found = idle.post("retrieve_future", promise)
-    assert (found["error"], found["category"]) == ("cancelled", "user")
+    response = idle.post("retrieve_future", promise)
+    assert (response["error"], response["category"]) == ("cancelled", "user")
     assert idle.post("cancel_future", promise)["cancelled"] is False
     actions = [entry.action for entry in idle.store.list_audit_entries().items]
     assert actions[:2] == ["request_cancel"] * 2 and {"run_create", "session_create"} <= set(
@@ -369,9 +375,9 @@ def test_a_waiting_request_is_cancelled(idle, started):
     )
 
 
-def test_a_key_sees_its_own_acts_of_a_day(idle, started):
+def test_a_key_lists_its_actions_of_a_day(idle, started):
     _, run = started
-    idle.post("create_session", {}, headers=other_key(idle))
+    idle.post("create_session", {}, headers=create_other_key(idle))
     entries = idle.call("GET", "audit")["entries"]
     assert [entry["event"] for entry in entries] == ["session_create", "run_create"]
     assert entries[1]["event_details"] == {"key": "me", "subject": run, "detail": "base"}
@@ -382,24 +388,23 @@ def test_a_key_sees_its_own_acts_of_a_day(idle, started):
 
 
 def test_limits_of_a_key(idle):
-    headers = other_key(idle, queue=2)
+    headers = create_other_key(idle, queue=2)
     session = idle.post("create_session", {}, headers=headers)["session_id"]
     body = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
     run = idle.post("create_model", body, headers=headers)["model_id"]
     step = {"model_id": run, "adam_params": {}}
     idle.post("optim_step", {**step, "seq_id": 1}, headers=headers)
-    found = idle.client.post("/api/v1/optim_step", json={**step, "seq_id": 2}, headers=headers)
+    response = idle.client.post("/api/v1/optim_step", json={**step, "seq_id": 2}, headers=headers)
     assert (
-        found.status_code == 429
-        and int(found.headers["retry-after"]) >= 1
-        and "limit 2" in found.json()["detail"]
+        response.status_code == 429
+        and int(response.headers["retry-after"]) >= 1
+        and "limit 2" in response.json()["detail"]
     )
-    idle.post(
-        "optim_step", {**step, "seq_id": 1}, headers=headers
-    )  # a repetition is no new request
+    # a repetition is no new request
+    idle.post("optim_step", {**step, "seq_id": 1}, headers=headers)
 
 
-def compressed(data):
+def compress(data):
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, "zstd") as stream:
         stream.write(data)
@@ -409,13 +414,15 @@ def compressed(data):
 def test_compressed_bodies(idle, started):
     _, run = started
     payload = loss(run, 1, random_data(1)).payload
-    found = idle.raw("forward_backward", compressed(payload), content_encoding="zstd")
-    assert found == idle.raw("forward_backward", payload)
-    bomb = compressed(loss(run, 2, random_data(1)).payload + bytes(300 * MIB))
+    response = idle.raw("forward_backward", compress(payload), content_encoding="zstd")
+    assert response == idle.raw("forward_backward", payload)
+    bomb = compress(loss(run, 2, random_data(1)).payload + bytes(300 * MIB))
     assert len(bomb) < MIB
-    taken = idle.raw("forward_backward", bomb, content_encoding="zstd")
+    accepted = idle.raw("forward_backward", bomb, content_encoding="zstd")
     (stored,) = [
-        one for one in idle.store.list_requests(run) if one.request_id == taken["request_id"]
+        request
+        for request in idle.store.list_requests(run)
+        if request.request_id == accepted["request_id"]
     ]
     assert stored.seq == 2 and "larger than 67108864 bytes, decompressed" in stored.facts["refused"]
     idle.raw("forward_backward", b"no zstd", content_encoding="zstd", status=400)
@@ -443,14 +450,15 @@ def test_bodies_that_are_none(idle, started):
         assert idle.post(route, body, status=422)["detail"], route
     idle.call("POST", "create_session", content=b"[" * 100_000, status=422)
     run_of = {"session_id": session, "model_seq_id": 9, "base_model": "base"}
+    # a database that keeps JSON as such takes none
     for number in (
         "NaN",
         '[{"b": -Infinity}]',
         "1e999",
-    ):  # a database that keeps JSON as such takes none
+    ):
         body = json.dumps({**run_of, "user_metadata": {"a": "?"}}).replace('"?"', number)
-        found = idle.call("POST", "create_model", content=body.encode(), status=422)
-        assert "user_metadata: holds a number that is not finite" in found["detail"]
+        response = idle.call("POST", "create_model", content=body.encode(), status=422)
+        assert "user_metadata: holds a number that is not finite" in response["detail"]
     assert idle.post("create_model", {**run_of, "user_metadata": {"a": "NaN", "b": [1.5, None]}})[
         "model_id"
     ]
@@ -482,8 +490,8 @@ def test_sessions_are_found_finished_and_moved(idle):
     idle.post("session_heartbeat", {"session_id": first}, status=410)
 
     def search(**asked):
-        found = idle.post("sessions/search", asked)
-        return [one["session_id"] for one in found["sessions"]], found["next_cursor"]
+        response = idle.post("sessions/search", asked)
+        return [session["session_id"] for session in response["sessions"]], response["next_cursor"]
 
     assert search(display_name="GRID") == ([second, first], None)
     assert search(user_metadata={"k": "v"})[0] == [first]
@@ -496,32 +504,36 @@ def test_sessions_are_found_finished_and_moved(idle):
     assert idle.call("GET", f"sessions/{first}")["user_metadata"] == {"k": "v"}
 
 
-def test_own_interface(idle, started):
+def test_management_interface(idle, started):
     _, run = started
     promise = idle.forward_backward(run, 1, random_data(1))
-    found = idle.client.get(f"/runs/{run}/requests/{promise['request_id']}/status").json()
-    assert (found["state"], found["kind"], found["seq"]) == ("waiting", "forward_backward", 1)
-    creation = next(one for one in idle.store.list_requests(run) if one.kind == "create_model")
+    data = idle.client.get(f"/runs/{run}/requests/{promise['request_id']}/status").json()
+    assert (data["state"], data["kind"], data["seq"]) == ("waiting", "forward_backward", 1)
+    creation = next(
+        request for request in idle.store.list_requests(run) if request.kind == "create_model"
+    )
     idle.store.claim_requests([creation.request_id])
     idle.store.finish_requests([(creation.request_id, ResultBody(b"{}", "json"))])
     stats = idle.client.get(f"/runs/{run}/queue/stats").json()
     assert stats["depth"] == 1 and stats["kinds"]["forward_backward"]["waiting"] == 1
-    made = stats["kinds"]["create_model"]
+    creation_stats = stats["kinds"]["create_model"]
     assert (
-        made["finished"] == 1
-        and made["waited_seconds"]["0.5"] >= 0
-        and made["served_seconds"]["0.99"] >= 0
+        creation_stats["finished"] == 1
+        and creation_stats["waited_seconds"]["0.5"] >= 0
+        and creation_stats["served_seconds"]["0.99"] >= 0
     )
-    listed = idle.client.get(f"/runs/{run}/requests").json()["requests"]
-    assert [one["kind"] for one in listed] == ["forward_backward", "create_model"]
+    requests = idle.client.get(f"/runs/{run}/requests").json()["requests"]
+    assert [item["kind"] for item in requests] == ["forward_backward", "create_model"]
     text = idle.client.get("/metrics", headers={"X-API-Key": ""}).text
     assert (
         'posttrain_service_requests{kind="forward_backward",state="waiting"} 1.0'
         in text.splitlines()
     )
     dashboard = Path(__file__).parents[3] / "deployments" / "grafana-dashboard.json"
-    asked = set(re.findall(r"posttrain_service_\w+", dashboard.read_text()))
-    assert len(asked) >= 5 and asked <= set(re.findall(r"^posttrain_\w+", text, re.MULTILINE))
+    metric_names = set(re.findall(r"posttrain_service_\w+", dashboard.read_text()))
+    assert len(metric_names) >= 5 and metric_names <= set(
+        re.findall(r"^posttrain_\w+", text, re.MULTILINE)
+    )
     assert idle.client.get(f"/runs/{run}/queue/stats", headers={"X-API-Key": ""}).status_code == 401
     described = idle.client.get("/openapi.json").json()
     assert "/runs/{run_id}/requests/{request_id}/status" in described["paths"]
@@ -529,7 +541,7 @@ def test_own_interface(idle, started):
 
 
 def test_a_service_that_ends_leaves_no_thread_and_closes_its_store(tmp_path, base_folder):
-    """A thread that looked at the store once more would open it again, and SQLite keep its log."""
+    """A thread that polls the store after its end would open it again, and SQLite would keep its log."""
     before = set(threading.enumerate())
     with running_service(
         tmp_path / "service", base_folder, worker=False, poll_seconds=0.1

@@ -1,4 +1,4 @@
-"""Processes that are killed with SIGKILL or end by SIGTERM; `make service-crash-test` is the long proof."""
+"""Processes that are killed with SIGKILL or end by SIGTERM; `make service-crash-test` is the long version."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 
 
-def crash(folder, *options):
+def run_crash_test(folder, *options):
     command = [sys.executable, "-m", "crash.service", "--output", str(folder), *options]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -18,7 +18,7 @@ def crash(folder, *options):
     return json.loads((folder / "service-crash.json").read_text())["summary"]
 
 
-WORKER_THAT_IS_INTERRUPTED = """
+INTERRUPTED_WORKER = """
 import os, signal, sys
 from pathlib import Path
 from posttrain.training_service.store import ServiceStore
@@ -36,20 +36,21 @@ sys.exit(engine_process.run_worker(settings_of(Path(sys.argv[1]), Path(sys.argv[
 
 
 def test_a_worker_that_opens_its_store_ends_by_sigterm_with_143(tmp_path, base_folder):
-    command = [sys.executable, "-c", WORKER_THAT_IS_INTERRUPTED, str(tmp_path), str(base_folder)]
+    command = [sys.executable, "-c", INTERRUPTED_WORKER, str(tmp_path), str(base_folder)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
 
 
 def test_a_few_kills_of_worker_and_clients_change_nothing(tmp_path):
-    found = crash(tmp_path / "crash", "--kills", "3", "--clients", "1", "--steps", "3")
-    assert found["kills"] >= 3 and found["problems"] == 0 and found["updates"] >= 3
-    assert found["seconds to stop, longest"] < 10  # by SIGTERM; the exit code is among the problems
+    result = run_crash_test(tmp_path / "crash", "--kills", "3", "--clients", "1", "--steps", "3")
+    assert result["kills"] >= 3 and result["problems"] == 0 and result["updates"] >= 3
+    # by SIGTERM; the exit code is among the problems
+    assert result["seconds to stop, longest"] < 10
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_hundred_kills(tmp_path):
-    found = crash(tmp_path / "crash", "--kills", "100", "--clients", "8", "--steps", "12")
-    assert found["kills"] >= 100 and found["problems"] == 0
+    result = run_crash_test(tmp_path / "crash", "--kills", "100", "--clients", "8", "--steps", "12")
+    assert result["kills"] >= 100 and result["problems"] == 0

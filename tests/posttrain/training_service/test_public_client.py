@@ -1,6 +1,6 @@
-"""The unmodified public client (tinker SDK) in environments of its own, against server and worker as processes.
+"""The unmodified public client (tinker SDK) in separate environments, against server and worker processes.
 
-`make sdk-test`. The environments are made here and kept in POSTTRAIN_SDK_ENVIRONMENTS, if that is set.
+`make sdk-test`. The environments are created here, or kept in POSTTRAIN_SDK_ENVIRONMENTS if that is set.
 """
 
 import json
@@ -25,7 +25,7 @@ def environments(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, base_folder):
-    """(address, key, folder that holds the base model) of a running service."""
+    """Run a service; yield (address, key, folder of the base model)."""
     with serving(tmp_path_factory.mktemp("served"), {"base": str(base_folder)}) as (
         address,
         secret,
@@ -33,8 +33,8 @@ def served(tmp_path_factory, base_folder):
         yield address, secret, base_folder.parent
 
 
-def run(python, script, served):
-    """The JSON that a script prints last."""
+def run_script(python, script, served):
+    """Run a script and return the JSON in its last line."""
     address, key, folder = served
     environment = {
         name: value
@@ -57,26 +57,26 @@ def run(python, script, served):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_scoreboard(environments, served, version):
     """Every public method is supported, or refused by name; at least nine of ten are supported."""
-    found = run(environments(version), "scoreboard.py", served)
-    assert len(found) > 80
+    result = run_script(environments(version), "scoreboard.py", served)
+    assert len(result) > 80
     other = {
         name: text
-        for name, text in found.items()
+        for name, text in result.items()
         if text != "supported" and not text.startswith("refused")
     }
     assert other == {}
-    share = sum(text == "supported" for text in found.values()) / len(found)
-    print(f"\nSDK {version}: {share:.1%} of {len(found)} public methods supported")
+    share = sum(text == "supported" for text in result.values()) / len(result)
+    print(f"\nSDK {version}: {share:.1%} of {len(result)} public methods supported")
     assert share >= 0.9
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_loops(environments, served, version):
-    """Supervised and policy-gradient loops learn; what the client computes from our answers agrees with itself."""
-    found = run(environments(version), "loops.py", served)
-    assert found["sft_losses"][-1] < 0.5 * found["sft_losses"][0]
-    assert found["resumed_loss"] == pytest.approx(found["saved_loss"], abs=1e-6)
-    assert found["custom_logprobs"] == pytest.approx(found["logprobs"], abs=1e-5)
-    assert found["sampled_difference"] < 1e-4
-    assert found["rewards"][-1] > found["rewards"][0] + 0.2
-    assert found["chunked_loss"] == pytest.approx(found["whole_loss"], rel=1e-6)
+    """Supervised and policy-gradient loops learn, and the client's results are consistent with each other."""
+    result = run_script(environments(version), "loops.py", served)
+    assert result["sft_losses"][-1] < 0.5 * result["sft_losses"][0]
+    assert result["resumed_loss"] == pytest.approx(result["saved_loss"], abs=1e-6)
+    assert result["custom_logprobs"] == pytest.approx(result["logprobs"], abs=1e-5)
+    assert result["sampled_difference"] < 1e-4
+    assert result["rewards"][-1] > result["rewards"][0] + 0.2
+    assert result["chunked_loss"] == pytest.approx(result["whole_loss"], rel=1e-6)

@@ -1,4 +1,4 @@
-"""Metrics of training runs from the engine's answers: what reaches trackers, and that none fails a request."""
+"""Metrics of training runs from the engine's answers: which reach trackers, and that none fails a request."""
 
 import threading
 from types import SimpleNamespace
@@ -31,12 +31,12 @@ def test_an_update_is_a_step_with_the_means_of_its_passes(tmp_path):
     metrics.end_run("run-1")
     metrics.close_trackers()
     text = (tmp_path / "prometheus" / "service-run-1.prom").read_text()
-    found = {
-        s.name.removeprefix("posttrain_"): s.value
-        for f in text_string_to_metric_families(text)
-        for s in f.samples
+    results = {
+        sample.name.removeprefix("posttrain_"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
     }
-    assert found == {
+    assert results == {
         "train_loss_sum": 12.0,
         "train_loss": 1.5,
         "train_tokens": 8.0,
@@ -51,17 +51,17 @@ def test_an_update_is_a_step_with_the_means_of_its_passes(tmp_path):
     }
 
 
-class Trackers(MlflowRuns):
-    """Runs of a store that is made up; `_start` may take its time, or fail."""
+class FakeMlflowRuns(MlflowRuns):
+    """Runs of a fake store; `start` may take its time, or fail."""
 
     def __init__(self, tmp_path, start):
-        store = SimpleNamespace(run=lambda model_id: None)
+        store = SimpleNamespace(find_run=lambda model_id: None)
         super().__init__(ServiceSettings(), tmp_path, store)
         self._start_run = start
 
 
-class Run(SimpleNamespace):
-    """A run of MLflow that remembers."""
+class RecordingRun(SimpleNamespace):
+    """MLflow run that records its calls."""
 
     def log_metrics(self, metrics, step):
         self.logged.append((step, metrics))
@@ -74,7 +74,7 @@ def test_a_tracker_that_raises_fails_no_update(tmp_path, caplog):
     def fail(model_id):
         raise OSError("no space left")
 
-    metrics = RunMetrics(ServiceSettings(), tmp_path, Trackers(tmp_path, fail))
+    metrics = RunMetrics(ServiceSettings(), tmp_path, FakeMlflowRuns(tmp_path, fail))
     for step in range(3):
         metrics.record_step("run-1", {"grad_norm:mean": 1.0}, step, 0.1)
         metrics.record_pass("run-1", {"loss:sum": 1.0}, 0.1)
@@ -88,10 +88,10 @@ def test_an_mlflow_run_for_each_training_run(tmp_path):
     runs = []
 
     def start(model_id):
-        runs.append(Run(name=model_id, logged=[], closed=False))
+        runs.append(RecordingRun(name=model_id, logged=[], closed=False))
         return runs[-1]
 
-    trackers = Trackers(tmp_path, start)
+    trackers = FakeMlflowRuns(tmp_path, start)
     metrics = RunMetrics(ServiceSettings(), tmp_path, trackers)
     metrics.record_step("run-1", {"grad_norm:mean": 1.0}, 1, 0.5)
     with trackers.use_run("run-1") as shared:  # as a saved path that is registered
@@ -103,15 +103,15 @@ def test_an_mlflow_run_for_each_training_run(tmp_path):
 
 
 def test_a_store_that_hangs_stalls_no_update_and_no_end_of_a_run(tmp_path):
-    """It is opened on a thread beside; updates and the end of a run return while it is not there yet."""
+    """The tracker is opened in a thread; updates and the end of a run do not wait for it."""
     opened, released = threading.Event(), threading.Event()
 
     def hang(model_id):
         opened.set()
         assert released.wait(60)
-        return Run(name=model_id, logged=[], closed=False)
+        return RecordingRun(name=model_id, logged=[], closed=False)
 
-    trackers = Trackers(tmp_path, hang)
+    trackers = FakeMlflowRuns(tmp_path, hang)
     metrics = RunMetrics(ServiceSettings(), tmp_path, trackers)
     for step in range(50):
         metrics.record_step("run-1", {"grad_norm:mean": 1.0}, step, 0.1)
@@ -127,7 +127,10 @@ def test_trackers_of_the_machine_get_the_length_of_the_queue(tmp_path):
     settings = ServiceSettings(sinks=("prometheus",), system_metrics_seconds=0.0, mlflow_runs=False)
     trackers = MlflowRuns(settings, tmp_path, None)
     trackers._store = SimpleNamespace(
-        depths=lambda: {"sample": {"waiting": 2, "running": 1}, "evaluate": {"waiting": 4}}
+        count_open_requests=lambda: {
+            "sample": {"waiting": 2, "running": 1},
+            "evaluate": {"waiting": 4},
+        }
     )
     metrics = RunMetrics(settings, tmp_path, trackers)
     metrics._log_system_metrics({"system/disk_usage_percentage": 50.0}, 1)
@@ -139,10 +142,10 @@ def test_trackers_of_the_machine_get_the_length_of_the_queue(tmp_path):
         if line.startswith("posttrain_perf_queue_depth")
     ] == ["7.0"]
 
-    def away():
-        raise BackendError("the store is away")
+    def refuse():
+        raise BackendError("the store is unreachable")
 
-    trackers._store = SimpleNamespace(depths=away)
+    trackers._store = SimpleNamespace(count_open_requests=refuse)
     assert trackers.measure_queue_depth() == {}
 
 

@@ -1,4 +1,4 @@
-"""Saved paths in the model registry: a version each with its lineage, once, also over a kill and while it is away."""
+"""Saved paths in the model registry: one version each, with its lineage, also across crashes and outages."""
 
 import pytest
 from helpers.service import bits, random_data
@@ -19,12 +19,12 @@ def test_names_of_base_models_are_names_of_the_registry():
     assert len(format_registered_name("service", "x" * 200)) == 100
 
 
-def settle(worker):
-    """Rounds until nothing waits for the registry any more."""
+def register_all(worker):
+    """Execute rounds until no path waits for the registry."""
     for _ in range(20):
         while worker.step(wait=0.0):
             pass
-        worker._versions.wait(120)
+        worker._registrar.wait_for_upload(120)
         if worker._store.find_checkpoint_to_register() is None:
             return
     raise AssertionError("it still waits")
@@ -37,7 +37,7 @@ def test_saved_paths_become_versions_once(tmp_path, base_folder):
     worker = EngineProcess(settings, store)
     for request in (create("r"), loss("r", 1, random_data(1)), update("r", 2), save("r", 3, "a")):
         store.accept_request(request)
-    settle(worker)
+    register_all(worker)
     record = store.find_checkpoint("tinker://r/weights/a")
     assert (record.version, record.registration) == ("service-base/1", "done")
     tracking = Tracking(None, tmp_path, "service")
@@ -56,10 +56,9 @@ def test_saved_paths_become_versions_once(tmp_path, base_folder):
         store.accept_request(request)
     faults.configure_faults("service.exported:1:raise")
     with pytest.raises(InjectedFault):
-        settle(worker)
-    faults.configure_faults(
-        "service.registered:1:raise"
-    )  # a thread's error: it is tried again later
+        register_all(worker)
+    # The error occurs in the upload thread, so the upload is retried later.
+    faults.configure_faults("service.registered:1:raise")
     again = EngineProcess(settings, store)
     while again.step(wait=0.0):
         pass
@@ -67,7 +66,7 @@ def test_saved_paths_become_versions_once(tmp_path, base_folder):
     again._registrar.wait_for_upload(120)
     assert store.find_checkpoint("tinker://r/sampler_weights/b").registration == "waiting"
     again._registrar._retry_at = 0.0
-    settle(again)
+    register_all(again)
     assert store.find_checkpoint("tinker://r/sampler_weights/b").version == "service-base/2"
     assert len(tracking.list_versions("service-base")) == 2
     store.close()
@@ -78,7 +77,7 @@ def test_without_the_setting_nothing_is_registered(tmp_path, base_folder):
     worker = EngineProcess(settings_of(tmp_path, base_folder), store)
     for request in (create("r"), save("r", 1, "a")):
         store.accept_request(request)
-    settle(worker)
+    register_all(worker)
     assert store.find_checkpoint("tinker://r/weights/a").registration == "none"
     assert not (tmp_path / "mlflow").exists() and not (tmp_path / "staging").exists()
     only = EngineProcess(settings_of(tmp_path, base_folder, registered="sampler_weights"), store)

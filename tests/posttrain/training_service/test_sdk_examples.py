@@ -1,6 +1,6 @@
-"""The examples of the public SDK against server and worker as processes: they learn.
+"""Examples of the public SDK against server and worker processes: they learn.
 
-`make sdk-test`, as `test_public_client.py`, whose environment of SDK 0.38 they take.
+`make sdk-test`, like `test_public_client.py`, whose environment of SDK 0.38 they use.
 """
 
 import json
@@ -25,7 +25,7 @@ def environments(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory):
-    """The base model of the examples."""
+    """Create the base model of the examples."""
     folder = tmp_path_factory.mktemp("grid") / "grid"
     command = [sys.executable, str(EXAMPLES / "service_grpo.py"), str(folder)]
     subprocess.run(
@@ -40,20 +40,19 @@ def grid(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, grid):
-    with serving(tmp_path_factory.mktemp("served"), {"grid": str(grid)}) as found:
-        yield found
+    with serving(tmp_path_factory.mktemp("served"), {"grid": str(grid)}) as address:
+        yield address
 
 
-def run(python, served, *command):
+def run_example(python, served, *command):
     address, key = served[:2]
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("TINKER", "PYTHON"))
     }
-    path = os.pathsep.join(
-        [str(ROOT), sysconfig.get_path("purelib")]
-    )  # posttrain and what it needs
+    # posttrain and its dependencies
+    path = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
     environment |= {
         "TINKER_BASE_URL": address,
         "TINKER_API_KEY": key,
@@ -68,7 +67,7 @@ def run(python, served, *command):
 
 
 def test_grpo_on_pixel_grid_learns(environments, served):
-    text = run(environments("0.38"), served, EXAMPLES / "service_grpo.py")
+    text = run_example(environments("0.38"), served, EXAMPLES / "service_grpo.py")
     success = [int(share) / 100 for share in re.findall(r"success (\d+)%", text)]
     assert len(success) == 30
     assert sum(success[-5:]) / 5 > sum(success[:5]) / 5 + 0.15
@@ -76,11 +75,11 @@ def test_grpo_on_pixel_grid_learns(environments, served):
 
 
 def test_preferences_are_learned(environments, served):
-    text = run(environments("0.38"), served, EXAMPLES / "service_preferences.py")
+    text = run_example(environments("0.38"), served, EXAMPLES / "service_preferences.py")
     accuracy = [float(share) for share in re.findall(r"accuracy ([\d.]+)%", text)]
     margins = [float(margin) for margin in re.findall(r"margin (-?[\d.]+)", text)]
     assert margins[0] == pytest.approx(0.0, abs=1e-3)  # the policy is the reference
     assert accuracy[-1] > 75 and margins[-1] > 0.2
-    text = run(environments("0.38"), served, EXAMPLES / "service_preferences.py", "reward")
+    text = run_example(environments("0.38"), served, EXAMPLES / "service_preferences.py", "reward")
     first, last = map(float, re.findall(r"([\d.]+)%", text))
     assert last > max(65.0, first + 10)

@@ -1,7 +1,7 @@
-"""Loops written against the public SDK beside this project's own trainers: the same losses on the same data, to 1e-5.
+"""Loops written with the public SDK compared with this project's trainers: equal losses on the same data, to 1e-5.
 
-`make sdk-test`, as `test_public_client.py`, whose environment of SDK 0.38 they take. Our trainers run in this process;
-the SDK gets their data (rows, or rollouts with advantages) and talks to server and worker as processes.
+`make sdk-test`, like `test_public_client.py`, whose environment of SDK 0.38 they use. Our trainers run in this process.
+The SDK receives their data (rows, or rollouts with advantages) and talks to server and worker processes.
 """
 
 import copy
@@ -38,8 +38,8 @@ OURS = dict(
 )
 
 
-def adapted(base_folder):
-    """The base with an adapter as the service makes it for this seed, and its tokenizer."""
+def load_adapted_model(base_folder):
+    """Load the base with an adapter initialised as the service does for this seed; return model and tokenizer."""
     engine = make_engine(base_folder)
     config = AdapterConfig(rank=RANK, seed=SEED, train_unembed=False)
     engine.create_model(CreateModel(model_id="r", base="base", adapter=config))
@@ -55,8 +55,8 @@ def adapted(base_folder):
     return model, tokenizer
 
 
-def run_of(loss_fn, learning_rate, steps, **config):
-    """A run of parity.py."""
+def describe_run(loss_fn, learning_rate, steps, **config):
+    """Describe a run for parity.py."""
     adam = {"learning_rate": learning_rate, **ADAM}
     return {
         "rank": RANK,
@@ -68,9 +68,9 @@ def run_of(loss_fn, learning_rate, steps, **config):
     }
 
 
-def supervised(base_folder):
+def train_supervised(base_folder):
     """Losses of our trainer, and the run that has to give the same."""
-    model, tokenizer = adapted(base_folder)
+    model, tokenizer = load_adapted_model(base_folder)
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(12):
@@ -84,17 +84,17 @@ def supervised(base_folder):
         batch = [rows[index] for index in order.next_batch()]
         count = sum(sum(mask) for _, mask in batch)
         data = [
-            {"tokens": ids, "weights": [float(one) / count for one in mask[1:]]}
+            {"tokens": ids, "weights": [float(item) / count for item in mask[1:]]}
             for ids, mask in batch
         ]
         steps.append({"repeats": 1, "data": data})
         losses.append(trainer.step()["train/loss"])
-    return losses, run_of("cross_entropy", 5e-3, steps)
+    return losses, describe_run("cross_entropy", 5e-3, steps)
 
 
-def policy(base_folder):
+def train_policy(base_folder):
     """Mean losses of our GRPO trainer by iteration, of two epochs each, and the run that has to give the same."""
-    model, tokenizer = adapted(base_folder)
+    model, tokenizer = load_adapted_model(base_folder)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     trainer = make_trainer(
         tokenizer,
@@ -127,16 +127,17 @@ def policy(base_folder):
             data.append(
                 {
                     "tokens": [*rollout.prompt_ids, *rollout.completion_ids],
-                    "logprobs": skipped + [float(one) for one in rollout.sampler_logprobs],
+                    "logprobs": skipped
+                    + [float(sampler_logprob) for sampler_logprob in rollout.sampler_logprobs],
                     "advantages": skipped + advantages,
                 }
             )
         steps.append({"repeats": 2, "data": data})
-    return losses, run_of("ppo", 5e-3, steps, clip_low_threshold=0.8, clip_high_threshold=1.2)
+    return losses, describe_run("ppo", 5e-3, steps, clip_low_threshold=0.8, clip_high_threshold=1.2)
 
 
 def test_losses_of_the_sdk_are_those_of_our_trainers(tmp_path_factory, base_folder):
-    ours, runs = zip(supervised(base_folder), policy(base_folder), strict=True)
+    ours, runs = zip(train_supervised(base_folder), train_policy(base_folder), strict=True)
     folder = tmp_path_factory.mktemp("parity")
     (folder / "data.json").write_text(json.dumps(runs))
     python = sdk_environments(folder / "environments")("0.38")

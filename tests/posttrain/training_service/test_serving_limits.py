@@ -1,4 +1,4 @@
-"""Limits of the server's process: as many connections as clients wait for results, whatever the shell allows."""
+"""Limits of the server's process: one connection per waiting client, whatever the shell allows."""
 
 import resource
 import sys
@@ -12,7 +12,7 @@ from posttrain.training_service.http.application import serve_http
 
 @pytest.fixture
 def shell_limits():
-    """Those of a usual shell, and the interpreter's own; afterwards as they were."""
+    """Set the limits of a usual shell and the default switch interval; restore the previous ones afterwards."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     interval = sys.getswitchinterval()
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))
@@ -25,16 +25,16 @@ def shell_limits():
 def test_a_thousand_clients_may_wait_though_the_shell_allows_fewer_files(
     tmp_path, monkeypatch, shell_limits
 ):
-    """Each client that waits holds a connection, and 1,024 files are what most systems begin with."""
-    found = {}
+    """Each waiting client holds a connection, and most systems start with 1,024 files."""
+    results = {}
 
     def run(server):
-        found["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        found["interval"] = sys.getswitchinterval()
+        results["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        results["interval"] = sys.getswitchinterval()
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
     serve_http(parse_service_settings({"folder": str(tmp_path)}))
-    assert found["files"] == (
+    assert results["files"] == (
         16_384 if shell_limits == resource.RLIM_INFINITY else min(16_384, shell_limits)
     )
-    assert found["interval"] < 0.005
+    assert results["interval"] < 0.005

@@ -1,4 +1,4 @@
-"""The service's store: acceptance once and durably, order, limits, cancel, forgetting, keys; on PostgreSQL too."""
+"""The service's store: durable acceptance, order, limits, cancellation, expiry, keys; also on PostgreSQL."""
 
 import dataclasses
 import os
@@ -58,13 +58,12 @@ def finish(store, *requests, answer=DONE):
     store.finish_requests([(request.request_id, answer) for request in requests])
 
 
-def test_a_request_is_there_after_the_process_is_gone_and_is_known_again(store, url, clock):
+def test_a_request_survives_its_process_and_is_recognised(store, url, clock):
     first = store.accept_request(dataclasses.replace(create("r"), facts={"seed": 7}))
     store.close()
     other = ServiceStore(url, clock)
-    again = other.accept_request(
-        dataclasses.replace(create("r"), facts={"seed": 8})
-    )  # a retry draws another seed
+    # a retry draws another seed
+    again = other.accept_request(dataclasses.replace(create("r"), facts={"seed": 8}))
     assert again == first and again.facts == {"seed": 7} and again.state == "waiting"
     assert other.find_request(first.request_id) == first and other.find_request("r-none") is None
     assert other.find_run("r").state == "creating"
@@ -78,11 +77,10 @@ def test_another_request_under_the_same_number_is_refused(store):
         store.accept_request(update("r", 1, learning_rate=0.5))
     with pytest.raises(SequenceIdReused):
         store.accept_request(dataclasses.replace(update("r", 1), kind="save_weights"))
-    store.accept_request(
-        open_sampler("r", base="base")
-    )  # another line of the same name: numbers of its own
+    # another line of the same target has separate numbers
+    store.accept_request(open_sampler("r", base="base"))
     store.accept_request(sample("r", 0))
-    assert [one.kind for one in store.list_ready_requests()] == [
+    assert [request.kind for request in store.list_ready_requests()] == [
         "create_model",
         "optim_step",
         "create_sampler",
@@ -95,9 +93,12 @@ def test_training_waits_for_holes_and_samples_do_not(store):
     for seq in (3, 2, 5):
         store.accept_request(update("r", seq))
     store.accept_request(sample("s", 9))
-    assert [(one.target, one.seq) for one in store.list_ready_requests()] == [("r", 0), ("s", 9)]
+    assert [(request.target, request.seq) for request in store.list_ready_requests()] == [
+        ("r", 0),
+        ("s", 9),
+    ]
     store.accept_request(update("r", 1))
-    assert [(one.target, one.seq) for one in store.list_ready_requests()] == [
+    assert [(request.target, request.seq) for request in store.list_ready_requests()] == [
         ("r", 0),
         ("r", 1),
         ("r", 2),
@@ -105,29 +106,30 @@ def test_training_waits_for_holes_and_samples_do_not(store):
         ("s", 9),
     ]
     finish(
-        store, *(store.accept_request(one) for one in (create("r"), update("r", 1), update("r", 2)))
+        store,
+        *(store.accept_request(item) for item in (create("r"), update("r", 1), update("r", 2))),
     )
     assert store.find_run("r").next_seq == 3 and [
-        one.seq for one in store.list_ready_requests()
+        request.seq for request in store.list_ready_requests()
     ] == [3, 9]
 
 
 def test_a_cancelled_request_is_no_hole_and_what_runs_is_not_cancelled(store):
     made, first, second = (
-        store.accept_request(one) for one in (create("r"), update("r", 1), update("r", 2))
+        store.accept_request(item) for item in (create("r"), update("r", 1), update("r", 2))
     )
     assert (
         store.cancel_request(first.request_id)
         and not store.cancel_request(first.request_id)
         and not store.cancel_request("r-none")
     )
-    assert [one.seq for one in store.list_ready_requests()] == [0, 2]
+    assert [request.seq for request in store.list_ready_requests()] == [0, 2]
     store.claim_requests([made.request_id])
     assert not store.cancel_request(made.request_id)
     finish(store, made, second)
     assert store.list_ready_requests() == [] and store.find_run("r").next_seq == 3
-    found = store.accept_request(update("r", 1))
-    assert (found.state, found.error, found.category) == ("cancelled", "cancelled", "user")
+    stored = store.accept_request(update("r", 1))
+    assert (stored.state, stored.error, stored.category) == ("cancelled", "cancelled", "user")
 
 
 def test_a_deadline_cancels_what_has_not_begun(store, clock):
@@ -136,7 +138,7 @@ def test_a_deadline_cancels_what_has_not_begun(store, clock):
     begun = store.accept_request(dataclasses.replace(sample("s", 0), deadline=clock.now + 5))
     store.claim_requests([begun.request_id])
     clock.now += 6
-    assert [one.seq for one in store.list_ready_requests()] == [0]
+    assert [request.seq for request in store.list_ready_requests()] == [0]
     assert (
         "deadline" in store.find_request(late.request_id).error
         and store.find_request(begun.request_id).state == "running"
@@ -145,30 +147,29 @@ def test_a_deadline_cancels_what_has_not_begun(store, clock):
 
 def test_answers_are_final_and_come_in_the_order_of_finishing(store):
     cursor = store.read_finish_cursor()
-    made, step, drawn = (
-        store.accept_request(one) for one in (create("r"), update("r", 1), sample("s", 0))
+    creation, step, drawn = (
+        store.accept_request(item) for item in (create("r"), update("r", 1), sample("s", 0))
     )
     seen = store.read_change_counter()
     finish(store, drawn)
-    store.claim_requests([made.request_id, step.request_id])
+    store.claim_requests([creation.request_id, step.request_id])
     failure = ServiceError("bad base", "user")
     store.finish_requests(
-        [RequestOutcome(request_id=made.request_id, answer=failure, run={"state": "failed"})]
+        [RequestOutcome(request_id=creation.request_id, answer=failure, run={"state": "failed"})]
     )
-    store.finish_requests(
-        [(step.request_id, DONE), (made.request_id, DONE)]
-    )  # the second is final already
-    found, after = store.list_finished_since(cursor)
-    assert [target for _, target in found] == [drawn.target, made.target, step.target]
-    ids = [request_id for request_id, _ in found]
+    # the second is final already
+    store.finish_requests([(step.request_id, DONE), (creation.request_id, DONE)])
+    result, after = store.list_finished_since(cursor)
+    assert [target for _, target in result] == [drawn.target, creation.target, step.target]
+    ids = [request_id for request_id, _ in result]
     assert ids == [
         drawn.request_id,
-        made.request_id,
+        creation.request_id,
         step.request_id,
     ] and store.list_finished_since(after) == ([], after)
     assert store.wait_for_change(seen, 0.0) != seen
-    found = store.find_request(made.request_id)
-    assert (found.state, found.answer, found.error, found.category) == (
+    result = store.find_request(creation.request_id)
+    assert (result.state, result.answer, result.error, result.category) == (
         "failed",
         None,
         "bad base",
@@ -178,37 +179,42 @@ def test_answers_are_final_and_come_in_the_order_of_finishing(store):
         store.find_run("r").state == "failed"
         and store.find_request(step.request_id).answer == b"{}"
     )
+    # may be replayed
     assert (
         store.find_request(drawn.request_id).payload == b""
         and store.find_request(step.request_id).payload
-    )  # may be replayed
+    )
 
 
 def test_what_a_dead_worker_computed_waits_again(store):
-    made = store.accept_request(create("r"))
-    assert [one.request_id for one in store.claim_requests([made.request_id])] == [made.request_id]
-    assert store.claim_requests([made.request_id]) == [] and store.list_ready_requests() == []
+    creation = store.accept_request(create("r"))
+    assert [request.request_id for request in store.claim_requests([creation.request_id])] == [
+        creation.request_id
+    ]
+    assert store.claim_requests([creation.request_id]) == [] and store.list_ready_requests() == []
     assert store.reset_running_requests() == 1 and [
-        (one.request_id, one.deaths) for one in store.list_ready_requests()
-    ] == [(made.request_id, 1)]
-    store.claim_requests([made.request_id])
+        (request.request_id, request.deaths) for request in store.list_ready_requests()
+    ] == [(creation.request_id, 1)]
+    store.claim_requests([creation.request_id])
+    # the store was away, say
     assert (
         store.reset_running_requests(count_death=False) == 1
-        and store.find_request(made.request_id).deaths == 1
-    )  # the store was away, say
+        and store.find_request(creation.request_id).deaths == 1
+    )
 
 
-def test_forgotten_answers_stay_known_and_go_in_the_end(store, clock):
+def test_dropped_answers_stay_known_and_are_removed_in_the_end(store, clock):
     made, drawn = store.accept_request(create("r")), store.accept_request(sample("s", 0))
     finish(store, made, drawn)
     store.drop_results([made.request_id, drawn.request_id])
     again = store.accept_request(sample("s", 0))
     assert again.forgotten and again.answer is None and again.request_id == drawn.request_id
     clock.now += 100
+    # no snapshot of the run: it stays
     assert store.expire_results(result_seconds=50, memory_seconds=50) == (
         0,
         1,
-    )  # no snapshot of the run: it stays
+    )
     assert (
         store.find_request(drawn.request_id) is None
         and store.find_request(made.request_id).forgotten
@@ -220,7 +226,7 @@ def test_forgotten_answers_stay_known_and_go_in_the_end(store, clock):
     assert store.expire_results(result_seconds=50, memory_seconds=50) == (1, 1)
     with pytest.raises(RequestForgotten, match="its answer was fetched"):
         store.accept_request(create("r"))
-    assert [one.seq for one in store.list_replay_requests("r", -1)] == [1]
+    assert [request.seq for request in store.list_replay_requests("r", -1)] == [1]
 
 
 def test_payloads_stay_until_two_snapshots_hold_them(store):
@@ -231,11 +237,11 @@ def test_payloads_stay_until_two_snapshots_hold_them(store):
     finish(store, *requests)
     store.record_snapshot("r", 1, steps=1)
     assert (
-        all(one.payload for one in store.list_replay_requests("r", -1))
+        all(request.payload for request in store.list_replay_requests("r", -1))
         and store.find_run("r").covered == 1
     )
     store.record_snapshot("r", 3, steps=3)
-    assert [bool(one.payload) for one in store.list_replay_requests("r", -1)] == [
+    assert [bool(request.payload) for request in store.list_replay_requests("r", -1)] == [
         False,
         False,
         True,
@@ -252,28 +258,27 @@ def test_payloads_stay_until_two_snapshots_hold_them(store):
 def test_limits_of_a_key(store, clock):
     key, _ = store.create_key("small", queue=2, requests_per_minute=4)
 
-    def mine(seq):
+    def make_request(seq):
         return dataclasses.replace(sample("s", seq), owner=key.key_id)
 
-    first, _ = store.accept_request(mine(0)), store.accept_request(mine(1))
+    first, _ = store.accept_request(make_request(0)), store.accept_request(make_request(1))
     with pytest.raises(KeyLimitExceeded, match="2 requests of this key wait") as raised:
-        store.accept_request(mine(2))
+        store.accept_request(make_request(2))
     assert raised.value.retry_after > 0
-    assert store.accept_request(mine(0)) == first  # a repeat counts nothing
+    assert store.accept_request(make_request(0)) == first  # a repeat counts nothing
     store.accept_request(sample("s", 2))  # nor does another key
-    finish(store, *(store.accept_request(mine(seq)) for seq in (0, 1)))
-    finish(store, store.accept_request(mine(3)), store.accept_request(mine(4)))
+    finish(store, *(store.accept_request(make_request(seq)) for seq in (0, 1)))
+    finish(store, store.accept_request(make_request(3)), store.accept_request(make_request(4)))
     with pytest.raises(KeyLimitExceeded, match="4 requests per minute"):
-        store.accept_request(mine(5))
+        store.accept_request(make_request(5))
     clock.now += 60
     with pytest.raises(KeyLimitExceeded):  # 4 of the last minute still count in full
-        store.accept_request(mine(5))
+        store.accept_request(make_request(5))
     clock.now += 30
-    finish(
-        store, store.accept_request(mine(5)), store.accept_request(mine(6))
-    )  # now 2 of them, and 2 new ones
+    # now 2 of them, and 2 new ones
+    finish(store, store.accept_request(make_request(5)), store.accept_request(make_request(6)))
     with pytest.raises(KeyLimitExceeded):
-        store.accept_request(mine(7))
+        store.accept_request(make_request(7))
 
 
 def test_a_run_that_is_not_there_or_over_takes_nothing(store):
@@ -290,19 +295,19 @@ def test_a_run_that_is_not_there_or_over_takes_nothing(store):
 
 def test_many_threads_accept_each_request_once(store):
     store.accept_request(create("r"))
-    found = []
+    results = []
 
     def client():
         for seq in range(1, 21):
-            found.append((seq, store.accept_request(update("r", seq)).request_id))
+            results.append((seq, store.accept_request(update("r", seq)).request_id))
 
     threads = [threading.Thread(target=client) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 120 and len(set(found)) == 20
-    assert [one.seq for one in store.list_ready_requests()] == list(range(21))
+    assert len(results) == 120 and len(set(results)) == 20
+    assert [request.seq for request in store.list_ready_requests()] == list(range(21))
 
 
 def test_a_transaction_that_breaks_leaves_nothing_and_the_next_one_works(store):
@@ -311,15 +316,13 @@ def test_a_transaction_that_breaks_leaves_nothing_and_the_next_one_works(store):
     with pytest.raises(OSError, match="injected"):
         store.accept_request(update("r", 1))
     faults.configure_faults(None)
-    assert [one.seq for one in store.list_ready_requests()] == [0] and store.accept_request(
+    assert [request.seq for request in store.list_ready_requests()] == [0] and store.accept_request(
         update("r", 1)
     ).seq == 1
 
 
-def test_who_is_told_of_a_request_or_a_result_finds_it_after_a_power_cut(
-    store, clock, tmp_path, monkeypatch
-):
-    """The disk holds what was synced. An answer may come later, but not later than somebody hears of it."""
+def test_acknowledged_requests_and_results_survive_a_power_cut(store, clock, tmp_path, monkeypatch):
+    """The disk holds what was synced. Nothing may be acknowledged before it is on disk."""
     log = [b""]
     monkeypatch.setattr(
         write_ahead_log,
@@ -327,52 +330,52 @@ def test_who_is_told_of_a_request_or_a_result_finds_it_after_a_power_cut(
         lambda descriptor: log.append(os.pread(descriptor, 1 << 24, 0)),
     )
 
-    def after_power_cut():
+    def reopen_after_power_cut():
         folder = tmp_path / f"after-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         shutil.copyfile(tmp_path / "deep" / "service.db", folder / "service.db")
         (folder / "service.db-wal").write_bytes(log[-1])
         return ServiceStore(f"sqlite:///{folder}/service.db", clock)
 
-    made = store.accept_request(create("r"))
-    again = after_power_cut()
-    assert again.find_request(made.request_id) == made
+    creation = store.accept_request(create("r"))
+    again = reopen_after_power_cut()
+    assert again.find_request(creation.request_id) == creation
     again.close()
-    taken = store.accept_batch([update("r", 1)])[0]
-    store.claim_requests([made.request_id])
-    store.finish_requests([(made.request_id, DONE)], is_synced=False)
-    again = after_power_cut()
+    accepted = store.accept_batch([update("r", 1)])[0]
+    store.claim_requests([creation.request_id])
+    store.finish_requests([(creation.request_id, DONE)], is_synced=False)
+    again = reopen_after_power_cut()
     assert (
-        again.find_request(taken.request_id) is None
-        and not again.find_request(made.request_id).is_final
+        again.find_request(accepted.request_id) is None
+        and not again.find_request(creation.request_id).is_final
     )
     again.close()
     store.sync_to_disk()
-    again = after_power_cut()
-    assert again.find_request(made.request_id).is_final and [
-        one.seq for one in again.list_ready_requests()
+    again = reopen_after_power_cut()
+    assert again.find_request(creation.request_id).is_final and [
+        request.seq for request in again.list_ready_requests()
     ] == [1]
     again.close()
-    store.finish_requests([(taken.request_id, DONE)])
-    again = after_power_cut()
+    store.finish_requests([(accepted.request_id, DONE)])
+    again = reopen_after_power_cut()
     assert again.find_run("r").next_seq == 2
     again.close()
 
 
-def test_writers_of_two_processes_take_turns_and_the_log_is_copied_beside_them(store, url, clock):
-    """Two stores stand for two processes: neither sleeps longer and longer while the other is busy."""
-    other, longest = ServiceStore(url, clock), []
+def test_writers_of_two_processes_take_turns_while_the_log_is_copied(store, url, clock):
+    """Two stores represent two processes: neither waits longer and longer while the other is busy."""
+    other, durations = ServiceStore(url, clock), []
     store.accept_request(create("r"))
 
     def client(one, first):
         for seq in range(first, first + 40):
-            began = time.monotonic()
-            one.accept(sample("s", seq))
-            longest.append(time.monotonic() - began)
+            started_at = time.monotonic()
+            one.accept_request(sample("s", seq))
+            durations.append(time.monotonic() - started_at)
 
     threads = [
-        threading.Thread(target=client, args=(one, 1000 * n))
-        for n, one in enumerate((store, other, store))
+        threading.Thread(target=client, args=(entry, 1000 * n))
+        for n, entry in enumerate((store, other, store))
     ]
     for thread in threads:
         thread.start()
@@ -380,13 +383,14 @@ def test_writers_of_two_processes_take_turns_and_the_log_is_copied_beside_them(s
         store.checkpoint_log(0)
     for thread in threads:
         thread.join()
-    assert len(longest) == 120 and len(store.list_ready_requests()) == 121
+    assert len(durations) == 120 and len(store.list_ready_requests()) == 121
     other.close()
 
 
 def test_a_new_database_that_another_process_is_making_is_waited_for(tmp_path):
     other = sqlite3.connect(tmp_path / "new.db", isolation_level=None, check_same_thread=False)
-    other.execute("BEGIN IMMEDIATE")  # it has no log yet: SQLite refuses at once to begin one
+    # it has no log yet, and SQLite refuses immediately to start one
+    other.execute("BEGIN IMMEDIATE")
     threading.Timer(0.3, other.rollback).start()
     store = ServiceStore(f"sqlite:///{tmp_path / 'new.db'}")
     create(store)
@@ -394,8 +398,8 @@ def test_a_new_database_that_another_process_is_making_is_waited_for(tmp_path):
     assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_a_log_begins_anew_where_it_is_long_and_not_because_its_file_once_was(store, tmp_path):
-    """Each time holds writers up, and the file never shrinks."""
+def test_a_log_is_restarted_if_long_and_not_because_its_file_was(store, tmp_path):
+    """Restarting the log delays writers, and its file never shrinks."""
     statements = []
     sa.event.listen(
         store._database._engine,
@@ -403,17 +407,19 @@ def test_a_log_begins_anew_where_it_is_long_and_not_because_its_file_once_was(st
         lambda raw, *_: raw.set_trace_callback(statements.append),
     )
 
-    def times():
-        return sum("RESTART" in one for one in statements)
+    def count_restarts():
+        return sum("RESTART" in statement for statement in statements)
 
-    most = 1 << 19
+    max_bytes = 1 << 19
     for seq in range(4):
         store.accept_request(dataclasses.replace(sample("s", seq), payload=bytes(1 << 18)))
-    store.checkpoint_log(most)
-    assert times() == 1
+    store.checkpoint_log(max_bytes)
+    assert count_restarts() == 1
     store.accept_request(sample("s", 4))
-    store.checkpoint_log(most)
-    assert times() == 1 and (tmp_path / "deep" / "service.db-wal").stat().st_size > most
+    store.checkpoint_log(max_bytes)
+    assert (
+        count_restarts() == 1 and (tmp_path / "deep" / "service.db-wal").stat().st_size > max_bytes
+    )
 
 
 def test_a_database_that_is_away_is_an_error_with_a_name_for_those_who_watch_it(store, monkeypatch):
@@ -431,7 +437,7 @@ def test_a_database_that_is_away_is_an_error_with_a_name_for_those_who_watch_it(
         store.read_change_counter()
 
 
-def test_any_number_of_answers_is_forgotten_at_once(store):
+def test_any_number_of_answers_is_dropped_together(store):
     made = store.accept_request(create("r"))
     finish(store, made)
     store.drop_results([*(f"r-{number}" for number in range(300_000)), made.request_id])
@@ -478,7 +484,7 @@ def test_lists_of_sessions_runs_and_checkpoints(store, clock):
     assert not store.drop_checkpoint(record.path)  # it lives
     clock.now += 10
     assert store.find_checkpoint(record.path) is None and store.list_checkpoints().total == 0
-    assert [one.path for one in store.list_expired_checkpoints()] == [
+    assert [checkpoint.path for checkpoint in store.list_expired_checkpoints()] == [
         record.path
     ] and store.drop_checkpoint(record.path)
     assert not store.delete_checkpoint(record.path)
@@ -515,7 +521,7 @@ def test_a_url_that_cannot_be_meant_is_refused(wrong):
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_on_postgresql(clock):
-    """The statements that differ: upserts, counters, locks, places; two stores stand for two processes."""
+    """The statements that differ: upserts, counters, locks, positions. Two stores represent two processes."""
     with postgres() as address:
         url = f"postgresql+psycopg2://{address}/postgres"
         first, second = ServiceStore(url, clock), ServiceStore(url, clock)
@@ -532,8 +538,8 @@ def test_on_postgresql(clock):
             first.accept_request(update("r", 2)),
             first.accept_request(sample("s", 0)),
         ]
-        assert [one.request_id for one in second.list_ready_requests()] == [
-            one.request_id for one in requests
+        assert [request.request_id for request in second.list_ready_requests()] == [
+            request.request_id for request in requests
         ]
         assert second.cancel_request(requests[3].request_id)
         assert (
@@ -544,11 +550,11 @@ def test_on_postgresql(clock):
         finish(second, *requests[:3])
         assert [request_id for request_id, _ in first.list_finished_since(0)[0]] == [
             requests[3].request_id,
-            *(one.request_id for one in requests[:3]),
+            *(request.request_id for request in requests[:3]),
         ]
         first.record_snapshot("r", 1, steps=0)
         first.record_snapshot("r", 2, steps=1)
-        assert [bool(one.payload) for one in second.list_replay_requests("r", -1)] == [
+        assert [bool(request.payload) for request in second.list_replay_requests("r", -1)] == [
             False,
             False,
             True,

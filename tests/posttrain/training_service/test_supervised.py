@@ -1,4 +1,4 @@
-"""`posttrain service up` over a real port: worker and server are killed while a client trains, and nothing differs."""
+"""`posttrain service up` over a real port: killing worker and server while a client trains changes no result."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Client:
-    """One who asks again for as long as nobody answers, as the public client does."""
+    """Client that retries for as long as nobody answers, like the public client."""
 
     def __init__(self, address, key):
         self._http = httpx.Client(
@@ -31,20 +31,20 @@ class Client:
     def send(self, path, **body):
         for _ in range(300):
             try:
-                found = self._http.post(path, **body)
+                response = self._http.post(path, **body)
             except httpx.TransportError:
                 time.sleep(0.2)
                 continue
-            if found.status_code not in (408, 503):
-                assert found.status_code == 200, found.text
-                return found
+            if response.status_code not in (408, 503):
+                assert response.status_code == 200, response.text
+                return response
         raise AssertionError(f"{path}: nobody answers")
 
     def result(self, promise):
         return self.send("retrieve_future", json={"request_id": promise["request_id"]}).content
 
     def train(self, steps, disturb=lambda step: None):
-        """Results of every request of a run, byte by byte."""
+        """Return the results of every request of a run as bytes."""
         session = self.send("create_session", json={}).json()["session_id"]
         body = {
             "session_id": session,
@@ -52,16 +52,16 @@ class Client:
             "base_model": "base",
             "lora_config": {"rank": 4, "seed": 1},
         }
-        made = self.send("create_model", json=body).json()
-        self.result(made)
+        created = self.send("create_model", json=body).json()
+        self.result(created)
         results = []
         for step in range(steps):
             disturb(step)
-            payload = loss(made["model_id"], 2 * step + 1, random_data(step)).payload
+            payload = loss(created["model_id"], 2 * step + 1, random_data(step)).payload
             headers = {"content-type": "application/x-protobuf"}
             passed = self.send("forward_backward", content=payload, headers=headers).json()
             update = {
-                "model_id": made["model_id"],
+                "model_id": created["model_id"],
                 "seq_id": 2 * step + 2,
                 "adam_params": {"learning_rate": 1e-2},
             }
@@ -72,7 +72,7 @@ class Client:
 
 @pytest.fixture
 def supervised(tmp_path, base_folder):
-    """(address, key, process) of `posttrain service up`."""
+    """Run `posttrain service up`; yield (address, key, process)."""
     port = next(number for number in range(8500, 8600) if is_port_free(number))
     config = tmp_path / "mine.yaml"
     config.write_text(
@@ -95,14 +95,14 @@ def supervised(tmp_path, base_folder):
 
 
 def kill(process, role):
-    """SIGKILL to the server or worker below the supervisor."""
-    found = [
+    """Kill the server or worker below the supervisor with SIGKILL."""
+    processes = [
         child
         for child in process.children(recursive=True)
         if child.cmdline()[1:4] == ["-m", "posttrain.training_service.process", role]
     ]
-    assert len(found) == 1
-    found[0].send_signal(signal.SIGKILL)
+    assert len(processes) == 1
+    processes[0].send_signal(signal.SIGKILL)
 
 
 def test_killed_processes_come_back_and_change_no_bit(supervised):

@@ -1,4 +1,4 @@
-"""`posttrain service up`: both processes, a worker that dies, a clean stop; options for the same store."""
+"""`posttrain service up`: both processes, a crashing worker, a clean stop; options for the same store."""
 
 import json
 import os
@@ -29,13 +29,13 @@ from rl_core.settings import ServiceSettings
         ({"folder": "a", "store": "sqlite:///b.db"}, " --set folder=a --set store=sqlite:///b.db"),
     ],
 )
-def test_other_commands_are_told_where_the_store_is(changed, options):
+def test_other_commands_get_options_for_the_store(changed, options):
     assert format_store_options(ServiceSettings(**changed)) == options
 
 
-def workers_of(pid):
-    """Processes that `posttrain service up` started as its worker, the one that computes last."""
-    found = []
+def list_workers(pid):
+    """List the worker processes that `posttrain service up` started."""
+    candidates = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0")
@@ -43,10 +43,10 @@ def workers_of(pid):
         except OSError:
             continue
         if b"posttrain.training_service.process" in words and b"worker" in words:
-            found.append((int(entry.name), parent))
+            candidates.append((int(entry.name), parent))
     known = {pid}
-    for _ in found:
-        known |= {process for process, parent in found if parent in known}
+    for _ in candidates:
+        known |= {process for process, parent in candidates if parent in known}
     return sorted(known - {pid})
 
 
@@ -79,18 +79,18 @@ def test_up_keeps_both_processes_alive_and_saves_at_the_end(base_folder, tmp_pat
     reader = threading.Thread(target=lambda: lines.extend(child.stdout), daemon=True)
     reader.start()
 
-    def wait_for(found, what):
-        end = time.monotonic() + 120
-        while time.monotonic() < end and child.poll() is None:
-            if found():
+    def wait_for(is_true, event):
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and child.poll() is None:
+            if is_true():
                 return
             time.sleep(0.1)
-        pytest.fail(f"{what} did not come:\n" + "".join(lines))
+        pytest.fail(f"{event} did not come:\n" + "".join(lines))
 
     try:
         wait_for(lambda: any("Ctrl-C stops it" in line for line in lines), "the announcement")
         assert f"key create NAME --set folder={folder}" in "".join(lines)
-        before = workers_of(child.pid)
+        before = list_workers(child.pid)
         assert before
         for process in before:
             os.kill(process, signal.SIGKILL)
@@ -98,7 +98,7 @@ def test_up_keeps_both_processes_alive_and_saves_at_the_end(base_folder, tmp_pat
             lambda: any(re.search("worker: .*SIGKILL", line) for line in lines), "word of the kill"
         )
         wait_for(
-            lambda: workers_of(child.pid) and not set(workers_of(child.pid)) & set(before),
+            lambda: list_workers(child.pid) and not set(list_workers(child.pid)) & set(before),
             "another worker",
         )
         assert (
@@ -106,7 +106,7 @@ def test_up_keeps_both_processes_alive_and_saves_at_the_end(base_folder, tmp_pat
             in urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/healthz", timeout=10).read()
         )
     finally:
-        last = workers_of(child.pid)
+        last = list_workers(child.pid)
         child.terminate()
         code = child.wait(timeout=120)
     reader.join(timeout=10)
@@ -118,7 +118,7 @@ def test_up_keeps_both_processes_alive_and_saves_at_the_end(base_folder, tmp_pat
     ("code", "is_saved"), [(143, True), (130, True), (EXIT_NOT_SAVED, False), (137, False)]
 )
 def test_the_end_of_the_worker_says_whether_all_is_saved(code, is_saved):
-    """A further signal while it saves is passed on."""
+    """A further signal while the worker saves is passed on."""
     signals, waits, stops = [], [], [signal.SIGTERM]
 
     def stop(now, seconds):
@@ -128,15 +128,15 @@ def test_the_end_of_the_worker_says_whether_all_is_saved(code, is_saved):
         return len(waits) > 3
 
     worker = SimpleNamespace(
-        process=SimpleNamespace(returncode=code), signal=signals.append, stop=stop
+        process=SimpleNamespace(returncode=code), send_signal=signals.append, wait_for_exit=stop
     )
     assert _stop_servers([worker], stops) is is_saved
     assert signals == [signal.SIGTERM, signal.SIGTERM] and len(waits) == 4
     assert _stop_servers([], stops) is False
 
 
-def test_the_service_beside_pipelines(tmp_path):
-    """Its processes are servers of `posttrain up`: marked as such, so that `down` ends them, with its MLflow server."""
+def test_the_service_alongside_pipelines(tmp_path):
+    """The service's processes are servers of `posttrain up`, use its MLflow server, and are ended by `down`."""
     from posttrain.operations.processes import MARK_VARIABLE, format_mark
     from posttrain.settings_files import load_service_settings, parse_service_settings
     from posttrain.training_service.supervisor import prepare_pipeline_specs

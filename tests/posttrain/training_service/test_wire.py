@@ -1,4 +1,4 @@
-"""Bodies of the clients' requests and answers: the public client's bytes, hostile bytes, layouts of answers."""
+"""Bodies of the clients' requests and answers: bytes of the public client, hostile bytes, layouts of answers."""
 
 import base64
 import json
@@ -39,11 +39,11 @@ GOLDEN = base64.b64decode(
 RUN = "s:train:0"
 
 
-def body(**changes):
-    """A request of one datum, whose tensor of weights is changed."""
-    found = create_message("ForwardBackwardRequest")
-    found.model_id, found.seq_id, found.loss_fn = RUN, 1, "cross_entropy"
-    datum = found.data.add()
+def build_request(**changes):
+    """Build a request of one datum with a modified tensor of weights."""
+    result = create_message("ForwardBackwardRequest")
+    result.model_id, result.seq_id, result.loss_fn = RUN, 1, "cross_entropy"
+    datum = result.data.add()
     datum.model_input.add().encoded_text.tokens = np.arange(4, dtype="<i4").tobytes()
     tensor = datum.loss_fn_inputs["weights"]
     tensor.dtype, tensor.dense = 1, np.ones(4, "<f4").tobytes()
@@ -63,16 +63,16 @@ def body(**changes):
             )
         else:
             setattr(tensor, name, value)
-    return found
+    return result
 
 
-def decoded(payload):
+def decode(payload):
     return decode_request("forward_backward", payload, "protobuf", {}, RUN)
 
 
 def test_the_public_clients_bytes():
     assert read_request_header(GOLDEN) == (RUN, 300)
-    request = decoded(GOLDEN)
+    request = decode(GOLDEN)
     assert request.forward_only and request.loss_fn == "ppo"
     assert request.loss_fn_config == {"clip_low_threshold": 0.75, "name": "x"}
     first, second = request.data
@@ -89,24 +89,24 @@ def test_the_public_clients_bytes():
     assert second.inputs["weights"].tolist() == [[0, 0, 0.25], [0.5, 0.75, 0]]
 
 
-def test_every_cut_of_a_message_is_refused():
+def test_every_truncation_of_a_message_is_refused():
     for end in range(len(GOLDEN)):
         try:
-            request = decoded(GOLDEN[:end])
+            request = decode(GOLDEN[:end])
         except ServiceError as error:
             assert error.category == "user"
-        else:  # it ends behind a whole field: fewer fields, as protobuf has it
+        else:  # it ends after a complete field, so protobuf sees fewer fields
             assert end >= 14 and len(request.data) <= 2
 
 
-def test_no_byte_that_is_turned_round_crashes():
+def test_no_changed_byte_crashes():
     rng = np.random.default_rng(0)
     outcomes = set()
-    for place in range(len(GOLDEN)):
+    for position in range(len(GOLDEN)):
         broken = bytearray(GOLDEN)
-        broken[place] ^= int(rng.integers(1, 256))
+        broken[position] ^= int(rng.integers(1, 256))
         try:
-            decoded(bytes(broken))
+            decode(bytes(broken))
             outcomes.add("taken")
         except ServiceError as error:
             assert error.category == "user", error
@@ -116,29 +116,35 @@ def test_no_byte_that_is_turned_round_crashes():
 
 LIES = {
     "bytes that are no floats": (
-        lambda: body(dense=b"123"),
-        "3 bytes are no whole number of float32",
+        lambda: build_request(dense=b"123"),
+        "3 bytes are not a multiple of float32",
     ),
     "a shape that the values do not fill": (
-        lambda: body(shape=[5]),
+        lambda: build_request(shape=[5]),
         r"4 values do not fill shape \(5,\)",
     ),
-    "a negative size": (lambda: body(shape=[-4]), "is not possible"),
-    "a size beyond all memory": (lambda: body(dense=b"", shape=[0, 1 << 62]), "is not possible"),
-    "a hundred dimensions": (lambda: body(shape=[4] + [1] * 99), "is not possible"),
-    "an unknown type": (lambda: body(dtype=9), "dtype 9, expected one of"),
-    "no type": (lambda: body(dtype=0), "dtype 0"),
-    "a sparse vector": (lambda: body(sparse=([1.0], [0, 1], [0]), shape=[4]), "two dimensions"),
+    "a negative size": (lambda: build_request(shape=[-4]), "is not possible"),
+    "a size beyond all memory": (
+        lambda: build_request(dense=b"", shape=[0, 1 << 62]),
+        "is not possible",
+    ),
+    "a hundred dimensions": (lambda: build_request(shape=[4] + [1] * 99), "is not possible"),
+    "an unknown type": (lambda: build_request(dtype=9), "dtype 9, expected one of"),
+    "no type": (lambda: build_request(dtype=0), "dtype 0"),
+    "a sparse vector": (
+        lambda: build_request(sparse=([1.0], [0, 1], [0]), shape=[4]),
+        "two dimensions",
+    ),
     "sparse rows that fall": (
-        lambda: body(sparse=([1.0, 2.0], [0, 2, 1], [0, 0]), shape=[2, 2]),
+        lambda: build_request(sparse=([1.0, 2.0], [0, 2, 1], [0, 0]), shape=[2, 2]),
         "must rise",
     ),
     "a sparse column outside": (
-        lambda: body(sparse=([1.0], [0, 1], [7]), shape=[1, 2]),
+        lambda: build_request(sparse=([1.0], [0, 1], [7]), shape=[1, 2]),
         "must lie in 0..1",
     ),
     "a sparse tensor of 16 GB": (
-        lambda: body(sparse=([], [0], []), shape=[1 << 16, 1 << 16]),
+        lambda: build_request(sparse=([], [0], []), shape=[1 << 16, 1 << 16]),
         "more than 67108864",
     ),
 }
@@ -148,40 +154,40 @@ LIES = {
 def test_lying_tensors(case):
     make, text = LIES[case]
     with pytest.raises(ServiceError, match=text) as caught:
-        decoded(make().SerializeToString())
+        decode(make().SerializeToString())
     assert caught.value.category == "user" and "loss_fn_inputs['weights']" in str(caught.value)
 
 
 def test_sparse_tensors_of_one_request_share_their_bound(monkeypatch):
     monkeypatch.setattr(protobuf_messages.DenseBudget.__init__, "__defaults__", (10,))
-    found = body(sparse=([1.0], [0, 1, 1], [0]), shape=[2, 3])
-    assert decoded(found.SerializeToString()).data[0].inputs["weights"].tolist() == [
+    message = build_request(sparse=([1.0], [0, 1, 1], [0]), shape=[2, 3])
+    assert decode(message.SerializeToString()).data[0].inputs["weights"].tolist() == [
         [1, 0, 0],
         [0, 0, 0],
     ]
-    found.data.append(found.data[0])
+    message.data.append(message.data[0])
     with pytest.raises(ServiceError, match=r"data\[1\].*sparse tensors of more than"):
-        decoded(found.SerializeToString())
+        decode(message.SerializeToString())
 
 
 def test_other_parts_of_a_prompt_and_options_without_a_value():
-    found = body()
-    found.data[0].model_input.add().image.data = b"png"
+    result = build_request()
+    result.data[0].model_input.add().image.data = b"png"
     with pytest.raises(
         ServiceError, match=r"data\[0\].model_input: image chunks are not supported"
     ):
-        decoded(found.SerializeToString())
-    found = body()
-    found.loss_fn_config_v2["beta"].SetInParent()
-    with pytest.raises(ServiceError, match="'beta' holds neither"):
-        decoded(found.SerializeToString())
+        decode(result.SerializeToString())
+    result = build_request()
+    result.loss_fn_config_v2["beta"].SetInParent()
+    with pytest.raises(ServiceError, match="'beta' is neither"):
+        decode(result.SerializeToString())
 
 
 def test_bfloat16_and_an_absent_shape():
     values = np.array([1.5, -2.0], np.float32)
     halves = (values.view(np.uint32) >> 16).astype("<u2").tobytes()
-    found = decoded(body(dense=halves, dtype=4, shape=[]).SerializeToString())
-    assert found.data[0].inputs["weights"].tolist() == [1.5, -2.0]
+    request = decode(build_request(dense=halves, dtype=4, shape=[]).SerializeToString())
+    assert request.data[0].inputs["weights"].tolist() == [1.5, -2.0]
 
 
 def test_a_million_empty_parts_are_counted_not_made(monkeypatch):
@@ -201,18 +207,18 @@ def test_the_head_of_a_body_that_is_too_large_is_enough():
             read_request_header(cut, is_complete=False)
 
 
-def step(**parameters):
+def decode_step(**parameters):
     payload = json.dumps({"model_id": RUN, "seq_id": 1, **parameters}).encode()
     return decode_request("optim_step", payload, "json", {}, RUN)
 
 
 def test_parameters_of_updates():
-    assert step(adam_params={}).adam == AdamParameters()
-    assert step(adam_params={"learning_rate": 0.5, "new": 1}).adam.learning_rate == 0.5
-    found = step(
+    assert decode_step(adam_params={}).adam == AdamParameters()
+    assert decode_step(adam_params={"learning_rate": 0.5, "new": 1}).adam.learning_rate == 0.5
+    result = decode_step(
         optimizer_params={"type": "dimuon", "learning_rate": 0.1, "beta1": 0.8, "grad_clip_norm": 2}
     )
-    assert found.muon_momentum == 0.8 and found.adam == AdamParameters(
+    assert result.muon_momentum == 0.8 and result.adam == AdamParameters(
         learning_rate=0.1, grad_clip_norm=2.0
     )
     for wrong in (
@@ -221,35 +227,38 @@ def test_parameters_of_updates():
         {"optimizer_params": {"type": "sgd"}},
     ):
         with pytest.raises(ServiceError):
-            step(**wrong)
+            decode_step(**wrong)
 
 
 def test_saving_and_loading():
-    def one(name, facts=None, **fields):
+    def decode_fields(name, facts=None, **fields):
         payload = json.dumps({"model_id": RUN, "seq_id": 3, **fields}).encode()
         return decode_request(name, payload, "json", facts or {}, RUN)
 
-    assert one("save_weights") == SaveWeights(
+    assert decode_fields("save_weights") == SaveWeights(
         model_id=RUN, path=f"tinker://{RUN}/weights/checkpoint-000003"
     )
-    assert one(
+    assert decode_fields(
         "save_weights_for_sampler", {"sampling_session_id": "s:sample:2"}, kind="inflight"
     ) == SaveForSampler(model_id=RUN, sampler_id="s:sample:2", kind="inflight")
-    assert one("save_weights_for_sampler", path="x").path == f"tinker://{RUN}/sampler_weights/x"
-    assert one("save_weights_external", path="x").external
+    assert (
+        decode_fields("save_weights_for_sampler", path="x").path
+        == f"tinker://{RUN}/sampler_weights/x"
+    )
+    assert decode_fields("save_weights_external", path="x").external
     path = "tinker://a:train:1/weights/x"
-    assert one("load_weights", path=path, optimizer=True) == LoadWeights(
+    assert decode_fields("load_weights", path=path, optimizer=True) == LoadWeights(
         model_id=RUN, path=path, optimizer=True
     )
     session = {"session_id": "s", "sampling_session_seq_id": 1}
-    found = decode_request(
+    request = decode_request(
         "create_sampler",
         json.dumps(session | {"model_path": path}).encode(),
         "json",
         {},
         "s:sample:1",
     )
-    assert found == OpenSampler(sampler_id="s:sample:1", path=path)
+    assert request == OpenSampler(sampler_id="s:sample:1", path=path)
     refused = {
         "age_encryption_recipients": (
             "save_weights_external",
@@ -265,7 +274,7 @@ def test_saving_and_loading():
     }
     for text, (kind, fields) in refused.items():
         with pytest.raises(ServiceError, match=text):
-            one(kind, {"refused": text} if text == "the fault before" else None, **fields)
+            decode_fields(kind, {"refused": text} if text == "the fault before" else None, **fields)
 
 
 PATHS = (
@@ -290,7 +299,7 @@ def test_paths_that_are_none(path):
         parse_tinker_path(path)
 
 
-def test_a_body_that_is_no_object_is_refused_in_words():
+def test_a_body_that_is_no_object_is_refused_with_a_message():
     for wrong, text in (
         (b"[1]", "body"),
         (b"{", "body"),
@@ -301,7 +310,7 @@ def test_a_body_that_is_no_object_is_refused_in_words():
             parse_request_body(CreateSession, wrong)
 
 
-def sampled(**fields):
+def encode_sample_body(**fields):
     values = {
         "sampling_session_id": "x",
         "seq_id": 0,
@@ -311,18 +320,20 @@ def sampled(**fields):
 
 
 def test_requests_for_samples():
-    found = decode_request(
-        "sample", sampled(sampling_params={"stop": "a"}), "json", {"seed": 7}, "x"
+    request = decode_request(
+        "sample", encode_sample_body(sampling_params={"stop": "a"}), "json", {"seed": 7}, "x"
     )
     assert (
-        found.prompt.tolist() == [1, 2, 3] and found.seed == 7 and found.parameters.stop == ("a",)
+        request.prompt.tolist() == [1, 2, 3]
+        and request.seed == 7
+        and request.parameters.stop == ("a",)
     )
     stops = {None: None, "[]": (), "[1, 2]": (1, 2), '["a"]': ("a",)}
     for text, expected in stops.items():
         stop = None if text is None else json.loads(text)
-        given = sampled(sampling_params={"stop": stop, "seed": 3})
-        found = decode_request("sample", given, "json", {"seed": 7}, "x")
-        assert (found.parameters.stop, found.seed) == (expected, 3)
+        payload = encode_sample_body(sampling_params={"stop": stop, "seed": 3})
+        request = decode_request("sample", payload, "json", {"seed": 7}, "x")
+        assert (request.parameters.stop, request.seed) == (expected, 3)
     tensor = {
         "data": [5, 6],
         "dtype": "int64",
@@ -330,10 +341,10 @@ def test_requests_for_samples():
         "sparse_crow_indices": [0, 1, 2],
         "sparse_col_indices": [1, 0],
     }
-    found = decode_request(
-        "sample", sampled(target_prompt_logprobs=tensor), "json", {"seed": 7}, "x"
+    request = decode_request(
+        "sample", encode_sample_body(target_prompt_logprobs=tensor), "json", {"seed": 7}, "x"
     )
-    assert found.target_prompt_logprobs.tolist() == [[-1, 5], [6, -1]]
+    assert request.target_prompt_logprobs.tolist() == [[-1, 5], [6, -1]]
 
 
 @pytest.mark.parametrize(
@@ -355,7 +366,7 @@ def test_requests_for_samples():
 )
 def test_samples_that_are_refused(fields, text):
     with pytest.raises(ServiceError, match=text) as caught:
-        decode_request("sample", sampled(**fields), "json", {"seed": 7}, "x")
+        decode_request("sample", encode_sample_body(**fields), "json", {"seed": 7}, "x")
     assert caught.value.category == "user"
 
 
@@ -368,10 +379,10 @@ def test_answers_of_ragged_datums():
     data, kind = encode_result(
         "forward_backward", ForwardBackwardResult(outputs=outputs, metrics={"loss:sum": 2.5})
     )
-    found = create_message("ForwardBackwardOutput")
-    found.ParseFromString(data)
-    assert kind == "protobuf" and dict(found.metrics) == {"loss:sum": 2.5}
-    first, second = found.loss_fn_outputs
+    message = create_message("ForwardBackwardOutput")
+    message.ParseFromString(data)
+    assert kind == "protobuf" and dict(message.metrics) == {"loss:sum": 2.5}
+    first, second = message.loss_fn_outputs
     field = first.fields["logprobs"]
     assert first.num_datums == 2 and np.frombuffer(field.offsets, "<i8").tolist() == [0, 12, 16]
     assert (
@@ -413,29 +424,36 @@ def test_answers_of_samples():
         "sparse_crow_indices": [0, 1, 2],
         "sparse_col_indices": [1, 0],
     }
-    asked = sampled(target_prompt_logprobs=tensor, prompt_logprobs=True, prompt_logprobs_last_n=1)
-    found = create_message("SampleResponse")
-    found.ParseFromString(encode_result("sample", answer, asked)[0])
-    assert found.sequences[0].stop_reason == 1 and np.frombuffer(
-        found.sequences[0].tokens, "<i4"
+    payload = encode_sample_body(
+        target_prompt_logprobs=tensor, prompt_logprobs=True, prompt_logprobs_last_n=1
+    )
+    message = create_message("SampleResponse")
+    message.ParseFromString(encode_result("sample", answer, payload)[0])
+    assert message.sequences[0].stop_reason == 1 and np.frombuffer(
+        message.sequences[0].tokens, "<i4"
     ).tolist() == [7, 8]
-    assert np.isnan(np.frombuffer(found.prompt_logprobs, "<f4")).tolist() == [True, True, False]
-    assert np.frombuffer(found.topk_prompt_logprobs.token_ids, "<i4").tolist() == [0, 0, 6]
-    assert np.frombuffer(found.target_prompt_logprobs.sparse_csr.values, "<f4").tolist() == [-5, -6]
-    found.ParseFromString(encode_result("sample", answer)[0])
-    assert np.frombuffer(found.target_prompt_logprobs.dense, "<f4").tolist() == [0, -5, -6, 0]
-    assert list(found.target_prompt_logprobs.shape) == [2, 2]
+    assert np.isnan(np.frombuffer(message.prompt_logprobs, "<f4")).tolist() == [True, True, False]
+    assert np.frombuffer(message.topk_prompt_logprobs.token_ids, "<i4").tolist() == [0, 0, 6]
+    assert np.frombuffer(message.target_prompt_logprobs.sparse_csr.values, "<f4").tolist() == [
+        -5,
+        -6,
+    ]
+    message.ParseFromString(encode_result("sample", answer)[0])
+    assert np.frombuffer(message.target_prompt_logprobs.dense, "<f4").tolist() == [0, -5, -6, 0]
+    assert list(message.target_prompt_logprobs.shape) == [2, 2]
 
 
 def test_the_clients_seed_is_that_of_adapter_and_heads():
-    """Without one it is the one drawn at acceptance, which a restart finds again."""
+    """Without a seed the one drawn at acceptance is used, which a restart finds again."""
 
-    def made(lora):
+    def decode_seeds(lora):
         body = {"session_id": "s", "model_seq_id": 0, "base_model": "base", "lora_config": lora}
         command = decode_request(
             "create_model", json.dumps(body).encode(), "json", {"seed": 99}, "r"
         )
         return command.seed, command.adapter.seed
 
-    assert made({"rank": 2, "seed": 7}) == (7, 7) and made({"rank": 2, "seed": 0}) == (0, 0)
-    assert made({"rank": 2}) == (99, 99)
+    assert decode_seeds({"rank": 2, "seed": 7}) == (7, 7) and decode_seeds(
+        {"rank": 2, "seed": 0}
+    ) == (0, 0)
+    assert decode_seeds({"rank": 2}) == (99, 99)

@@ -1,7 +1,7 @@
-"""A worker that dies anywhere: nothing is lost or done twice, and every number is that of an undisturbed run.
+"""Workers that die anywhere: nothing is lost or done twice, and every number equals that of an undisturbed run.
 
-Here its process dies in memory: an error at a fault point, after which another worker takes the folder. Processes that
-are really killed are in `test_killed_processes`.
+Here the worker dies in memory: an error at a fault point, after which another worker takes over the folder. Processes
+that are really killed are tested in `test_killed_processes`.
 """
 
 import pytest
@@ -26,12 +26,12 @@ ELSEWHERE = {
 POINTS = [
     point.name for point in FAULT_POINT_GROUPS["training service"] if point.name not in ELSEWHERE
 ]
-# Points of saving, which hits of other writers reach, too.
+# Fault points of saving, which other writers also reach.
 WRITES = ["publish.file", "publish.renamed", "pointer.written", "pointer.done", "prune.renamed"]
 
 
 class Service:
-    """Clients, store and a worker that is replaced when it breaks."""
+    """Clients, store and a worker that is replaced when it fails."""
 
     def __init__(self, folder, base, scripts=SCRIPTS, **settings):
         self.folder, self.base, self.settings = folder, base, {**SETTINGS, **settings}
@@ -61,23 +61,24 @@ class Service:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, base_folder):
-    """Answers and weights of a run without kills."""
+    """Compute answers and weights of a run without kills."""
     folder = tmp_path_factory.mktemp("undisturbed")
     service = Service(folder, base_folder).run()
-    found = answers(service.store, SCRIPTS), weights(service.store, folder)
+    results = answers(service.store, SCRIPTS), weights(service.store, folder)
     service.close()
-    assert service.deaths == 0 and len(found[1]) >= 4
-    states = [state for state, *_ in found[0].values()]
+    assert service.deaths == 0 and len(results[1]) >= 4
+    states = [state for state, *_ in results[0].values()]
+    # one of every client fails
     assert states.count("failed") == 2 and set(states) == {
         "done",
         "failed",
-    }  # one of every client fails
-    return found
+    }
+    return results
 
 
 def check_equal(service, undisturbed):
     faults.configure_faults(None)
-    assert service.store.counts().get("replay_differences", 0) == 0
+    assert service.store.read_worker_counters().get("replay_differences", 0) == 0
     assert answers(service.store, SCRIPTS) == undisturbed[0]
     assert weights(service.store, service.folder) == undisturbed[1]
     service.close()
@@ -98,7 +99,7 @@ HITS = [(point, hit) for point in POINTS for hit in (1, 2, 5) if point != "servi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("point", "hit"), [one for one in HITS if one != ("service.published", 5)]
+    ("point", "hit"), [item for item in HITS if item != ("service.published", 5)]
 )  # four samplers are
 def test_a_worker_that_dies_at_a_point(point, hit, tmp_path, base_folder, undisturbed):
     faults.configure_faults(f"{point}:{hit}:raise,service.replayed:{hit}:raise")
@@ -108,12 +109,12 @@ def test_a_worker_that_dies_at_a_point(point, hit, tmp_path, base_folder, undist
 
 
 def test_a_disk_that_refuses_snapshots_costs_time_and_nothing_else(tmp_path, base_folder, caplog):
-    """Each kind of write fails once: no snapshot or half of one is there; the next worker computes what is missing."""
+    """Each kind of write fails once: no partial snapshot remains, and the next worker computes what is missing."""
     requests = [create("r")]
     for step in range(6):
         requests += [loss("r", 2 * step + 1, random_data(step)), update("r", 2 * step + 2)]
     scripts = [[Line(request) for request in requests]]
-    found = []
+    results = []
     for name, plan in (
         ("plain", None),
         ("refused", ",".join(f"{point}:1:raise" for point in WRITES)),
@@ -122,7 +123,7 @@ def test_a_disk_that_refuses_snapshots_costs_time_and_nothing_else(tmp_path, bas
         service = Service(tmp_path / name, base_folder, scripts, snapshot_steps=1).run()
         service.worker = service.new_worker()
         service.worker._runs.ensure_loaded("r")
-        found.append(
+        results.append(
             (
                 answers(service.store, scripts),
                 bits(service.worker._executor._engine.state_dict("r")),
@@ -132,7 +133,7 @@ def test_a_disk_that_refuses_snapshots_costs_time_and_nothing_else(tmp_path, bas
         assert service.deaths in ((1, 2) if plan else (0,))
         assert service.store.read_worker_counters().get("replay_differences", 0) == 0
         service.close()
-    assert found[0] == found[1] and caplog.text.count("no snapshot") == 3
+    assert results[0] == results[1] and caplog.text.count("no snapshot") == 3
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The start of a worker: what one that was killed had no time for, before anything else is done."""
+"""Start of a worker: it finishes what a killed worker had no time for, before anything else."""
 
 import pytest
 from helpers.service import bits, random_data
@@ -11,8 +11,8 @@ from rl_core.storage import faults
 from rl_core.storage.faults import InjectedFault
 
 
-class Place:
-    """A store, and workers over it, one after the other."""
+class WorkerFolder:
+    """Store with workers that use it one after the other."""
 
     def __init__(self, folder, base):
         self.folder, self.base = folder, base
@@ -20,7 +20,7 @@ class Place:
         self.worker = self.new_worker()
 
     def new_worker(self):
-        """A worker as `run` begins it."""
+        """Start a worker as `run_until_stopped` does."""
         self.store.reset_running_requests()
         self.worker = EngineProcess(
             settings_of(self.folder, self.base, snapshot_steps=1), self.store
@@ -28,19 +28,19 @@ class Place:
         self.worker._runs.recover_after_crash()
         return self.worker
 
-    def go(self, *requests):
+    def execute(self, *requests):
         stored = [self.store.accept_request(request) for request in requests]
         while self.worker.step(wait=0.0):
             pass
         self.worker._runs.wait_for_snapshots()
-        return [self.store.find_request(one.request_id) for one in stored]
+        return [self.store.find_request(item.request_id) for item in stored]
 
     def die_when_finished(self, request):
-        """The worker ends between the answer of a request and what comes after it."""
+        """Kill the worker between the answer of a request and what follows it."""
         self.store.accept_request(request)
         faults.configure_faults("service.finished:1:raise")
         with pytest.raises(InjectedFault):
-            self.go()
+            self.execute()
         faults.configure_faults("")
 
     def weights(self, run):
@@ -49,13 +49,13 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path, base_folder):
-    made = Place(tmp_path / "place", base_folder)
+    made = WorkerFolder(tmp_path / "place", base_folder)
     yield made
     made.store.close()
 
 
 def test_a_worker_killed_at_the_end_of_a_run_leaves_no_snapshots(place):
-    place.go(
+    place.execute(
         create("r"),
         loss("r", 1, random_data(1)),
         update("r", 2),
@@ -65,33 +65,33 @@ def test_a_worker_killed_at_the_end_of_a_run_leaves_no_snapshots(place):
     )
     place.die_when_finished(unload("r", 3))
     left = place.folder / "snapshots"
-    assert place.store.run("r").state == "unloaded" and sorted(
-        one.name for one in left.iterdir()
+    assert place.store.find_run("r").state == "unloaded" and sorted(
+        path.name for path in left.iterdir()
     ) == ["r", "s"]
     place.new_worker()
-    assert [one.name for one in left.iterdir()] == ["s"]
-    assert [one.state for one in place.go(loss("s", 3, random_data(2)))] == ["done"]
+    assert [path.name for path in left.iterdir()] == ["s"]
+    assert [item.state for item in place.execute(loss("s", 3, random_data(2)))] == ["done"]
 
 
-def changed(place):
-    """Other weights under the path that was loaded."""
-    place.go(
+def overwrite_path(place):
+    """Save other weights under the path that was loaded."""
+    place.execute(
         loss("a", 4, random_data(3)),
         update("a", 5, learning_rate=0.5),
         save("a", 6, "x", overwrite=True),
     )
 
 
-def withdrawn(place):
+def delete_path(place):
     place.store.delete_checkpoint("tinker://a/weights/x")
-    place.worker._housekeeping.now()
+    place.worker._housekeeping.run_now()
 
 
-@pytest.mark.parametrize("then", [changed, withdrawn], ids=["overwritten", "deleted"])
+@pytest.mark.parametrize("then", [overwrite_path, delete_path], ids=["overwritten", "deleted"])
 def test_loaded_weights_are_kept_before_their_path_may_change(place, then):
-    """Killed between the answer to `load_weights` and the run's snapshot: replay would read the path again."""
+    """Killed between the answer to `load_weights` and the run's snapshot: replay must not read the path again."""
     path = "tinker://a/weights/x"
-    place.go(
+    place.execute(
         create("a"),
         loss("a", 1, random_data(1)),
         update("a", 2, learning_rate=0.5),
@@ -102,6 +102,6 @@ def test_loaded_weights_are_kept_before_their_path_may_change(place, then):
     place.die_when_finished(load("b", 1, path))
     place.new_worker()
     then(place)
-    (answer,) = place.go(loss("b", 2, random_data(4), forward_only=True))
+    (answer,) = place.execute(loss("b", 2, random_data(4), forward_only=True))
     assert answer.state == "done" and place.weights("b") == saved
-    assert place.store.counts().get("replay_differences", 0) == 0
+    assert place.store.read_worker_counters().get("replay_differences", 0) == 0

@@ -40,5 +40,5 @@ def test_a_function_of_columns_scores_both_evaluations(policy, tmp_path, monkeyp
 
 
 def test_rewards_that_look_at_a_model_are_refused(policy):
-    with pytest.raises(SettingsError, match="look at a model while it trains"):
+    with pytest.raises(SettingsError, match="need a model in training"):
         played(policy, rewards={"coherence": 1.0})

@@ -133,6 +133,6 @@ def test_held_out_partners_come_from_training_where_all_prompts_are_the_same():
 
 
 def test_the_stage_s_finding_says_what_was_compared():
-    assert "more than its start did" in _describe_accuracy("dpo", 0.5, 4)
+    assert "more than the initial policy did" in _describe_accuracy("dpo", 0.5, 4)
     assert "more than the rejected one" in _describe_accuracy("orpo", 0.5, 4)
     assert "label's side of the reference point" in _describe_accuracy("kto", 0.5, 4)

@@ -102,7 +102,7 @@ def test_ctrl_c_and_again_give_the_same_weights_with_and_without_a_folder(tmp_pa
     whole = train()
     whole.run()
     stopped = train(stop_at=1)
-    with pytest.raises(rl_core.Stopped, match="run\\(\\) goes on from here"):
+    with pytest.raises(rl_core.Stopped, match="run\\(\\) continues from here"):
         stopped.run()
     assert stopped.memory.state.iteration == 2
     assert stopped.run().iterations == 4
@@ -177,7 +177,7 @@ def test_a_loss_of_the_user_s_by_path_and_by_hand(tmp_path, monkeypatch):
     )
     by_hand.run()
     assert by_hand.settings.loss == "plain"
-    with pytest.raises(rl_core.SettingsError, match="loss: 'nowhere' is no import path"):
+    with pytest.raises(rl_core.SettingsError, match="loss: 'nowhere' is not an import path"):
         train(loss="nowhere")
 
 
@@ -377,11 +377,11 @@ def refused(match, error=rl_core.SettingsError, **arguments):
 def test_what_is_refused_before_anything_is_played(tmp_path):
     refused("neither is given")
     refused("both are given", environment=Echo(), prompts=["a"], reward=length)
-    refused("prompts alone reward nothing", prompts=["a"])
-    refused("prompts alone reward nothing", prompts=["a"], reward={"task": 1.0, length: 0.0})
-    refused("is a class; hand in Echo\\(\\)", environment=Echo)
+    refused("prompts have no reward", prompts=["a"])
+    refused("prompts have no reward", prompts=["a"], reward={"task": 1.0, length: 0.0})
+    refused("is a class; pass Echo\\(\\)", environment=Echo)
     refused("make_environment", environment="echo")
-    refused("is no reward", prompts=["a"], reward=3)
+    refused("is not a reward", prompts=["a"], reward=3)
     refused("two parts are named", prompts=["a"], reward=[length, length])
     refused(
         "given twice",
@@ -400,7 +400,7 @@ def test_what_is_refused_before_anything_is_played(tmp_path):
     refused("needs eval_every", environment=Echo(), settings=settings(patience=1))
     refused("neither a function nor an object", environment=Echo(), callbacks=[3])
     refused(
-        "Llama.* is no model.*with its tokenizer", model=small_policy().model, environment=Echo()
+        "Llama.* is not a model.*with its tokenizer", model=small_policy().model, environment=Echo()
     )
     refused("create_policy", model=rl_core.ModelSettings(), environment=Echo())
     refused(
@@ -416,7 +416,7 @@ def test_what_is_refused_before_anything_is_played(tmp_path):
         )
     with pytest.raises(rl_core.SettingsError, match=r"heldout: 1\.5"):
         rl_core.sft(small_policy(), DEMONSTRATIONS, heldout=1.5)
-    with pytest.raises(rl_core.SettingsError, match="hand in a list"):
+    with pytest.raises(rl_core.SettingsError, match="pass a list"):
         rl_core.generate(small_policy(), "a question")
 
 
@@ -476,7 +476,7 @@ def test_a_changed_run_resumes_on_demand_or_begins_anew_and_keeps_what_was_there
     (aside,) = tmp_path.glob("checkpoints.aside*")
     assert list(aside.glob("checkpoint-*/state.json")) and str(aside) in caplog.text
     assert train(tmp_path, iterations=3, learning_rate=3e-2).run().resumed_iteration == 2
-    with pytest.raises(rl_core.SettingsError, match="has begun in this process"):
+    with pytest.raises(rl_core.SettingsError, match="has already started in this process"):
         begun = train(iterations=2)
         begun.run()
         begun.outcome = None

@@ -158,7 +158,7 @@ def test_a_saved_network_acts_as_before(tmp_path, actions):
 
 def test_what_is_no_network_is_refused(tmp_path):
     with pytest.raises(
-        ModelError, match=r"network.json' cannot be read .*; name the folder of a trained network"
+        ModelError, match=r"network.json' cannot be read .*; pass the folder of a trained network"
     ):
         load_network(tmp_path)
     publish_network(made(), tmp_path / "net", "Walk-v0")

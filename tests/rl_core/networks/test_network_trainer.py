@@ -253,7 +253,7 @@ def test_vectors_that_reset_by_themselves_are_learned_from(mode):
     assert (trainer.environment_steps < 40 * 64) == (
         mode == "NextStep"
     )  # steps that only reset are not counted
-    with pytest.raises(SettingsError, match="a VectorEnv alone has no held-out episodes"):
+    with pytest.raises(SettingsError, match="a VectorEnv has no held-out episodes"):
         trainer.evaluate_on_test_seeds()
 
 

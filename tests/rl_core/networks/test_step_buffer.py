@@ -135,7 +135,7 @@ def test_vtrace_by_hand():
 def test_the_buffer_has_one_size_and_keeps_its_memory():
     buffer = filled([[1.0]], [[1.0]], [[False]], [[False]], [[1.0]])
     memory = buffer.observations.ctypes.data
-    with pytest.raises(DataError, match="the buffer holds 1 steps already"):
+    with pytest.raises(DataError, match="the buffer already contains 1 steps"):
         buffer.add_step(*[None] * 3)
     buffer.clear_steps()
     assert buffer.num_filled == 0 and buffer.observations.ctypes.data == memory

@@ -147,7 +147,7 @@ def test_an_environment_that_raises_is_named_with_its_seeds():
         play(environment, [[0, 0]] * 5)
     assert str(found.value) == (
         "environment 'Walk' (seeds of the episodes: [40, 41], steps: [2, 2]) raised ValueError in step: the floor gave "
-        "way. Nothing of this iteration is learned from; mend the environment and start the same command again"
+        "way. This iteration is discarded; fix the environment and run the same command again"
     )
 
 
@@ -161,7 +161,7 @@ def test_a_reward_that_is_no_number_is_a_fault():
 def test_same_step_without_final_observations_is_a_fault():
     environment = made(walkers(1, "SameStep"))
     environment.inner.step = lambda actions: (np.zeros((1, 2)), [0.0], [True], [False], {})
-    with pytest.raises(EnvironmentFault, match="infos hold no 'final_obs'"):
+    with pytest.raises(EnvironmentFault, match="infos contain no 'final_obs'"):
         environment.step(np.array([0]))
 
 
@@ -207,7 +207,7 @@ def test_modes_that_reset_by_themselves_begin_new_episodes(caplog):
     assert not environment.can_restore
     other = VectorEnvironment(walkers(2, "NextStep"), "Walk", lambda: 5)
     other.load_state_dict(environment.state_dict())
-    assert "cannot be played again: resumed with new ones" in caplog.text
+    assert "cannot be replayed: resumed with new ones" in caplog.text
     assert other.lengths_N.tolist() == [0, 0] and (other.observations_ND[:, 1] == 0).all()
 
 

@@ -269,9 +269,8 @@ def test_compiled_steps_and_norms_are_torchs(threads):
         for mine, torchs in zip(found, wanted, strict=True):
             for index in (0, 2, 3, 4):
                 assert torch.allclose(mine[index], torchs[index], rtol=1e-6, atol=1e-7)
-            if (
-                torch.backends.cpu.get_cpu_capability() == "AVX512"
-            ):  # where torch's own order is known
+            # where torch's own order is known
+            if torch.backends.cpu.get_cpu_capability() == "AVX512":
                 assert bits([mine[i] for i in (0, 2, 3, 4)]) == bits(
                     [torchs[i] for i in (0, 2, 3, 4)]
                 )

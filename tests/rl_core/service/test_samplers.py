@@ -69,9 +69,8 @@ def test_equal_seeds_give_equal_samples_whatever_is_beside_them(engine):
     assert tokens(beside) == tokens(alone)
     for one, other in zip(beside.sequences, alone.sequences, strict=True):
         assert np.allclose(one.logprobs, other.logprobs, atol=1e-6)
-    assert (
-        tokens(ask(engine, num_samples=1)) == tokens(alone)[:1]
-    )  # a sample does not depend on their number
+    # a sample does not depend on their number
+    assert tokens(ask(engine, num_samples=1)) == tokens(alone)[:1]
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,8 @@ def test_every_bit_of_the_manifest_is_guarded(tmp_path):
         data[position] ^= 1
         path.write_bytes(bytes(data))
         with contextlib.suppress(CorruptError):
-            assert (
-                read_manifest(tmp_path / "model") == meaning
-            )  # white space for white space: nothing changed
+            # white space for white space: nothing changed
+            assert read_manifest(tmp_path / "model") == meaning
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", "..\\secret", ""])

@@ -130,7 +130,7 @@ def test_a_link_under_the_name_of_a_temporary_folder_is_replaced(tmp_path, victi
 def test_pipes_and_folders_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for flags in (os.O_WRONLY | os.O_APPEND, os.O_RDWR):
-        with pytest.raises(CheckpointError, match="is no regular file"):
+        with pytest.raises(CheckpointError, match="is not a regular file"):
             open_owned_file(tmp_path / "pipe", flags)
     with pytest.raises(OSError, match="directory"):
         open_owned_file(tmp_path, os.O_RDWR)

@@ -50,9 +50,8 @@ def test_the_second_version_replaces_the_first_as_a_whole(tmp_path, file_system,
     assert content(target) == {"config.json": "2", "model.safetensors": "2"}
     verify_folder(target)
     assert os.listdir(target.parent) == ["model"]
-    assert (target in removed) == (
-        file_system == "no exchange"
-    )  # exchanged, there was a model at every moment
+    # exchanged, there was a model at every moment
+    assert (target in removed) == (file_system == "no exchange")
 
 
 def test_an_error_keeps_the_first_version(tmp_path, file_system):

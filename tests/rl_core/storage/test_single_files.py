@@ -54,11 +54,11 @@ def test_devices_and_pipes_are_not_replaced(tmp_path):
     """`--out /dev/stdout` as root would otherwise put a file in its place."""
     os.mkfifo(tmp_path / "pipe")
     with (
-        pytest.raises(CheckpointError, match="pipe: is no regular file"),
+        pytest.raises(CheckpointError, match="pipe: is not a regular file"),
         replace_file(tmp_path / "pipe"),
     ):
         raise AssertionError("not opened")
-    with pytest.raises(CheckpointError, match="is no regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         write_text_atomic(os.devnull, "x")
 
 

@@ -34,11 +34,11 @@ def test_genuine_thoughts_pass():
 @pytest.mark.parametrize(
     ("means", "part"),
     [
-        ((0.0, -1.0, -1.0, -1.0), "not above 0 for sure"),
-        ((-0.5, -1.5, -1.5, -1.5), "not above 0 for sure"),
-        ((1.0, 1.0, 0.0, 0.0), "shuffled thoughts do not lose for sure"),
-        ((1.0, 0.0, 1.2, 0.0), "filler thoughts do not lose for sure"),
-        ((1.0, 0.0, 0.0, 1.1), "truncated thoughts do not lose for sure"),
+        ((0.0, -1.0, -1.0, -1.0), "not significantly above 0"),
+        ((-0.5, -1.5, -1.5, -1.5), "not significantly above 0"),
+        ((1.0, 1.0, 0.0, 0.0), "shuffled thoughts do not lose significantly"),
+        ((1.0, 0.0, 1.2, 0.0), "filler thoughts do not lose significantly"),
+        ((1.0, 0.0, 0.0, 1.1), "truncated thoughts do not lose significantly"),
         ((1.0, 0.7, 0.0, 0.0), "shuffled thoughts lose 3"),
         ((1.0, 0.0, 0.7, 0.0), "filler thoughts lose 3"),
     ],

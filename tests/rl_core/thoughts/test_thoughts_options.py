@@ -356,7 +356,7 @@ def test_a_genuine_check_ends_the_training_and_a_resume_knows(
 
 def test_a_check_without_answers_is_not_genuine():
     def nothing():
-        raise DataError("no turn of these episodes gave an answer")
+        raise DataError("no turn of these episodes has an answer")
 
     check = GenuinenessCheck(ThoughtsSettings(check_every_episodes=1, stop_when_genuine=True), 8)
     assert check.run_check(nothing, 5) == {"thoughts/check_genuine": 0.0} and check.finished == ""

@@ -114,5 +114,5 @@ def test_preferences_and_reward_models_keep_theirs(tmp_path):
 
 
 def test_without_a_folder_there_is_no_place_for_them():
-    with pytest.raises(rl_core.SettingsError, match="keep_epochs: names no place"):
+    with pytest.raises(rl_core.SettingsError, match="keep_epochs: needs an output folder"):
         sft(None, keep_epochs=1).run()

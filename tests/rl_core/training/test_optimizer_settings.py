@@ -412,7 +412,7 @@ def test_a_checkpointed_model_still_plays():
 
 def test_a_model_that_cannot_checkpoint_says_so():
     with pytest.raises(
-        SettingsError, match="activation_checkpointing: Linear is no transformers model"
+        SettingsError, match="activation_checkpointing: Linear contains no transformers model"
     ):
         OptimizerStep(nn.Linear(1, 1), OptimizerSettings(activation_checkpointing=True), 10)
 

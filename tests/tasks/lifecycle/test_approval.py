@@ -1,4 +1,4 @@
-"""Asking for approval and answering, on a real store: tags, aliases, deadlines, and a champion that moved meanwhile."""
+"""Approval requests and answers with a real store: tags, aliases, deadlines, and a champion that moved meanwhile."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def tracking(tmp_path_factory):
 
 @pytest.fixture
 def model(tracking, request):
-    """Name of a registered model of the test's own with versions 1 to 3; 1 is champion."""
+    """Create a registered model for the test with versions 1 to 3; 1 is champion."""
     name = request.node.name.replace("[", "-").replace("]", "")
     client = tracking.store.client
     client.create_registered_model(name)
@@ -40,7 +40,7 @@ def model(tracking, request):
     return name
 
 
-def asking(tracking, name, version=2, champion=1, seconds=60.0, **place):
+def request_approval_of(tracking, name, version=2, champion=1, seconds=60.0, **origin):
     request = ApprovalRequest(
         name=name,
         version=version,
@@ -49,21 +49,23 @@ def asking(tracking, name, version=2, champion=1, seconds=60.0, **place):
         champion=champion,
         deadline=float(int(time.time() + seconds)),
         reason="gain +5",
-        **place,
+        **origin,
     )
     tracking.tag_version(name, version, {"gate.reason": "gain +5"})
     return request_approval(tracking, request)
 
 
-def tags(tracking, name, version=2):
+def read_tags(tracking, name, version=2):
     return tracking.registry.fetch_version(name, version).tags
 
 
-def test_what_is_asked_is_on_the_version(tracking, model):
-    request = asking(tracking, model, run="demo · 1", run_id="abcdef", flow_run_id="f")
-    found = tags(tracking, model)
-    assert found["approval.state"] == "waiting" and found["gate.decision"] == "awaiting approval"
-    assert found["approval.champion"] == "1" and found["approval.deadline"] == request.deadline_text
+def test_a_request_is_tagged_on_the_version(tracking, model):
+    request = request_approval_of(tracking, model, run="demo · 1", run_id="abcdef", flow_run_id="f")
+    result = read_tags(tracking, model)
+    assert result["approval.state"] == "waiting" and result["gate.decision"] == "awaiting approval"
+    assert (
+        result["approval.champion"] == "1" and result["approval.deadline"] == request.deadline_text
+    )
     assert read_approval_request(tracking.registry.fetch_version(model, 2)) == dataclasses.replace(
         request, reason="gain +5"
     )
@@ -73,17 +75,17 @@ def test_what_is_asked_is_on_the_version(tracking, model):
     ] == [model]
 
 
-def test_yes_moves_the_champion_and_says_who_when_why(tracking, model):
-    request = asking(tracking, model)
+def test_approval_moves_the_champion_and_records_who_when_why(tracking, model):
+    request = request_approval_of(tracking, model)
     done = answer_request(tracking, request, approve=True, answered_by="ada", note="fine")
     assert tracking.find_champion(model).version == 2
-    found = tags(tracking, model)
-    assert (found["approval.state"], found["approval.by"], found["approval.note"]) == (
+    result = read_tags(tracking, model)
+    assert (result["approval.state"], result["approval.by"], result["approval.note"]) == (
         "approved",
         "ada",
         "fine",
     )
-    assert found["gate.decision"] == "promoted" and found["approval.when"].endswith(" UTC")
+    assert result["gate.decision"] == "promoted" and result["approval.when"].endswith(" UTC")
     assert (
         done.summary
         == f"version 2 of {model} promoted: approved by ada on {done.when}: fine; gain +5"
@@ -92,13 +94,15 @@ def test_yes_moves_the_champion_and_says_who_when_why(tracking, model):
 
 
 def test_no_leaves_the_champion(tracking, model):
-    done = answer_request(tracking, asking(tracking, model), approve=False, answered_by="ada")
+    done = answer_request(
+        tracking, request_approval_of(tracking, model), approve=False, answered_by="ada"
+    )
     assert tracking.find_champion(model).version == 1 and done.state == "rejected"
-    assert tags(tracking, model)["gate.decision"] == "rejected by hand"
+    assert read_tags(tracking, model)["gate.decision"] == "rejected by hand"
 
 
 def test_a_second_answer_is_refused(tracking, model):
-    request = asking(tracking, model)
+    request = request_approval_of(tracking, model)
     answer_request(tracking, request, approve=False, answered_by="ada", note="worse")
     with pytest.raises(
         SettingsError,
@@ -109,7 +113,7 @@ def test_a_second_answer_is_refused(tracking, model):
 
 
 def test_a_champion_that_moved_meanwhile_is_not_overtaken(tracking, model):
-    request = asking(tracking, model)
+    request = request_approval_of(tracking, model)
     tracking.set_champion(model, 3)
     done = answer_request(tracking, request, approve=True, answered_by="ada")
     assert tracking.find_champion(model).version == 3 and done.state == "superseded"
@@ -118,14 +122,14 @@ def test_a_champion_that_moved_meanwhile_is_not_overtaken(tracking, model):
 
 
 def test_no_champion_then_and_one_now(tracking, model):
-    request = asking(tracking, model, champion=None)
+    request = request_approval_of(tracking, model, champion=None)
     assert answer_request(tracking, request, approve=True, answered_by="ada").state == "superseded"
     assert tracking.find_champion(model).version == 1
 
 
 @pytest.mark.parametrize("how", ["answer", "expire"])
 def test_the_deadline_rejects(tracking, model, how, monkeypatch):
-    request = asking(tracking, model, seconds=30)
+    request = request_approval_of(tracking, model, seconds=30)
     monkeypatch.setattr(approval.time, "time", lambda: request.deadline + 1)
     if how == "answer":
         with pytest.raises(SettingsError, match=r"nobody approved it until .*asks again"):
@@ -134,13 +138,11 @@ def test_the_deadline_rejects(tracking, model, how, monkeypatch):
         assert [late.state for late in expire_requests(tracking, model)] == ["timed out"]
         assert expire_requests(tracking, model) == []
     assert tracking.find_champion(model).version == 1
-    assert tags(tracking, model)["gate.decision"] == "approval timed out"
+    assert read_tags(tracking, model)["gate.decision"] == "approval timed out"
 
 
-def test_a_form_that_prefect_took_in_time_counts_though_it_arrives_late(
-    tracking, model, monkeypatch
-):
-    request = asking(tracking, model)
+def test_a_form_submitted_in_time_counts_though_it_arrives_late(tracking, model, monkeypatch):
+    request = request_approval_of(tracking, model)
     monkeypatch.setattr(approval.time, "time", lambda: request.deadline + 1)
     assert (
         answer_request(tracking, request, approve=True, answered_by="ada", in_time=True).state
@@ -149,43 +151,45 @@ def test_a_form_that_prefect_took_in_time_counts_though_it_arrives_late(
 
 
 def test_asking_again_forgets_the_old_answer(tracking, model):
-    answer_request(tracking, asking(tracking, model), approve=False, answered_by="ada", note="no")
-    asking(tracking, model)
-    found = tags(tracking, model)
+    answer_request(
+        tracking, request_approval_of(tracking, model), approve=False, answered_by="ada", note="no"
+    )
+    request_approval_of(tracking, model)
+    result = read_tags(tracking, model)
     assert (
-        found["approval.state"] == "waiting"
-        and not found["approval.by"]
-        and not found["approval.note"]
+        result["approval.state"] == "waiting"
+        and not result["approval.by"]
+        and not result["approval.note"]
     )
 
 
-def test_the_runs_that_asked_say_what_was_decided(tracking, model, tmp_path):
+def test_requesting_runs_record_the_decision(tracking, model, tmp_path):
     with tracking.start_run("demo", tmp_path / "run") as run:
         run_id = delivered_run_id(run)
         record = tracking.output / model / "runs" / "1" / "run.json"
         record.parent.mkdir(parents=True)
         record.write_text(json.dumps({"run_id": run_id, "status": "waiting", "only": None}))
-        request = asking(tracking, model, run="demo", run_id=run_id)
+        request = request_approval_of(tracking, model, run="demo", run_id=run_id)
         run.set_tags({"result": f"policy 50%; {request.summary}"})
         run.set_description(f"| promote | {request.summary} |")
         run.flush(20)
     done = answer_request(
         tracking, reload_request(tracking, request), approve=True, answered_by="ada"
     )
-    found = tracking.store.client.get_run(run_id).data.tags
+    result = tracking.store.client.get_run(run_id).data.tags
     assert (
-        found["result"] == f"policy 50%; {done.summary}"[:250] and found["approval"] == "approved"
+        result["result"] == f"policy 50%; {done.summary}"[:250] and result["approval"] == "approved"
     )
-    assert found["mlflow.note.content"] == f"| promote | {done.summary} |"
+    assert result["mlflow.note.content"] == f"| promote | {done.summary} |"
     answer_of_page = {"before": request.summary, "now": done.summary}
     left = {"run_id": run_id, "status": "finished", "only": None, "answer": answer_of_page}
     assert json.loads(record.read_text()) == left
 
 
 @pytest.mark.parametrize("written", [0, 1, 4])
-def test_an_answer_that_was_cut_off_was_not_given(tracking, model, monkeypatch, written):
-    """The state is the last of five tags: with it all others are there."""
-    request = asking(tracking, model)
+def test_an_interrupted_answer_was_not_given(tracking, model, monkeypatch, written):
+    """The state is the last of five tags: once it is written, all others are there."""
+    request = request_approval_of(tracking, model)
     tag, done = tracking.store.client.set_model_version_tag, []
 
     def cut(*arguments):
@@ -199,16 +203,16 @@ def test_an_answer_that_was_cut_off_was_not_given(tracking, model, monkeypatch, 
             answer_request(tracking, request, approve=False, answered_by="ada")
     assert reload_request(tracking, request).is_waiting
     answer_request(tracking, request, approve=False, answered_by="ada")
-    found = tags(tracking, model)
-    assert (found["approval.by"], found["gate.decision"]) == ("ada", "rejected by hand")
+    result = read_tags(tracking, model)
+    assert (result["approval.by"], result["gate.decision"]) == ("ada", "rejected by hand")
 
 
 @pytest.mark.parametrize("end", ["", " …"], ids=["cut", "ellipsis"])
-def test_an_answer_is_noted_on_the_run_by_whoever_finds_it_there(tracking, model, tmp_path, end):
-    """Of a cut result too, and as often as it is noted."""
+def test_an_answer_is_recorded_on_the_run_later(tracking, model, tmp_path, end):
+    """Also on a truncated result, and repeatedly."""
     with tracking.start_run("demo", tmp_path / "run") as run:
         run_id = delivered_run_id(run)
-        request = asking(tracking, model, run="demo", run_id=run_id)
+        request = request_approval_of(tracking, model, run="demo", run_id=run_id)
         run.set_tags({"result": f"policy 50%; {request.summary}"[:40].rstrip() + end})
         run.set_description(f"| promote | {request.summary} |")
         run.flush(20)
@@ -227,12 +231,12 @@ def test_an_answer_is_noted_on_the_run_by_whoever_finds_it_there(tracking, model
     )
     for _ in range(2):
         approval.record_answer(tracking, done)
-        found = tracking.store.client.get_run(run_id).data.tags
+        result = tracking.store.client.get_run(run_id).data.tags
         assert (
-            found["result"] == f"policy 50%; {done.summary}"[:250]
-            and found["approval"] == "rejected"
+            result["result"] == f"policy 50%; {done.summary}"[:250]
+            and result["approval"] == "rejected"
         )
-        assert found["mlflow.note.content"] == f"| promote | {done.summary} |"
+        assert result["mlflow.note.content"] == f"| promote | {done.summary} |"
 
 
 def test_the_same_answer_given_again_finishes_one_that_was_killed(tracking, model, tmp_path):
@@ -240,7 +244,7 @@ def test_the_same_answer_given_again_finishes_one_that_was_killed(tracking, mode
 
     with tracking.start_run(f"{model} · 1", tmp_path / "run") as run:
         run_id = delivered_run_id(run)
-        request = asking(tracking, model, run=f"{model} · 1", run_id=run_id)
+        request = request_approval_of(tracking, model, run=f"{model} · 1", run_id=run_id)
     faults.configure_faults("approval.settled:1:raise")
     try:
         with pytest.raises(faults.InjectedFault):
@@ -262,14 +266,16 @@ def test_the_same_answer_given_again_finishes_one_that_was_killed(tracking, mode
         ] == "approved" and moved == [2]
         tracking.set_champion(model, 3)
         decide_approval(tracking.output, uri, model, approve=True)
-    assert tracking.find_champion(model).version == 3 and moved == [
-        2
-    ]  # not moved back to what was approved before
+    # not moved back to the version approved before
+    assert tracking.find_champion(model).version == 3 and moved == [2]
 
 
-def test_a_run_that_is_gone_does_not_hinder(tracking, model):
+def test_a_missing_run_does_not_prevent_the_answer(tracking, model):
     done = answer_request(
-        tracking, asking(tracking, model, run_id="0" * 32), approve=True, answered_by="ada"
+        tracking,
+        request_approval_of(tracking, model, run_id="0" * 32),
+        approve=True,
+        answered_by="ada",
     )
     assert done.state == "approved" and tracking.find_champion(model).version == 2
 
@@ -283,38 +289,33 @@ def test_the_same_comparison_with_another_version_of_the_champions_model(trackin
         "approval_timeout_seconds": 9,
         "reason": "gain over champion version 1 +5.0 points",
     }
-    asked_now = approval.build_approval_request(summary, 2, run="r")
-    assert (
-        asked_now.champion == 2 and asked_now.reason == "gain over champion version 2 +5.0 points"
-    )
-    assert asked_now.run == "r" and approval.build_approval_request(summary, None).champion is None
+    request = approval.build_approval_request(summary, 2, run="r")
+    assert request.champion == 2 and request.reason == "gain over champion version 2 +5.0 points"
+    assert request.run == "r" and approval.build_approval_request(summary, None).champion is None
 
 
-# The command
-
-
-def test_the_run_is_found_by_name_pipeline_or_id(tracking, model):
+def test_a_run_is_selected_by_name_pipeline_or_id(tracking, model):
     from posttrain.cli.approvals import find_pending_request
 
-    request = asking(tracking, model, run=f"{model} · 2026", run_id="0123456789")
+    request = request_approval_of(tracking, model, run=f"{model} · 2026", run_id="0123456789")
     known = list_approval_requests(tracking)
     for text in (f"{model} · 2026", model, "012345", "0123456789"):
         assert find_pending_request(tracking, known, text).run_id == request.run_id
     with pytest.raises(DataError, match="no run"):
         find_pending_request(tracking, known, "01234")  # too short to mean an id
-    asking(tracking, model, version=3, run=f"{model} · 2027", run_id="9876543210")
+    request_approval_of(tracking, model, version=3, run=f"{model} · 2027", run_id="9876543210")
     with pytest.raises(SettingsError, match="matches several pending runs"):
         find_pending_request(tracking, list_approval_requests(tracking), model)
 
 
-def test_what_cannot_be_decided_is_said(tracking, model, tmp_path):
+def test_undecidable_requests_are_refused(tracking, model, tmp_path):
     from posttrain.cli.approvals import decide_approval, find_pending_request
 
     with tracking.start_run("plain · 1", tmp_path / "run") as run:
         delivered_run_id(run)
     with pytest.raises(SettingsError, match="'plain' asked for no approval"):
         find_pending_request(tracking, [], "plain")
-    request = asking(tracking, model, run=f"{model} · 2026", run_id="a" * 32)
+    request = request_approval_of(tracking, model, run=f"{model} · 2026", run_id="a" * 32)
     answer_request(tracking, request, approve=False, answered_by="ada")
     with pytest.raises(
         SettingsError, match=f"'{model}' is not pending: version 2 .* rejected by ada"
@@ -322,9 +323,8 @@ def test_what_cannot_be_decided_is_said(tracking, model, tmp_path):
         find_pending_request(tracking, list_approval_requests(tracking), model)
     uri = tracking.store.uri
     with pytest.raises(SettingsError, match=r"is not pending: version 2 .* rejected by ada"):
-        decide_approval(
-            tracking.output, uri, model, approve=True
-        )  # another answer than the one that was given
+        # another answer than the one that was given
+        decide_approval(tracking.output, uri, model, approve=True)
     assert "answered before: version 2" in decide_approval(
         tracking.output, uri, model, approve=False, by="ada"
     )
@@ -338,7 +338,7 @@ def test_what_cannot_be_decided_is_said(tracking, model, tmp_path):
 def test_the_command_shows_then_decides(tracking, model):
     from posttrain.cli.approvals import decide_approval
 
-    asking(tracking, model, run=f"{model} · 2026", run_id="b" * 32)
+    request_approval_of(tracking, model, run=f"{model} · 2026", run_id="b" * 32)
     uri = tracking.store.uri
     assert f"{model} · 2026" in decide_approval(tracking.output, uri, None, approve=None)
     shown = decide_approval(tracking.output, uri, model, approve=None, store_options=" --output x")
@@ -351,9 +351,6 @@ def test_the_command_shows_then_decides(tracking, model):
         tracking.output, uri, model, approve=True, by="me"
     )
     assert tracking.find_champion(model).version == 2
-
-
-# The promote stage
 
 
 @pytest.mark.parametrize(
@@ -406,8 +403,8 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
         resumed=False,
         options=RunOptions(flow_run=FlowRunAddress(id="f", api="http://x")),
     )
-    found = promote._attach_approval_request(pipeline_run, result, 1)
-    assert len(calls) == asks and found.summary["decision"] == decision
+    results = promote._attach_approval_request(pipeline_run, result, 1)
+    assert len(calls) == asks and results.summary["decision"] == decision
     waits = decision == "awaiting approval"
     assert (waiting[0] is not None) is waits and (tags["approval"] == "waiting") is waits
     if asks:
@@ -426,8 +423,8 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
         "rejected": "rejected by hand",
         "timed out": "approval timed out",
     }
-    told = _describe_decision(SimpleNamespace(postponed="", results={"promote": found}))
-    assert told == words.get(found.summary["approval"], "awaiting approval")
+    told = _describe_decision(SimpleNamespace(postponed="", results={"promote": results}))
+    assert told == words.get(results.summary["approval"], "awaiting approval")
     assert (
         _describe_decision(SimpleNamespace(postponed="", results={"promote": plain})) == "promoted"
     )
@@ -436,8 +433,8 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
 KILLED = ["approval.given", "alias.timed", "alias.moved"]
 
 
-def killed_at(point, tracking, request):
-    """An approval whose process ends at a fault point."""
+def kill_approval(point, tracking, request):
+    """End the process of an approval at a fault point."""
     faults.configure_faults(f"{point}:1:raise")
     try:
         with pytest.raises((BackendError, faults.InjectedFault)):
@@ -447,11 +444,11 @@ def killed_at(point, tracking, request):
     assert reload_request(tracking, request).is_waiting
 
 
-def approved(tracking, name):
-    """True = the version is champion and says who approved it."""
-    found = tags(tracking, name)
-    assert tracking.list_versions(name)[1].aliases == ("champion",)  # challenger no more
-    return (found["approval.state"], found["approval.by"], found["approval.note"]) == (
+def is_approved(tracking, name):
+    """Return whether the version is champion with its approver recorded."""
+    result = read_tags(tracking, name)
+    assert tracking.list_versions(name)[1].aliases == ("champion",)  # no longer challenger
+    return (result["approval.state"], result["approval.by"], result["approval.note"]) == (
         "approved",
         "ada",
         "fine",
@@ -460,46 +457,46 @@ def approved(tracking, name):
 
 @pytest.mark.parametrize("point", KILLED)
 def test_an_approval_that_was_killed_is_applied_by_the_next_who_approves(tracking, model, point):
-    request = asking(tracking, model)
-    killed_at(point, tracking, request)
+    request = request_approval_of(tracking, model)
+    kill_approval(point, tracking, request)
     assert answer_request(tracking, request, approve=True, answered_by="bob").by == "ada"
-    assert approved(tracking, model)
+    assert is_approved(tracking, model)
 
 
 @pytest.mark.parametrize("point", KILLED)
 def test_nobody_can_reject_what_was_approved_before_a_kill(tracking, model, point):
-    request = asking(tracking, model)
-    killed_at(point, tracking, request)
+    request = request_approval_of(tracking, model)
+    kill_approval(point, tracking, request)
     with pytest.raises(SettingsError, match=r"nothing to decide any more.*approved by ada"):
         answer_request(tracking, request, approve=False, answered_by="bob")
-    assert approved(tracking, model)
+    assert is_approved(tracking, model)
 
 
 @pytest.mark.parametrize("seconds", [60.0, -5.0])
 def test_the_clock_applies_an_approval_that_was_killed(tracking, model, monkeypatch, seconds):
-    """Also behind the deadline: it was given in time, and the alias may have moved."""
-    request = asking(tracking, model)
-    killed_at("alias.moved", tracking, request)
-    late = request.deadline - seconds
-    monkeypatch.setattr(approval.time, "time", lambda: late)
-    assert [found.state for found in expire_requests(tracking, model)] == ["approved"]
-    assert approved(tracking, model) and expire_requests(tracking, model) == []
+    """Also after the deadline: it was given in time, and the alias may have moved."""
+    request = request_approval_of(tracking, model)
+    kill_approval("alias.moved", tracking, request)
+    now = request.deadline - seconds
+    monkeypatch.setattr(approval.time, "time", lambda: now)
+    assert [expired.state for expired in expire_requests(tracking, model)] == ["approved"]
+    assert is_approved(tracking, model) and expire_requests(tracking, model) == []
 
 
 def test_an_approval_that_was_killed_does_not_overtake_another_champion(tracking, model):
-    request = asking(tracking, model)
-    killed_at("approval.given", tracking, request)
+    request = request_approval_of(tracking, model)
+    kill_approval("approval.given", tracking, request)
     tracking.set_champion(model, 3)
-    assert [found.state for found in expire_requests(tracking, model)] == ["superseded"]
+    assert [expired.state for expired in expire_requests(tracking, model)] == ["superseded"]
     assert tracking.find_champion(model).version == 3
 
 
 def test_asking_again_forgets_an_approval_that_was_killed(tracking, model):
-    request = asking(tracking, model)
-    killed_at("approval.given", tracking, request)
-    again = asking(tracking, model)
+    request = request_approval_of(tracking, model)
+    kill_approval("approval.given", tracking, request)
+    again = request_approval_of(tracking, model)
     assert (
         again.given == ""
-        and not tags(tracking, model)["approval.given"]
+        and not read_tags(tracking, model)["approval.given"]
         and expire_requests(tracking, model) == []
     )

@@ -1,4 +1,4 @@
-"""Attempts at the gate: counted once each, by the episodes that they share."""
+"""Attempts at the gate: each counted once, by the episodes that they share."""
 
 import dataclasses
 
@@ -19,7 +19,9 @@ from tasks.lifecycle.promotion import (
 from tasks.tracking import Tracking
 
 
-def asked(challenger="a", champion="x", *, wins=3, first=0, draw=0, environment="grid", version=2):
+def build_test_attempt(
+    challenger="a", champion="x", *, wins=3, first=0, draw=0, environment="grid", version=2
+):
     return build_attempt(
         environment,
         compute_comparison_id(challenger, champion),
@@ -33,15 +35,16 @@ def asked(challenger="a", champion="x", *, wins=3, first=0, draw=0, environment=
 
 def test_each_comparison_counts_once_however_often_it_is_made():
     tags = ModelTags()
-    assert claim_attempt(tags, "m", asked("a")).number == 1
-    assert (
-        claim_attempt(tags, "m", asked("a")).number == 1
-    )  # the stage was resumed, retried, or run again
-    assert claim_attempt(tags, "m", asked("b")).number == 2
-    assert (
-        claim_attempt(tags, "m", asked("a", version=9)).number == 1
-    )  # the same weights, registered once more
-    assert [a.number for a in sorted(read_attempts(tags, "m"), key=lambda a: a.number or 0)] == [
+    assert claim_attempt(tags, "m", build_test_attempt("a")).number == 1
+    # the stage was resumed, retried, or run again
+    assert claim_attempt(tags, "m", build_test_attempt("a")).number == 1
+    assert claim_attempt(tags, "m", build_test_attempt("b")).number == 2
+    # the same weights, registered once more
+    assert claim_attempt(tags, "m", build_test_attempt("a", version=9)).number == 1
+    assert [
+        attempt.number
+        for attempt in sorted(read_attempts(tags, "m"), key=lambda attempt: attempt.number or 0)
+    ] == [
         1,
         2,
     ]
@@ -57,25 +60,24 @@ def test_each_comparison_counts_once_however_often_it_is_made():
         ({"environment": "other"}, 1),
     ],
 )
-def test_what_shares_episodes_is_counted(other, number):
+def test_attempts_that_share_episodes_are_counted(other, number):
     tags = ModelTags()
-    claim_attempt(tags, "m", asked())
-    assert claim_attempt(tags, "m", asked(**other)).number == number
+    claim_attempt(tags, "m", build_test_attempt())
+    assert claim_attempt(tags, "m", build_test_attempt(**other)).number == number
 
 
-def test_a_claim_of_a_killed_process_counts_and_is_gone_on_with():
+def test_a_claim_of_a_killed_process_counts_and_is_continued():
     tags = ModelTags()
-    record_attempt(tags, "m", asked("a"))  # killed before it was counted
-    assert claim_attempt(tags, "m", asked("b")).number == 2
-    resumed = claim_attempt(tags, "m", asked("a"))
-    assert (
-        resumed.number == 2 and len(read_attempts(tags, "m")) == 2
-    )  # two attempts; none gets more than its share
-    assert claim_attempt(tags, "m", asked("c")).number == 3
+    record_attempt(tags, "m", build_test_attempt("a"))  # killed before it was counted
+    assert claim_attempt(tags, "m", build_test_attempt("b")).number == 2
+    resumed = claim_attempt(tags, "m", build_test_attempt("a"))
+    # two attempts; neither is counted twice
+    assert resumed.number == 2 and len(read_attempts(tags, "m")) == 2
+    assert claim_attempt(tags, "m", build_test_attempt("c")).number == 3
 
 
-def test_of_two_that_claim_at_once_none_has_too_low_a_number():
-    """Both write before either counts, at every point where the second one can come in."""
+def test_concurrent_claims_never_get_too_low_a_number():
+    """Both write before either counts, at every point where the second can interfere."""
     for when in range(1, 4):
         tags, met = ModelTags(), []
 
@@ -86,35 +88,38 @@ def test_of_two_that_claim_at_once_none_has_too_low_a_number():
             def _step(self):
                 self.calls += 1
                 if self.calls == when:  # noqa: B023
-                    met.append(claim_attempt(self.inner, "m", asked("b")).number)  # noqa: B023
+                    met.append(claim_attempt(self.inner, "m", build_test_attempt("b")).number)  # noqa: B023
 
-            def model_tags(self, name):
+            def read_model_tags(self, name):
                 self._step()
-                return self.inner.model_tags(name)
+                return self.inner.read_model_tags(name)
 
             def tag_model(self, name, key, value):
                 self._step()
                 self.inner.tag_model(name, key, value)
 
-        number = claim_attempt(Interrupted(tags), "m", asked("a")).number
+        number = claim_attempt(Interrupted(tags), "m", build_test_attempt("a")).number
         assert sorted([number, *met]) in ([1, 2], [2, 2])
 
 
 def test_earlier_attempts_in_their_order():
     tags = ModelTags()
-    made = [claim_attempt(tags, "m", asked(name)) for name in "abc"]
-    claim_attempt(tags, "m", asked("z", first=100))
-    found = read_attempts(tags, "m")
-    assert [a.id for a in list_earlier_attempts(found, made[2])] == [made[0].id, made[1].id]
-    assert list_earlier_attempts(found, made[0]) == []
+    claimed = [claim_attempt(tags, "m", build_test_attempt(name)) for name in "abc"]
+    claim_attempt(tags, "m", build_test_attempt("z", first=100))
+    attempts = read_attempts(tags, "m")
+    assert [attempt.id for attempt in list_earlier_attempts(attempts, claimed[2])] == [
+        claimed[0].id,
+        claimed[1].id,
+    ]
+    assert list_earlier_attempts(attempts, claimed[0]) == []
     record_attempt(
-        tags, "m", dataclasses.replace(made[1], p_value=0.25, level=0.0083, decision="rejected")
+        tags, "m", dataclasses.replace(claimed[1], p_value=0.25, level=0.0083, decision="rejected")
     )
-    again = claim_attempt(tags, "m", asked("b"))
+    again = claim_attempt(tags, "m", build_test_attempt("b"))
     assert (again.number, again.p_value, again.decision) == (2, 0.25, "rejected")
 
 
-def test_tags_that_cannot_be_read_are_passed_over(caplog):
+def test_invalid_tags_are_skipped(caplog):
     tags = ModelTags()
     tags.found = {
         "gate.attempt.aa": "nonsense",
@@ -126,13 +131,12 @@ def test_tags_that_cannot_be_read_are_passed_over(caplog):
 
 
 def test_sketches_meet_where_sets_overlap():
-    whole = [("l", seed) for seed in range(2000)]
-    sketch = sketch_episodes("e", whole)
+    episodes = [("l", seed) for seed in range(2000)]
+    sketch = sketch_episodes("e", episodes)
     assert len(sketch) == SKETCH_SIZE and list(sketch) == sorted(set(sketch))
-    assert set(sketch) & set(sketch_episodes("e", whole[:500]))  # a quarter of them
-    assert set(sketch) & set(
-        sketch_episodes("e", [("l", seed) for seed in range(1800, 3800)])
-    )  # a twentieth of both
+    assert set(sketch) & set(sketch_episodes("e", episodes[:500]))  # a quarter of them
+    # a twentieth of both
+    assert set(sketch) & set(sketch_episodes("e", [("l", seed) for seed in range(1800, 3800)]))
     assert not set(sketch) & set(sketch_episodes("e", [("l", seed) for seed in range(2000, 4000)]))
     assert not set(sketch) & set(sketch_episodes("e", [("k", seed) for seed in range(2000)]))
 
@@ -146,17 +150,20 @@ def test_a_real_store_keeps_them_for_other_pipelines_and_without_their_versions(
     client = first.store.client
     client.create_registered_model("shared")
     client.create_model_version("shared", "file:///nowhere")
-    assert claim_attempt(first, "shared", asked("a", version=1)).number == 1
+    assert claim_attempt(first, "shared", build_test_attempt("a", version=1)).number == 1
     client.delete_model_version("shared", "1")  # as `posttrain gc` does
-    assert claim_attempt(second, "shared", asked("b")).number == 2
-    assert claim_attempt(second, "shared", asked("a")).number == 1
+    assert claim_attempt(second, "shared", build_test_attempt("b")).number == 2
+    assert claim_attempt(second, "shared", build_test_attempt("a")).number == 1
     assert {attempt.version for attempt in read_attempts(first, "shared")} == {1, 2}
     long = [("level", seed) for seed in range(5000)]
     record_attempt(
-        first, "shared", dataclasses.replace(asked("c"), episodes=sketch_episodes("e", long))
+        first,
+        "shared",
+        dataclasses.replace(build_test_attempt("c"), episodes=sketch_episodes("e", long)),
     )
-    assert (
-        max(len(value) for value in first.read_model_tags("shared").values()) < 5000
-    )  # MLflow's column
-    stored = {attempt.id: attempt for attempt in read_attempts(second, "shared")}[asked("c").id]
+    # MLflow's column
+    assert max(len(value) for value in first.read_model_tags("shared").values()) < 5000
+    stored = {attempt.id: attempt for attempt in read_attempts(second, "shared")}[
+        build_test_attempt("c").id
+    ]
     assert stored.episodes == sketch_episodes("e", long) and len(stored.episodes) == SKETCH_SIZE

@@ -56,15 +56,14 @@ def test_a_fall_within_the_noise_and_a_gain_are_none(wins):
 
 
 def test_few_episodes_prove_little():
-    assert not check_champion_regression(
-        evaluation(5, 10), rate(8, 10), 0.0
-    ).regressed  # the same shares as 50 and 80 of 100
+    # the same shares as 50 and 80 of 100
+    assert not check_champion_regression(evaluation(5, 10), rate(8, 10), 0.0).regressed
     assert check_champion_regression(evaluation(50, 100), rate(80, 100), 0.0).regressed
 
 
 def test_the_figure_of_a_version_comes_back_from_its_tags():
-    found = evaluation(30, 40)
-    figure = read_success_figure(build_figure_tags(found))
+    result = evaluation(30, 40)
+    figure = read_success_figure(build_figure_tags(result))
     assert figure.n == 40 and figure.rate == 0.75
     assert (figure.low, figure.high) == pytest.approx(wilson_interval(30, 40), abs=1e-6)
     assert (

@@ -1,4 +1,4 @@
-"""Killed runs: found by their lock, drained and marked; others are untouched."""
+"""Crashed runs: detected by their lock, delivered and marked; other runs stay unchanged."""
 
 import errno
 import json
@@ -18,8 +18,8 @@ from tasks.tracking.journal import LineLog, build_events_path
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_journal_that_only_others_may_write_is_judged_too(tmp_path, monkeypatch, held):
-    folder = journal(tmp_path)
+def test_a_read_only_journal_is_checked_too(tmp_path, monkeypatch, held):
+    folder = write_journal(tmp_path)
     opened = os.open
 
     def refuse(path, flags, *mode):
@@ -30,18 +30,14 @@ def test_a_journal_that_only_others_may_write_is_judged_too(tmp_path, monkeypatc
     lines = LineLog(build_events_path(folder)) if held else None
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setattr(os, "open", refuse)
-    assert [gone.journal_folder for gone in find_crashed_runs(tmp_path)] == (
-        [] if held else [folder]
-    )
+    assert [run.journal_folder for run in find_crashed_runs(tmp_path)] == ([] if held else [folder])
     if lines is not None:
         lines.close()
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOENT])
-def test_a_journal_that_is_another_users_or_has_just_gone_is_not_judged(
-    tmp_path, monkeypatch, number
-):
-    journal(tmp_path)
+def test_an_unreadable_or_removed_journal_is_skipped(tmp_path, monkeypatch, number):
+    write_journal(tmp_path)
     opened = os.open
 
     def refuse(path, flags, *mode):
@@ -54,18 +50,18 @@ def test_a_journal_that_is_another_users_or_has_just_gone_is_not_judged(
     assert find_crashed_runs(tmp_path) == []
 
 
-def test_folders_may_go_while_runs_are_looked_for(tmp_path, monkeypatch):
-    """As of a stage that finishes, or of a checkpoint that makes room."""
-    folder, scan = journal(tmp_path), os.scandir
+def test_folders_may_be_removed_during_detection(tmp_path, monkeypatch):
+    """For example the folder of a stage that finishes, or a pruned checkpoint."""
+    folder, scan = write_journal(tmp_path), os.scandir
     (tmp_path / "demo" / "checkpoint").mkdir()
 
-    def gone(path):
+    def scan_and_remove(path):
         if Path(path).name == "checkpoint":
             Path(path).rmdir()
         return scan(path)
 
-    monkeypatch.setattr(os, "scandir", gone)
-    assert [found.journal_folder for found in find_crashed_runs(tmp_path)] == [folder]
+    monkeypatch.setattr(os, "scandir", scan_and_remove)
+    assert [run.journal_folder for run in find_crashed_runs(tmp_path)] == [folder]
     assert not (tmp_path / "demo" / "checkpoint").exists()
 
 
@@ -75,19 +71,20 @@ def store(tmp_path_factory):
     return f"sqlite:///{folder / 'mlflow.db'}"
 
 
-def journal(
+def write_journal(
     output, *events, pipeline="demo", started="2026-01-01 10:00:00", stage=None, metrics=()
 ):
-    """A run folder as a process leaves it: its start and settings, then these events."""
+    """Write a run folder as a process leaves it: its start and settings, then these events."""
     home = output / pipeline
     parent = home / "runs" / started.replace(" ", "-").replace(":", "-")
     folder = home / "stages" / stage / "0123456789abcdef.tracking" if stage else parent
     name = stage or f"{pipeline} · {started}"
+    # pid 1 always exists, so the pid says nothing
     host = {
         "host": os.uname().nodename,
         "pid": 1,
-    }  # a process that is always there: its number says nothing
-    first = {
+    }
+    start_event = {
         "op": "start",
         "name": name,
         "key": f"k{folder}",
@@ -95,7 +92,7 @@ def journal(
         **host,
     }
     lines = LineLog(build_events_path(folder))
-    for event in [first, *events]:
+    for event in [start_event, *events]:
         lines.append_record({"time": 1_000, **event})
     lines.close()
     rows = [
@@ -106,42 +103,41 @@ def journal(
     return folder
 
 
-def end(status="FINISHED"):
+def end_event(status="FINISHED"):
     return {"op": "end", "status": status}
 
 
-def test_a_dead_run_is_drained_and_marked_and_then_it_is_quiet(store, tmp_path):
+def test_a_crashed_run_is_delivered_and_marked_once(store, tmp_path):
     tracking = Tracking(store, tmp_path, "dead")
-    parent = journal(tmp_path, {"op": "tags", "tags": {"prefect.flow_run_id": "f1"}})
-    journal(tmp_path, stage="sft", metrics=(3.0, 2.0))
-    journal(tmp_path, end(), started="2026-01-02 10:00:00")
-    looked = find_crashed_runs(tmp_path)
-    assert [run.name for run in looked] == ["demo · 2026-01-01 10:00:00", "sft"]
-    found = close_crashed_runs(tracking, tmp_path)
-    assert [(run.is_pipeline, run.is_remote, run.num_undelivered) for run in found] == [
+    parent = write_journal(tmp_path, {"op": "tags", "tags": {"prefect.flow_run_id": "f1"}})
+    write_journal(tmp_path, stage="sft", metrics=(3.0, 2.0))
+    write_journal(tmp_path, end_event(), started="2026-01-02 10:00:00")
+    candidates = find_crashed_runs(tmp_path)
+    assert [run.name for run in candidates] == ["demo · 2026-01-01 10:00:00", "sft"]
+    result = close_crashed_runs(tracking, tmp_path)
+    assert [(run.is_pipeline, run.is_remote, run.num_undelivered) for run in result] == [
         (True, False, 0),
         (False, False, 0),
     ]
-    assert found[0].journal_folder == parent and found[0].flow_run_id == "f1"
-    assert "process 1 is gone" in found[0].description
+    assert result[0].journal_folder == parent and result[0].flow_run_id == "f1"
+    assert "process 1 no longer exists" in result[0].description
     rows = {row.name: row for row in tracking.list_runs()}
     assert {row.status for row in rows.values()} == {"KILLED"}
     assert rows["sft"].metrics == {"train/loss": 2.0}
     assert rows["sft"].parent_run_id == rows["demo · 2026-01-01 10:00:00"].run_id
-    assert "gone" in rows["sft"].tags["interrupted"]
+    assert "no longer exists" in rows["sft"].tags["interrupted"]
     assert close_crashed_runs(tracking, tmp_path) == []
 
 
-def test_who_lives_is_left_alone_whatever_its_number(store, tmp_path):
+def test_a_living_run_is_left_alone_whatever_its_pid(store, tmp_path):
     tracking = Tracking(store, tmp_path, "alive")
-    folder = journal(tmp_path)
+    folder = write_journal(tmp_path)
     code = (
         "import sys, time; from pathlib import Path; from tasks.tracking.journal import LineLog, build_events_path\n"
-        "LineLog(build_events_path(Path(sys.argv[1]))); print('held', flush=True); time.sleep(60)"
+        "log = LineLog(build_events_path(Path(sys.argv[1]))); print('held', flush=True); time.sleep(60)"
     )
-    held = "import sys\n" + code.replace("LineLog(events", "held = LineLog(events")
     child = subprocess.Popen(
-        [sys.executable, "-c", held, str(folder)], cwd=ROOT, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, str(folder)], cwd=ROOT, stdout=subprocess.PIPE
     )
     try:
         assert child.stdout.readline() == b"held\n"
@@ -156,28 +152,25 @@ def test_who_lives_is_left_alone_whatever_its_number(store, tmp_path):
         child.wait()
 
 
-def test_another_machines_run_is_not_judged(store, tmp_path):
+def test_a_run_of_another_machine_is_not_closed(store, tmp_path):
     tracking = Tracking(store, tmp_path, "elsewhere")
-    folder = journal(tmp_path, {"op": "resume", "host": "far-away", "pid": 5})
+    folder = write_journal(tmp_path, {"op": "resume", "host": "far-away", "pid": 5})
     before = build_events_path(folder).read_bytes()
-    (found,) = close_crashed_runs(tracking, tmp_path)
-    assert found.is_remote and "it ran on far-away" in found.description
+    (run,) = close_crashed_runs(tracking, tmp_path)
+    assert run.is_remote and "only far-away" in run.description
     assert build_events_path(folder).read_bytes() == before
     assert [record.status for record in list_recorded_runs(tmp_path)] == ["running"]
 
 
-def test_a_store_that_is_away_keeps_the_records(tmp_path):
-    journal(tmp_path, metrics=(1.0,))
+def test_records_wait_for_an_unreachable_store(tmp_path):
+    write_journal(tmp_path, metrics=(1.0,))
     tracking = Tracking("http://127.0.0.1:9", tmp_path, "x")
-    (found,) = close_crashed_runs(tracking, tmp_path)
-    assert found.num_undelivered > 0
+    (run,) = close_crashed_runs(tracking, tmp_path)
+    assert run.num_undelivered > 0
     assert list_recorded_runs(tmp_path)[0].status == "killed"
 
 
-# posttrain resume
-
-
-def config(**stages):
+def dump_config(**stages):
     from tasks.config import build_settings, dump_settings
 
     stages = stages or {"policy": {}}
@@ -188,12 +181,12 @@ def config(**stages):
     )
 
 
-def test_what_can_be_resumed_is_found_and_what_not_is_said(tmp_path):
+def test_resumable_runs_are_selected_and_others_refused(tmp_path):
     from posttrain.cli.resumable_runs import find_resumable_run
 
-    text = {"op": "text", "name": "config.json", "text": json.dumps(config())}
-    journal(tmp_path, text, end("KILLED"))
-    done = journal(tmp_path, text, end(), started="2026-01-02 10:00:00")
+    text = {"op": "text", "name": "config.json", "text": json.dumps(dump_config())}
+    write_journal(tmp_path, text, end_event("KILLED"))
+    done = write_journal(tmp_path, text, end_event(), started="2026-01-02 10:00:00")
     for run in (None, "demo", "demo · 2026-01-01 10:00:00"):
         record = find_resumable_run(tmp_path, run)
         assert (record.started, record.status) == ("2026-01-01 10:00:00", "stopped")
@@ -204,13 +197,11 @@ def test_what_can_be_resumed_is_found_and_what_not_is_said(tmp_path):
     with pytest.raises(DataError, match=r"no runs in .*--output"):
         find_resumable_run(tmp_path / "elsewhere", None)
     (done / "run.json").write_text(json.dumps({"status": "waiting", "only": "promote"}))
-    assert (
-        find_resumable_run(tmp_path, None).only == "promote"
-    )  # the newest, which waits for approval
+    # the newest, which waits for approval
+    assert find_resumable_run(tmp_path, None).only == "promote"
     lines = LineLog(build_events_path(done))
-    lines.append_record(
-        {"op": "tags", "tags": {"approval": "waiting"}}
-    )  # stays in the journal; the answer stands beside it
+    # stays in the journal; run.json has the answer
+    lines.append_record({"op": "tags", "tags": {"approval": "waiting"}})
     lines.close()
     assert find_resumable_run(tmp_path, None).status == "waiting"
     (done / "run.json").write_text(
@@ -231,31 +222,30 @@ def test_the_settings_are_those_that_were_recorded(tmp_path, monkeypatch, caplog
     from tasks import config as loading
 
     monkeypatch.setattr(loading, "resolve_files", lambda settings, folder: (settings, []))
-    settings = config(policy={"group_size": 6})
+    settings = dump_config(policy={"group_size": 6})
     text = {"op": "text", "name": "config.json", "text": json.dumps(settings)}
-    journal(tmp_path, text, {"op": "tags", "tags": {"code_version": "old"}}, end("FAILED"))
-    found = load_recorded_settings(find_resumable_run(tmp_path, None), tmp_path)
-    assert found.stages.policy.group_size == 6 and found.output == str(tmp_path)
+    write_journal(
+        tmp_path, text, {"op": "tags", "tags": {"code_version": "old"}}, end_event("FAILED")
+    )
+    result = load_recorded_settings(find_resumable_run(tmp_path, None), tmp_path)
+    assert result.stages.policy.group_size == 6 and result.output == str(tmp_path)
     assert "the code has changed" in caplog.text
-    journal(tmp_path, end("KILLED"), pipeline="bare", started="2027-01-01 10:00:00")
+    write_journal(tmp_path, end_event("KILLED"), pipeline="bare", started="2027-01-01 10:00:00")
     with pytest.raises(SettingsError, match="before its settings were recorded"):
         load_recorded_settings(find_resumable_run(tmp_path, "bare"), tmp_path)
 
 
-# posttrain doctor --repair
-
-
-def test_repair_says_what_it_did_and_how_to_go_on(tmp_path, monkeypatch, capsys):
+def test_repair_reports_its_changes_and_how_to_resume(tmp_path, monkeypatch, capsys):
     from posttrain.cli import main as cli
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert cli.main(["doctor", "--repair", "--output", str(tmp_path / "none")]) == 0
     assert "nothing to repair" in capsys.readouterr().out
-    journal(tmp_path, {"op": "text", "name": "config.json", "text": "{}"})
+    write_journal(tmp_path, {"op": "text", "name": "config.json", "text": "{}"})
     assert cli.main(["doctor", "--repair", "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert (
-        "run 'demo · 2026-01-01 10:00:00' was killed without a word: process 1 is gone; marked as killed"
+        "run 'demo · 2026-01-01 10:00:00' crashed: process 1 no longer exists; marked as killed"
         in out
     )
     assert f"posttrain resume 'demo · 2026-01-01 10:00:00' --output {tmp_path}" in out

@@ -222,11 +222,11 @@ def test_a_module_that_is_not_there_is_an_error(home):
     write(home, main="from ..far import x\n")
     with pytest.raises(
         SettingsError,
-        match=r"module 'main' \(line 1\): '\.\.far' goes beyond the top-level package",
+        match=r"module 'main' \(line 1\): '\.\.far' is above the top-level package",
     ):
         modules("main:score")
     write(home, main="def score(:\n")
-    with pytest.raises(SettingsError, match=r"module 'main': .*main\.py is no Python source"):
+    with pytest.raises(SettingsError, match=r"module 'main': .*main\.py is not Python source"):
         modules("main:score")
 
 

@@ -36,9 +36,6 @@ from tasks.processes.launch import (
 TORCHRUN = LaunchSettings(kind="torchrun", processes=2)
 
 
-# ------------------------------------------------------------------------------------------------------------ settings
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -67,7 +64,7 @@ def test_the_key_of_a_stage_does_not_depend_on_its_processes(tmp_path):
     assert compute_stage_key("sft", SFTSettings(batch_size=5), pipeline, {}) not in keys
 
 
-def test_torchrun_gets_its_own_words(tmp_path):
+def test_torchrun_arguments(tmp_path):
     far = dataclasses.replace(TORCHRUN, nodes=2, rdzv_endpoint="node-1:29400", rdzv_id="job 7")
     command = build_torchrun_arguments(far, tmp_path)
     assert command[:5] == [
@@ -79,9 +76,6 @@ def test_torchrun_gets_its_own_words(tmp_path):
     ]
     assert command[-3:] == ["-m", "tasks.pipeline.stage_worker", str(tmp_path / "job.json")]
     assert "--local-addr=127.0.0.1" in build_torchrun_arguments(TORCHRUN, tmp_path)
-
-
-# ------------------------------------------------------------------------------------------------------- event channel
 
 
 def test_lines_reach_the_tracker_once_and_whole(tmp_path, caplog):
@@ -125,16 +119,15 @@ def test_a_damaged_line_of_rank_0_is_named_and_ends_nothing(tmp_path, caplog):
         writer.log_metrics({"a": step}, step)
     writer.sync()
     data = path.read_bytes()
-    place = data.index(b'"step":2')
-    path.write_bytes(
-        data[:place] + bytes(8) + data[place + 8 :]
-    )  # zeros, as a power cut leaves them
+    offset = data.index(b'"step":2')
+    # zeros, the state after a power cut
+    path.write_bytes(data[:offset] + bytes(8) + data[offset + 8 :])
     EventReader(path).forward_events(tracker)
     assert tracker.metrics == [(1, {"a": 1}), (3, {"a": 3})]
     assert "events.jsonl: the line of bytes" in caplog.text and "damaged" in caplog.text
 
 
-def test_what_killed_processes_had_told_is_kept(tmp_path):
+def test_events_of_killed_processes_are_delivered(tmp_path):
     (tmp_path / "workers").mkdir()
     writer = EventTracker(tmp_path / "workers/events.jsonl")
     writer.log_metrics({"a": 1.0}, 1)
@@ -146,25 +139,21 @@ def test_what_killed_processes_had_told_is_kept(tmp_path):
     assert not (tmp_path / "workers").exists()
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
-
-
-def write_error(folder, rank, kind, when, **more):
+def write_error(folder, rank, kind, time, **fields):
     error = {
         "rank": rank,
         "type": kind,
         "module": "rl_core.errors",
         "message": f"of {rank}",
-        "time": when,
+        "time": time,
     }
-    error |= {"ours": True, "signum": None, "trace": "", **more}
+    error |= {"ours": True, "signum": None, "trace": "", **fields}
     (folder / f"error-{rank}.json").write_text(json.dumps(error))
 
 
 def test_the_error_of_the_process_that_failed_first_is_raised(tmp_path):
-    write_error(
-        tmp_path, 0, "RuntimeError", 1.0, ours=False, module="builtins"
-    )  # a broken connection
+    # a broken connection
+    write_error(tmp_path, 0, "RuntimeError", 1.0, ours=False, module="builtins")
     write_error(tmp_path, 1, "WorkerFailed", 2.0)  # what it heard of another
     write_error(tmp_path, 2, "NonFiniteError", 4.0)
     write_error(tmp_path, 3, "SettingsError", 5.0)
@@ -233,34 +222,31 @@ def test_an_error_of_one_process_ends_all(tmp_path, monkeypatch):
         "the first process waits for the second; test_killed_stopped_and_finished reaches it"
     )
     assert context.tracker.metrics == [(1, {"train/loss": 2.5})]
-    assert processes_of(tmp_path) == []
+    assert list_processes(tmp_path) == []
 
 
-# ----------------------------------------------------------------------------------------------------------- processes
-
-
-def processes_of(folder):
-    """Pids of running processes whose command names this folder."""
-    found = []
+def list_processes(folder):
+    """List pids of running processes whose command names this folder."""
+    pids = []
     for process in psutil.process_iter(["pid", "cmdline", "status"]):
         if process.info["status"] != psutil.STATUS_ZOMBIE and any(
             str(folder) in a for a in process.info["cmdline"] or ()
         ):
-            found.append(process.info["pid"])
-    return sorted(found)
+            pids.append(process.info["pid"])
+    return sorted(pids)
 
 
-def environment():
+def build_environment():
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     return {**os.environ, "PYTHONPATH": paths}
 
 
 def test_a_child_dies_with_its_parent():
     child = "from tasks.processes.child_processes import bind_to_parent; import os, sys;"
-    child += "die_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); import time; time.sleep(100)"
+    child += "bind_to_parent(int(sys.argv[1])); print(os.getpid(), flush=True); import time; time.sleep(100)"
     parent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, str(os.getpid())])"
     process = subprocess.Popen(
-        [sys.executable, "-c", parent], stdout=subprocess.PIPE, env=environment()
+        [sys.executable, "-c", parent], stdout=subprocess.PIPE, env=build_environment()
     )
     pid = int(process.stdout.readline())
     assert wait_for_exit([pid], 0.0) == [pid]
@@ -268,28 +254,30 @@ def test_a_child_dies_with_its_parent():
     process.wait()
     assert wait_for_exit([pid], 20.0) == []
     assert (
-        subprocess.run([sys.executable, "-c", child, "1"], env=environment(), timeout=60).returncode
+        subprocess.run(
+            [sys.executable, "-c", child, "1"], env=build_environment(), timeout=60
+        ).returncode
         == 1
     )
 
 
-def started(folder, metrics, count):
-    """A stage of two processes, once `count` steps of it are logged."""
+def start_stage(folder, metrics, count):
+    """Start a stage of two processes; return once `count` steps are logged."""
     command = [sys.executable, str(ROOT / "tests/helpers/launch_bodies.py"), str(folder), "train"]
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
-    end = time.monotonic() + 600
-    while steps_in(metrics) < count and process.poll() is None:
-        assert time.monotonic() < end
+    process = subprocess.Popen(command, env=build_environment(), stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 600
+    while count_steps(metrics) < count and process.poll() is None:
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     return process
 
 
-def steps_in(metrics):
-    return len(losses_in(metrics))
+def count_steps(metrics):
+    return len(read_losses(metrics))
 
 
-def losses_in(metrics):
-    """{step: loss}, as they stand in the file; one step is never two numbers."""
+def read_losses(metrics):
+    """Read {step: loss} from the file; a step never has two different losses."""
     losses = {}
     for line in metrics.read_text().splitlines() if metrics.exists() else ():
         step, row = json.loads(line)
@@ -301,32 +289,32 @@ def losses_in(metrics):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_stopped_and_finished(tmp_path, monkeypatch):
-    """SIGKILL of the stage, then SIGTERM, each leaving no process; the third run ends as one that was left alone."""
+    """SIGKILL of the stage, then SIGTERM, each leaving no process; the third run ends like an undisturbed one."""
     folder, metrics = tmp_path / "stage/open", tmp_path / "stage/metrics.jsonl"
-    process = started(folder, metrics, 3)
-    children = [pid for pid in processes_of(tmp_path) if pid != process.pid]
+    process = start_stage(folder, metrics, 3)
+    children = [pid for pid in list_processes(tmp_path) if pid != process.pid]
     assert len(children) >= 3  # torchrun and two
     process.kill()
     process.wait()
     assert wait_for_exit(children, 20.0) == []
-    process = started(folder, metrics, steps_in(metrics) + 3)
-    children = [pid for pid in processes_of(tmp_path) if pid != process.pid]
+    process = start_stage(folder, metrics, count_steps(metrics) + 3)
+    children = [pid for pid in list_processes(tmp_path) if pid != process.pid]
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=300)
-    # a machine that is slow or busy gives the iteration up, so that the stage ends in time
+    _, stderr = process.communicate(timeout=300)
+    # a slow or busy machine abandons the iteration, so that the stage ends in time
     assert re.search(
         rb"Stopped: stopped (after iteration \d+; saved, |within an iteration; )the same command resumes",
-        said,
+        stderr,
     )
     assert wait_for_exit(children, 0.0) == []
-    assert steps_in(metrics) < 16
-    process = started(folder, metrics, 16)
+    assert count_steps(metrics) < 16
+    process = start_stage(folder, metrics, 16)
     assert process.wait(timeout=300) == 0
-    assert sorted(losses_in(metrics)) == list(range(1, 17))
+    assert sorted(read_losses(metrics)) == list(range(1, 17))
     alone = tmp_path / "alone/metrics.jsonl"
     monkeypatch.setenv(faults.LOG_VARIABLE, str(tmp_path / "reached"))
-    assert started(tmp_path / "alone/open", alone, 16).wait(timeout=300) == 0
-    assert losses_in(alone) == losses_in(metrics)
+    assert start_stage(tmp_path / "alone/open", alone, 16).wait(timeout=300) == 0
+    assert read_losses(alone) == read_losses(metrics)
     reached = [line.split() for line in (tmp_path / "reached").read_text().splitlines()]
     assert len({pid for pid, _, point in reached if point == "worker.computed"}) == 2
     summaries = [

@@ -1,4 +1,4 @@
-"""Removals of `posttrain gc` on handmade folders and a real store: nothing reachable may go."""
+"""Removals of `posttrain gc` with handmade folders and a real store: nothing reachable may be removed."""
 
 import json
 import os
@@ -24,24 +24,24 @@ SIZE = 1000  # bytes of every model file and checkpoint made here
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    """One database for all tests; each has an experiment and models of its own."""
+    """Create one database for all tests; each test uses a separate experiment and separate models."""
     return tmp_path_factory.mktemp("store")
 
 
 class Pipeline:
-    """Runs of a pipeline, made as the pipeline leaves them."""
+    """Runs of a pipeline as the pipeline leaves them."""
 
     def __init__(self, stores, output, name):
         self.tracking = Tracking(f"sqlite:///{stores / 'mlflow.db'}", output, name)
         if self.tracking.store.client.get_experiment_by_name(name) is None:
-            place = (stores / name).as_uri()
-            self.tracking.store.client.create_experiment(name, artifact_location=place)
+            location = (stores / name).as_uri()
+            self.tracking.store.client.create_experiment(name, artifact_location=location)
         self.home = output / name
         self.name = name
         self.number = 0
 
     def run(self, *stages, status="FINISHED", cached=()):
-        """One run of stages (name, key, inputs); returns its MLflow id."""
+        """Record a run of stages (name, key, inputs); return its MLflow id."""
         self.number += 1
         started = f"2026-01-{self.number:02d} 10:00:00"
         folder = self.home / "runs" / started.replace(" ", "-").replace(":", "-")
@@ -57,13 +57,13 @@ class Pipeline:
         return run_id
 
     def sweep(self, name, *trials):
-        """A sweep whose trials are of stages (name, key, inputs); the MLflow ids of the trials."""
+        """Record a sweep whose trials have stages (name, key, inputs); return the MLflow ids of the trials."""
         self.number += 1
         started = f"2026-01-{self.number:02d} 10:00:00"
         home = self.home / "sweeps" / name
-        about = {"pipeline": self.name, "kind": "sweep"}
-        parent = self.tracking.start_run(f"{self.name} · sweep {started}", home, tags=about)
-        found = []
+        tags = {"pipeline": self.name, "kind": "sweep"}
+        parent = self.tracking.start_run(f"{self.name} · sweep {started}", home, tags=tags)
+        run_ids = []
         for number, stages in enumerate(trials):
             run = self.tracking.start_run(
                 f"trial {number}",
@@ -72,12 +72,12 @@ class Pipeline:
                 parent_run_id=delivered_run_id(parent),
                 parent_folder=parent.folder,
             )
-            found.append(delivered_run_id(run))
+            run_ids.append(delivered_run_id(run))
             for stage in stages:
                 self.stage(run, *stage)
             run.close("FINISHED")
         parent.close("FINISHED")
-        return found
+        return run_ids
 
     def stage(self, parent, name, key, inputs, finish=True):
         key = key * 16
@@ -110,19 +110,19 @@ class Pipeline:
         return (compute_model_digest(manifest) if model else compute_content_digest(manifest))[:16]
 
     def version(self, stage_run, tags=None, champion=False, name=None):
-        """A registered version of a stage's run."""
+        """Register a version of a stage's run."""
         client, name = self.tracking.store.client, name or self.name
         if name not in self.tracking.registry.list_model_names():
             client.create_registered_model(name)
-        made = client.create_model_version(
+        created = client.create_model_version(
             name, "file:///nowhere", run_id=stage_run, tags={"pipeline": self.name, **(tags or {})}
         )
         if champion:
-            self.tracking.set_champion(name, int(made.version))
-        return int(made.version)
+            self.tracking.set_champion(name, int(created.version))
+        return int(created.version)
 
     def logged_model(self, run_id):
-        """A logged model of a run; the folder of its artifacts, with SIZE bytes in it."""
+        """Log a model of a run; return the folder of its artifacts, with SIZE bytes in it."""
         from mlflow.utils.file_utils import local_file_uri_to_path
 
         client = self.tracking.store.client
@@ -139,8 +139,8 @@ class Pipeline:
         rows = self.tracking.list_runs()
         return {row.name: row.run_id for row in rows if row.parent_run_id == run_id}
 
-    def gone(self, keep=1):
-        """Removals of the plan: labels of folders, names of runs, versions."""
+    def plan_removals(self, keep=1):
+        """Plan removals; return the plan, stage folders, names of runs, versions."""
         plan = plan_retention(self.tracking, self.home, keep)
         paths = {str(path.relative_to(self.home)) for path in plan.paths}
         stages = {
@@ -156,12 +156,12 @@ def pipeline(stores, tmp_path, request):
     return Pipeline(stores, tmp_path, request.node.name[5:50])
 
 
-def key(stage, letter):
+def build_stage_name(stage, letter):
     return f"{stage}/{letter * 16}"
 
 
-def three_runs(pipeline):
-    """data a -> sft b (evaluated: f) -> policy c, each in a run of its own; then the policies d and e."""
+def record_three_runs(pipeline):
+    """Record data a -> sft b (evaluated: f) -> policy c, each in a separate run; then the policies d and e."""
     runs = [pipeline.run(("prepare_data", "a", {}))]
     data = pipeline.digest("prepare_data", "a")
     parent = pipeline.run(
@@ -177,13 +177,13 @@ def three_runs(pipeline):
     return runs
 
 
-def test_the_champions_lineage_stays_by_digest_and_the_rest_goes(pipeline):
-    runs = three_runs(pipeline)
+def test_the_champions_lineage_stays_by_digest_and_the_rest_is_removed(pipeline):
+    runs = record_three_runs(pipeline)
     policy = pipeline.children(runs[2])["policy"]
     pipeline.version(policy, champion=True)
-    plan, stages, names, versions = pipeline.gone(keep=1)
+    plan, stages, names, versions = pipeline.plan_removals(keep=1)
     # e is in the newest run; a, b, c make the champion; f only looked at what it came from
-    assert stages == {key("policy", "d"), key("evaluate", "f")}
+    assert stages == {build_stage_name("policy", "d"), build_stage_name("evaluate", "f")}
     assert names == {f"{pipeline.name} · 2026-01-04 10:00:00", "policy"} and len(plan.runs) == 2
     assert versions == set()
     assert plan.retained_versions == [f"{pipeline.name}/1"]
@@ -201,38 +201,38 @@ def test_a_run_that_began_with_the_model_of_an_epoch_keeps_the_stage_that_has_it
             digest_folder(pipeline.home / "stages" / "sft" / (letter * 16) / "epochs" / "2")[:16]
         )
     pipeline.run(("policy", "c", {"model": names[0]}))
-    _, stages, _, _ = pipeline.gone(keep=1)
-    assert stages == {key("sft", "b")}
+    _, stages, _, _ = pipeline.plan_removals(keep=1)
+    assert stages == {build_stage_name("sft", "b")}
 
 
 def test_without_a_champion_only_the_newest_stay(pipeline):
-    three_runs(pipeline)
-    _, stages, _, _ = pipeline.gone(keep=1)
-    whole = {
-        key("prepare_data", "a"),
-        key("sft", "b"),
-        key("policy", "c"),
-        key("policy", "d"),
-        key("evaluate", "f"),
+    record_three_runs(pipeline)
+    _, stages, _, _ = pipeline.plan_removals(keep=1)
+    all_stages = {
+        build_stage_name("prepare_data", "a"),
+        build_stage_name("sft", "b"),
+        build_stage_name("policy", "c"),
+        build_stage_name("policy", "d"),
+        build_stage_name("evaluate", "f"),
     }
-    assert stages == whole
+    assert stages == all_stages
     # the third newest run used the SFT of the second, and that the data
-    assert pipeline.gone(keep=3)[1] == {key("evaluate", "f")}
-    assert pipeline.gone(keep=99)[1] == set()
+    assert pipeline.plan_removals(keep=3)[1] == {build_stage_name("evaluate", "f")}
+    assert pipeline.plan_removals(keep=99)[1] == set()
 
 
 def test_every_alias_counts_and_the_champion_before(pipeline):
     run = pipeline.run(*[("policy", letter, {}) for letter in "a"])
     others = [pipeline.run(("policy", letter, {})) for letter in "bcdef"]
     first = pipeline.version(pipeline.children(run)["policy"])
-    made = [pipeline.version(pipeline.children(other)["policy"]) for other in others]
+    versions = [pipeline.version(pipeline.children(other)["policy"]) for other in others]
     registry = pipeline.tracking.registry
-    registry.set_champion(pipeline.name, made[1])
-    registry.tag_version(pipeline.name, made[1], {"gate.champion_before": first})
-    registry.set_alias(pipeline.name, "demo", made[2])
-    registry.tag_version(pipeline.name, made[3], {"approval.state": "waiting"})
-    _, stages, _, versions = pipeline.gone(keep=1)
-    assert stages == {key("policy", "b")} and versions == {(pipeline.name, made[0])}
+    registry.set_champion(pipeline.name, versions[1])
+    registry.tag_version(pipeline.name, versions[1], {"gate.champion_before": first})
+    registry.set_alias(pipeline.name, "demo", versions[2])
+    registry.tag_version(pipeline.name, versions[3], {"approval.state": "waiting"})
+    _, stages, _, removed = pipeline.plan_removals(keep=1)
+    assert stages == {build_stage_name("policy", "b")} and removed == {(pipeline.name, versions[0])}
 
 
 def test_lineage_over_versions_and_references(pipeline):
@@ -244,15 +244,15 @@ def test_lineage_over_versions_and_references(pipeline):
     reference = f"models:/{pipeline.name}/{before}"
     pipeline.tracking.store.client.set_tag(run_id, "parent_model_version", reference)
     pipeline.version(run_id, champion=True)
-    assert pipeline.gone(keep=1)[1] == set()
+    assert pipeline.plan_removals(keep=1)[1] == set()
 
 
-def test_what_was_only_looked_at_does_not_stay(pipeline):
+def test_models_that_were_only_evaluated_are_not_retained(pipeline):
     pipeline.run(("policy", "a", {}))
     former = pipeline.digest("policy", "a", model=True)
     run = pipeline.run(("policy", "b", {}), ("evaluate", "c", {"model.champion": former}))
     pipeline.version(pipeline.children(run)["policy"], champion=True)
-    assert pipeline.gone(keep=1)[1] == {key("policy", "a")}
+    assert pipeline.plan_removals(keep=1)[1] == {build_stage_name("policy", "a")}
 
 
 def test_unknown_inputs_keep_everything(pipeline):
@@ -262,14 +262,15 @@ def test_unknown_inputs_keep_everything(pipeline):
     run_id = pipeline.children(run)["policy"]
     pipeline.version(run_id, champion=True)
     shutil.rmtree(pipeline.home / "stages/policy" / ("b" * 16 + ".tracking"))
-    assert pipeline.gone(keep=1)[1] == {key("sft", "a")}  # the store still knows what went into b
+    # the store still knows what went into b
+    assert pipeline.plan_removals(keep=1)[1] == {build_stage_name("sft", "a")}
     summary = pipeline.home / "stages/policy" / ("b" * 16) / "summary.json"
     summary.write_text("{}")  # now nobody does
     pipeline.tracking.store.client.delete_run(run_id)
-    assert pipeline.gone(keep=1)[1] == set()
+    assert pipeline.plan_removals(keep=1)[1] == set()
 
 
-def test_unfinished_stages_go_with_their_run(pipeline):
+def test_unfinished_stages_are_removed_with_their_run(pipeline):
     for letter, status in (("a", "KILLED"), ("b", "KILLED")):
         pipeline.number += 1
         started = f"2026-01-{pipeline.number:02d} 10:00:00"
@@ -280,7 +281,7 @@ def test_unfinished_stages_go_with_their_run(pipeline):
         delivered_run_id(parent)
         pipeline.stage(parent, "policy", letter, {}, finish=False)
         parent.close(status)
-    plan, _, names, _ = pipeline.gone(keep=1)
+    plan, _, names, _ = pipeline.plan_removals(keep=1)
     removed = {path.name for path in plan.paths}
     assert removed == {"a" * 16 + ".open", "a" * 16 + ".tracking", "2026-01-01-10-00-00"}
     assert f"{pipeline.name} · 2026-01-01 10:00:00" in names
@@ -292,7 +293,7 @@ def test_the_newest_run_keeps_its_stages_though_the_store_has_lost_them(pipeline
     run = pipeline.run(("policy", "b", {}), cached=[("sft", "a" * 16)])
     for run_id in (*pipeline.children(run).values(), run, *old.values()):
         pipeline.tracking.store.client.delete_run(run_id)
-    assert pipeline.gone(keep=1)[1] == {key("sft", "c")}
+    assert pipeline.plan_removals(keep=1)[1] == {build_stage_name("sft", "c")}
 
 
 def test_the_bytes_are_those_that_come_free(pipeline, tmp_path):
@@ -314,35 +315,32 @@ def test_the_bytes_are_those_that_come_free(pipeline, tmp_path):
     assert less.bytes == item.bytes - SIZE
 
 
-# The command
-
-
-def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
+def test_a_dry_run_changes_nothing_and_yes_removes_what_was_listed(pipeline):
     from posttrain.cli.housekeeping import collect_garbage
 
-    runs = three_runs(pipeline)
+    runs = record_three_runs(pipeline)
     pipeline.version(pipeline.children(runs[2])["policy"], champion=True)
     pipeline.version(pipeline.children(runs[3])["policy"])
     kept, dropped = (pipeline.logged_model(pipeline.children(run)["policy"]) for run in runs[2:4])
     uri, output = pipeline.tracking.store.uri, pipeline.home.parent
     before = sorted(path for path in output.rglob("*") if path.name != ".lock")
-    said = collect_garbage(output, uri, num_kept_runs=1).format_text()
+    text = collect_garbage(output, uri, num_kept_runs=1).format_text()
     assert (
-        "would free" in said
-        and "nothing was changed" in said
-        and f"{pipeline.name} version 2" in said
+        "would free" in text
+        and "nothing was changed" in text
+        and f"{pipeline.name} version 2" in text
     )
     assert (
         sorted(path for path in output.rglob("*") if path.name != ".lock") == before
         and dropped.is_dir()
     )
-    assert f"  {SIZE} B  version  {pipeline.name} version 2" in said
+    assert f"  {SIZE} B  version  {pipeline.name} version 2" in text
     done = collect_garbage(output, uri, num_kept_runs=1, delete=True).format_text()
-    assert done.splitlines()[:-1] == said.splitlines()[:-1] and done.splitlines()[-1].startswith(
+    assert done.splitlines()[:-1] == text.splitlines()[:-1] and done.splitlines()[-1].startswith(
         "freed"
     )
     left = {path.name for path in (pipeline.home / "stages").glob("*/*") if "." not in path.name}
-    assert left == {letter * 16 for letter in "abce"} and "would free 0 B" not in said
+    assert left == {letter * 16 for letter in "abce"} and "would free 0 B" not in text
     assert [version.version for version in pipeline.tracking.list_versions(pipeline.name)] == [1]
     assert pipeline.tracking.find_champion(pipeline.name).version == 1
     left = [
@@ -364,13 +362,13 @@ def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """Death of the process."""
 
 
 def test_killed_between_any_two_removals_the_next_one_leaves_nothing(pipeline, monkeypatch):
     from posttrain.cli import housekeeping
 
-    runs = three_runs(pipeline)
+    runs = record_three_runs(pipeline)
     pipeline.version(pipeline.children(runs[2])["policy"], champion=True)
     pipeline.version(pipeline.children(runs[3])["policy"])
     model = pipeline.logged_model(pipeline.children(runs[3])["policy"])
@@ -384,30 +382,29 @@ def test_killed_between_any_two_removals_the_next_one_leaves_nothing(pipeline, m
         folder.mkdir(parents=True)
         (folder / "summary.json").write_text("{}")
         artifacts[stored.run_id] = folder
-    places = (pipeline.home, folder.parents[1])  # the pipeline's folder, and the store's artifacts
-    gone = {runs[3], *pipeline.children(runs[3]).values()}
-    left = 0  # removals until the kill
+    roots = (pipeline.home, folder.parents[1])  # the pipeline's folder, and the store's artifacts
+    removed_runs = {runs[3], *pipeline.children(runs[3]).values()}
+    num_removals_left = 0  # removals until the kill
 
-    def until_killed(call):
-        def counted(*arguments, **named):
-            nonlocal left
-            left -= 1
-            if left < 0:
+    def count_down(call):
+        def counted(*arguments, **options):
+            nonlocal num_removals_left
+            num_removals_left -= 1
+            if num_removals_left < 0:
                 raise Killed
-            return call(*arguments, **named)
+            return call(*arguments, **options)
 
         return counted
 
     for name in ("delete_traces", "delete_model_version", "delete_logged_model", "delete_run"):
-        monkeypatch.setattr(MlflowClient, name, until_killed(getattr(MlflowClient, name)))
+        monkeypatch.setattr(MlflowClient, name, count_down(getattr(MlflowClient, name)))
     for module in (removal, housekeeping):
-        monkeypatch.setattr(module, "remove_folder", until_killed(remove_folder))
-    monkeypatch.setattr(
-        shutil, "rmtree", until_killed(shutil.rmtree)
-    )  # a folder that is renamed, and stays
-    kills, cut_off, steps = 0, [], random.Random(0)
+        monkeypatch.setattr(module, "remove_folder", count_down(remove_folder))
+    # a folder that is renamed, and stays
+    monkeypatch.setattr(shutil, "rmtree", count_down(shutil.rmtree))
+    kills, interrupted, steps = 0, [], random.Random(0)
     while True:
-        left = steps.randint(1, 3)
+        num_removals_left = steps.randint(1, 3)
         try:
             housekeeping.collect_garbage(
                 pipeline.home.parent, pipeline.tracking.store.uri, num_kept_runs=1, delete=True
@@ -415,14 +412,14 @@ def test_killed_between_any_two_removals_the_next_one_leaves_nothing(pipeline, m
             break
         except Killed:
             kills += 1
-            cut_off += [path for place in places for path in place.rglob(".trash-*")]
-    assert kills >= 5 and any(places[1] in path.parents for path in cut_off)
+            interrupted += [path for root in roots for path in root.rglob(".trash-*")]
+    assert kills >= 5 and any(roots[1] in path.parents for path in interrupted)
     assert {
         run_id for run_id, folder in artifacts.items() if not folder.exists()
-    } == gone and not model.exists()
-    assert not (pipeline.home / "stages" / key("policy", "d")).exists()
-    assert gone.isdisjoint(row.run_id for row in pipeline.tracking.list_runs())
-    assert not [path for place in places for path in place.rglob(".trash-*")]
+    } == removed_runs and not model.exists()
+    assert not (pipeline.home / "stages" / build_stage_name("policy", "d")).exists()
+    assert removed_runs.isdisjoint(row.run_id for row in pipeline.tracking.list_runs())
+    assert not [path for root in roots for path in root.rglob(".trash-*")]
 
 
 def test_a_pipeline_that_runs_is_left_alone(pipeline):
@@ -431,14 +428,14 @@ def test_a_pipeline_that_runs_is_left_alone(pipeline):
     pipeline.run(("policy", "a", {}))
     pipeline.run(("policy", "b", {}))
     with FolderLock(pipeline.home / ".lock"):
-        said = collect_garbage(
+        text = collect_garbage(
             pipeline.home.parent, pipeline.tracking.store.uri, num_kept_runs=1, delete=True
         ).format_text()
-    assert "skipped, a run is writing" in said
+    assert "skipped, a run is writing" in text
     assert (pipeline.home / "stages/policy" / ("a" * 16)).is_dir()
 
 
-def test_wrong_places_are_said(pipeline, tmp_path):
+def test_wrong_locations_are_refused(pipeline, tmp_path):
     from posttrain.cli.housekeeping import collect_garbage
 
     with pytest.raises(DataError, match="no runs in"):
@@ -454,34 +451,34 @@ def test_an_old_sweep_goes_with_its_trials(pipeline):
     trials = [[("policy", "a", {})], [("policy", "b", {})]]
     first, _ = pipeline.sweep("one", *trials)
     pipeline.run(("policy", "c", {}))
-    plan, stages, names, _ = pipeline.gone(keep=1)
-    assert stages == {key("policy", "a"), key("policy", "b")}
+    plan, stages, names, _ = pipeline.plan_removals(keep=1)
+    assert stages == {build_stage_name("policy", "a"), build_stage_name("policy", "b")}
     assert names == {f"{pipeline.name} · sweep 2026-01-01 10:00:00", "trial 0", "trial 1", "policy"}
     assert len(plan.runs) == 5 and pipeline.home / "sweeps/one" in plan.paths
     assert [item.label for item in plan.items if item.kind == "sweep"] == ["2026-01-01 10:00:00"]
-    plan, stages, names, _ = pipeline.gone(keep=2)  # it is the second newest run
+    plan, stages, names, _ = pipeline.plan_removals(keep=2)  # it is the second newest run
     assert stages == names == set() and plan.paths == [] and plan.num_retained_runs == 2
     pipeline.version(pipeline.children(first)["policy"], champion=True)  # a trial's model
-    plan, stages, names, _ = pipeline.gone(keep=1)
+    plan, stages, names, _ = pipeline.plan_removals(keep=1)
     assert stages == names == set() and plan.paths == []
 
 
 def test_a_sweeps_trial_that_made_data_is_followed(pipeline):
-    """The champion came of data that a trial has made: that stays, the trial's own policy goes."""
+    """The champion was trained on data of a trial: the data stays, the trial's policy is removed."""
     pipeline.sweep("one", [("prepare_data", "a", {}), ("policy", "b", {"data": "0" * 16})])
     data = pipeline.digest("prepare_data", "a")
     run = pipeline.run(("policy", "c", {"data": data}))
     pipeline.version(pipeline.children(run)["policy"], champion=True)
     pipeline.run(("policy", "d", {}))
-    plan, stages, names, _ = pipeline.gone(keep=1)
+    plan, stages, names, _ = pipeline.plan_removals(keep=1)
     assert (
-        stages == {key("policy", "b")}
+        stages == {build_stage_name("policy", "b")}
         and names == set()
         and pipeline.home / "sweeps/one" not in plan.paths
     )
 
 
-def test_token_ids_go_with_the_data_that_they_are_of(pipeline):
+def test_token_ids_are_removed_with_their_data(pipeline):
     def entry(name, **about):
         folder = pipeline.home / "stages/prepare_data/tokens.cache" / name
         folder.mkdir(parents=True)
@@ -506,18 +503,18 @@ def test_token_ids_go_with_the_data_that_they_are_of(pipeline):
     entry("new", kind="part", source=sources["b"], table="newtable")
     entry("newtable", kind="tokens", source="2")
     entry("damaged")
-    plan, stages, _, _ = pipeline.gone(keep=1)
-    assert stages == {key("prepare_data", "a")}
-    gone = {path.name: path for path in plan.paths if path.parent.name == "tokens.cache"}
-    assert set(gone) == {"old", "oldtable", "damaged"}
+    plan, stages, _, _ = pipeline.plan_removals(keep=1)
+    assert stages == {build_stage_name("prepare_data", "a")}
+    removed = {path.name: path for path in plan.paths if path.parent.name == "tokens.cache"}
+    assert set(removed) == {"old", "oldtable", "damaged"}
     assert [item.label for item in plan.items if item.kind == "token ids"] == [
         "damaged",
         "old",
         "oldtable",
     ]
-    kept, *_ = pipeline.gone(keep=2)
+    kept, *_ = pipeline.plan_removals(keep=2)
     assert {path.name for path in kept.paths if path.parent.name == "tokens.cache"} == {"damaged"}
 
 
 def key_folder(stage, letter):
-    return f"stages/{key(stage, letter)}"
+    return f"stages/{build_stage_name(stage, letter)}"

@@ -267,10 +267,10 @@ def test_the_entry_point_takes_classes_functions_and_vectors():
         assert trained.run().iterations == 3 and trained.trainer.environment.mode == mode.value
     own = gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="vector_entry_point")
     assert rl_core.network_ppo(own, settings=settings).run().iterations == 3
-    with pytest.raises(SettingsError, match="environment: a int; hand in an id"):
+    with pytest.raises(SettingsError, match="environment: a int; pass an id"):
         rl_core.network_ppo(3)
     with pytest.raises(
-        SettingsError, match="eval_every: a VectorEnv alone has no held-out episodes"
+        SettingsError, match="eval_every: a VectorEnv has no held-out episodes"
     ):
         rl_core.network_ppo(own, settings=rl_core.NetworkSettings(eval_every=1))
 

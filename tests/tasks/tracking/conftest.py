@@ -1,4 +1,4 @@
-"""One sqlite store for all tests that need a real one: its first use creates the tables, which takes seconds."""
+"""Sqlite store shared by all tests that need a real one: its first use creates the tables, which takes seconds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tracking(output: Path) -> Tracking:
-    """A Tracking over the shared default store; tests keep apart by their run folders and model names."""
+    """Open a Tracking over the shared default store. Tests use separate run folders and model names."""
     return Tracking(f"sqlite:///{output / 'mlflow' / 'mlflow.db'}", output, "tests")
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A nano policy and a nano reward model with their tokenizer, as Hugging Face folders."""
+    """Create a nano policy and a nano reward model with their tokenizer, as Hugging Face folders."""
     import torch
     from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
     from tokenizers.models import BPE

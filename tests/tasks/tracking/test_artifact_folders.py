@@ -1,4 +1,4 @@
-"""Files of uploads that a kill ended, in MLflow's folders on this machine."""
+"""Files of uploads that were interrupted by a kill, in MLflow's folders on this machine."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ def test_the_name_is_mlflow_s():
 
 
 @pytest.mark.parametrize("how", ["text", "file"])
-def test_a_resumed_run_loses_those_of_the_killed_process_alone(tracking, tmp_path, how):
+def test_a_resumed_run_removes_only_files_of_the_killed_process(tracking, tmp_path, how):
     first = tracking.start_run("r", tmp_path / "run")
     first.log_text("a", "notes/a.txt")
     first.close("KILLED")
@@ -43,7 +43,7 @@ def test_a_resumed_run_loses_those_of_the_killed_process_alone(tracking, tmp_pat
 
 
 def test_only_files_that_bear_mlflow_s_mark_are_deleted(tmp_path):
-    kept = [
+    unmarked = [
         tmp_path / name for name in ("model.safetensors", "a.artifact.uploading.b", ".artifact")
     ]
     marked = tmp_path / "inner" / f"{UPLOAD_PREFIX}x"
@@ -51,26 +51,26 @@ def test_only_files_that_bear_mlflow_s_mark_are_deleted(tmp_path):
     outside = tmp_path.parent / f"{tmp_path.name}-outside"
     outside.write_text("")
     (tmp_path / f"{UPLOAD_PREFIX}link").symlink_to(outside)
-    for path in (*kept, marked):
+    for path in (*unmarked, marked):
         path.write_text("")
     assert clear_broken_uploads(tmp_path, time.time() + 1) == 2
-    assert all(path.exists() for path in (*kept, outside)) and not marked.exists()
+    assert all(path.exists() for path in (*unmarked, outside)) and not marked.exists()
     assert clear_broken_uploads(Path(tmp_path / "nowhere"), time.time()) == 0
 
 
-def test_a_model_whose_upload_was_killed_has_its_own_files_alone(
+def test_a_model_whose_upload_was_killed_has_only_its_files(
     tracking, models, tmp_path, monkeypatch
 ):
     planted = []
 
     def killed_in_upload(point):
         if point == "model.made" and not planted:
-            found = tracking.store.client.search_logged_models(
+            result = tracking.store.client.search_logged_models(
                 [tracking.experiment_id], "attributes.name = 'half'"
             )
-            place = Path(found[0].artifact_location.removeprefix("file://")) / "model"
-            place.mkdir(parents=True)
-            planted.append(place / f"{UPLOAD_PREFIX}x")
+            folder = Path(result[0].artifact_location.removeprefix("file://")) / "model"
+            folder.mkdir(parents=True)
+            planted.append(folder / f"{UPLOAD_PREFIX}x")
             planted[0].write_text("half")
             os.utime(planted[0], (1, 1))
             raise OSError(errno.EIO, "as if killed")

@@ -1,4 +1,4 @@
-"""Trackers beside MLflow: by name, and none of them stalls or fails a run."""
+"""Trackers in addition to MLflow: selected by name, and none of them stalls or fails a run."""
 
 import threading
 
@@ -40,7 +40,7 @@ def test_an_alert_of_a_run_is_sent_by_its_thread(monkeypatch):
     assert sent == [(2, {"reward/alarm": 1.0})]
 
 
-def test_sinks_that_hang_or_raise_leave_the_run_as_it_is(tmp_path):
+def test_sinks_that_hang_or_raise_do_not_affect_the_run(tmp_path):
     free, keeper = threading.Event(), MemoryTracker()
 
     class Hanging(MemoryTracker):
@@ -49,7 +49,7 @@ def test_sinks_that_hang_or_raise_leave_the_run_as_it_is(tmp_path):
 
     class Raising(MemoryTracker):
         def log_metrics(self, metrics, step):
-            raise OSError("the endpoint is away")
+            raise OSError("the endpoint is unreachable")
 
         log_system = log_metrics
 
@@ -60,9 +60,8 @@ def test_sinks_that_hang_or_raise_leave_the_run_as_it_is(tmp_path):
         BackgroundTracker("c", lambda: keeper),
     ]
     for step in range(50):
-        run.log_metrics(
-            {"train/loss": float(step)}, step
-        )  # comes back at once: a minute would end the test
+        # must return immediately: waiting a minute would fail the test
+        run.log_metrics({"train/loss": float(step)}, step)
     run._log_system_metrics({"system/x": 1.0}, 0)
     run.close("FINISHED", timeout_s=0.5)
     free.set()
@@ -72,7 +71,7 @@ def test_sinks_that_hang_or_raise_leave_the_run_as_it_is(tmp_path):
     assert run.extra_trackers[0].num_dropped >= 46 and run.extra_trackers[1].is_broken
 
 
-def test_gpus_are_read_without_a_context_of_our_own(tmp_path, monkeypatch):
+def test_gpus_are_read_without_creating_a_context(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -80,8 +79,8 @@ def test_gpus_are_read_without_a_context_of_our_own(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: 3 * 2**20)
     monkeypatch.setattr(torch.cuda, "utilization", lambda index: 40)
     monkeypatch.setattr(torch.cuda, "power_draw", lambda index: 250_000)
-    found = system.sample_system_metrics(system.psutil.Process(), tmp_path)
-    assert {name: value for name, value in found.items() if "gpu" in name} == {
+    result = system.sample_system_metrics(system.psutil.Process(), tmp_path)
+    assert {name: value for name, value in result.items() if "gpu" in name} == {
         "system/gpu_0_memory_usage_megabytes": 3.0,
         "system/gpu_0_utilization_percentage": 40.0,
         "system/gpu_0_power_usage_watts": 250.0,

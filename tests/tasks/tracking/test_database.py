@@ -1,4 +1,4 @@
-"""A sqlite store's tables: made whole or not at all."""
+"""Tables of a sqlite store: created completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.tracking import Tracking, store
 from tasks.tracking.store import ensure_database
 
 
-def tables(path):
+def list_tables(path):
     with contextlib.closing(sqlite3.connect(path)) as database:
         return {
             row[0]
@@ -25,9 +25,8 @@ def tables(path):
 
 @pytest.fixture
 def file_size_limit(monkeypatch):
-    monkeypatch.setattr(
-        sys, "dont_write_bytecode", True
-    )  # Python would keep compiled modules that are cut there
+    # Python would keep compiled modules that were truncated by the limit
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size):
@@ -42,7 +41,7 @@ def test_a_file_size_limit_leaves_no_half_made_database(tmp_path, file_size_limi
     tracking.store.import_mlflow()
     file_size_limit(100_000)
     with pytest.raises(
-        BackendError, match=r"mlflow\.db: the tracking database cannot be made: .*ulimit -f"
+        BackendError, match=r"mlflow\.db: the tracking database cannot be created: .*ulimit -f"
     ):
         _ = tracking.store.client
     file_size_limit(resource.RLIM_INFINITY)
@@ -50,8 +49,8 @@ def test_a_file_size_limit_leaves_no_half_made_database(tmp_path, file_size_limi
     assert tracking.experiment_id  # the same store works once there is room
 
 
-def test_a_database_that_cannot_grow_is_said_in_one_line(tmp_path, file_size_limit, caplog):
-    """MLflow's own traceback for each write that failed made thousands of lines of a full disk."""
+def test_a_database_that_cannot_grow_is_reported_in_one_line(tmp_path, file_size_limit, caplog):
+    """On a full disk MLflow logged a traceback for each failed write, thousands of lines."""
     store = Tracking(None, tmp_path, "e").store
     client, experiment = store.client, store.experiment_id
     logging.getLogger("mlflow.store.db.utils").addHandler(caplog.handler)
@@ -71,8 +70,11 @@ def test_a_database_that_cannot_grow_is_said_in_one_line(tmp_path, file_size_lim
     assert client.create_run(experiment).info.status == "RUNNING"
 
 
-def test_what_was_half_made_before_is_set_aside(tmp_path, caplog):
-    """As MLflow leaves it when its tables cannot all be made: every later start ended in "table ... already exists"."""
+def test_an_incomplete_database_is_moved_aside(tmp_path, caplog):
+    """MLflow leaves such a database if it cannot create all tables; every later start failed with "table ...
+
+    already exists".
+    """
     Tracking(None, tmp_path).store.import_mlflow()
     path = tmp_path / "mlflow.db"
     with contextlib.closing(sqlite3.connect(path)) as database:
@@ -80,19 +82,21 @@ def test_what_was_half_made_before_is_set_aside(tmp_path, caplog):
             "CREATE TABLE runs (run_uuid TEXT); CREATE TABLE datasets (dataset_uuid TEXT);"
         )
     ensure_database(f"sqlite:///{path}")
-    assert {"alembic_version", "model_versions", "trace_info"} <= tables(path)
+    assert {"alembic_version", "model_versions", "trace_info"} <= list_tables(path)
     aside = next(tmp_path.glob("mlflow.db.half-made-*"))
-    assert tables(aside) == {"runs", "datasets"} and "never finished" in caplog.text
+    assert list_tables(aside) == {"runs", "datasets"} and "incomplete and empty" in caplog.text
 
     with contextlib.closing(sqlite3.connect(aside)) as database:
         database.executescript("INSERT INTO runs VALUES ('r')")
     ensure_database(f"sqlite:///{aside}")  # it holds a run: not ours to replace
-    assert tables(aside) == {"runs", "datasets"} and len(list(tmp_path.glob("*half-made*"))) == 1
+    assert (
+        list_tables(aside) == {"runs", "datasets"} and len(list(tmp_path.glob("*half-made*"))) == 1
+    )
 
 
 @pytest.fixture(scope="module")
 def new_tables(tmp_path_factory):
-    """MLflow's own tables, made once for all tests: it takes seconds."""
+    """Create MLflow's tables once for all tests, because it takes seconds."""
     path = tmp_path_factory.mktemp("tables") / "mlflow.db"
     Tracking(None, path.parent).store.import_mlflow()
     store._create_tables(path)
@@ -101,51 +105,51 @@ def new_tables(tmp_path_factory):
 
 @pytest.fixture
 def filled(monkeypatch, tmp_path, new_tables):
-    """Databases whose tables were not copied, in the order in which they were made; nothing is kept yet."""
+    """Record the databases whose tables were not copied, in order of creation; the cache is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = []
+    created = []
 
     def fill(path):
-        made.append(path)
+        created.append(path)
         path.write_bytes(new_tables)
 
     monkeypatch.setattr(store, "_create_tables", fill)
-    return made
+    return created
 
 
 def test_a_second_folder_begins_with_the_tables_of_the_first_and_none_of_its_runs(tmp_path, filled):
-    one, two = (Tracking(None, tmp_path / name, "zebra") for name in ("one", "two"))
-    assert one.experiment_id and len(filled) == 1
-    (kept,) = (tmp_path / "cache/posttrain/mlflow").iterdir()
-    assert b"zebra" not in kept.read_bytes() and tables(kept) == tables(
+    first, second = (Tracking(None, tmp_path / name, "zebra") for name in ("one", "two"))
+    assert first.experiment_id and len(filled) == 1
+    (cached,) = (tmp_path / "cache/posttrain/mlflow").iterdir()
+    assert b"zebra" not in cached.read_bytes() and list_tables(cached) == list_tables(
         tmp_path / "one/mlflow/mlflow.db"
     )
-    assert two.experiment_id and len(filled) == 1
-    run = two.start_run("r", tmp_path / "run", interval_s=0.05)
+    assert second.experiment_id and len(filled) == 1
+    run = second.start_run("r", tmp_path / "run", interval_s=0.05)
     run.log_metrics({"train/loss": 1.0}, 0)
     run.close("FINISHED")
-    (row,) = two.list_runs()
-    assert row.metrics["train/loss"] == 1.0 and one.list_runs() == []
+    (row,) = second.list_runs()
+    assert row.metrics["train/loss"] == 1.0 and first.list_runs() == []
 
 
 @pytest.mark.parametrize("damage", [b"", b"no database at all", None])
-def test_kept_tables_that_are_damaged_are_passed_over_and_made_anew(tmp_path, filled, damage):
+def test_damaged_cached_tables_are_ignored_and_recreated(tmp_path, filled, damage):
     ensure_database(f"sqlite:///{tmp_path / 'one.db'}")
-    (kept,) = (tmp_path / "cache/posttrain/mlflow").iterdir()
-    whole = kept.read_bytes()
-    middle = len(whole) // 2
-    kept.write_bytes(
-        damage if damage is not None else whole[:middle] + bytes(8192) + whole[middle + 8192 :]
+    (cached,) = (tmp_path / "cache/posttrain/mlflow").iterdir()
+    intact = cached.read_bytes()
+    middle = len(intact) // 2
+    cached.write_bytes(
+        damage if damage is not None else intact[:middle] + bytes(8192) + intact[middle + 8192 :]
     )
     ensure_database(f"sqlite:///{tmp_path / 'two.db'}")
-    assert len(filled) == 2 and tables(tmp_path / "two.db") == tables(tmp_path / "one.db")
-    assert kept.read_bytes() == (tmp_path / "two.db").read_bytes()
+    assert len(filled) == 2 and list_tables(tmp_path / "two.db") == list_tables(tmp_path / "one.db")
+    assert cached.read_bytes() == (tmp_path / "two.db").read_bytes()
 
 
-def test_a_user_without_a_cache_does_without(tmp_path, filled, monkeypatch):
+def test_a_user_without_a_cache_creates_tables(tmp_path, filled, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     for name in ("one.db", "two.db"):
         ensure_database(f"sqlite:///{tmp_path / name}")
-        assert "runs" in tables(tmp_path / name)
+        assert "runs" in list_tables(tmp_path / name)
     assert len(filled) == 2

@@ -1,4 +1,4 @@
-"""Copies of registered versions on this machine: whole, or downloaded again."""
+"""Copies of registered versions on this machine: complete, or downloaded again."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ VERSION = ModelVersion("policy", 3, "run", "m-0123456789")
 
 
 class Client:
-    """A registry on another machine."""
+    """Registry on another machine."""
 
     def get_model_version_download_uri(self, name, version):
         return "mlflow-artifacts:/models/policy"
@@ -20,26 +20,28 @@ class Client:
 
 @pytest.fixture
 def downloads(monkeypatch):
-    """A registry whose downloads are counted, and how the artifact arrives: directly, or in a folder of its name."""
+    """Create a registry that counts downloads. An artifact arrives directly, or in a folder of its name (`inner`)."""
     import mlflow.artifacts
 
     counted = SimpleNamespace(number=0, inner="")
 
     def fetch(artifact_uri, dst_path, tracking_uri):
         counted.number += 1
-        place = os.path.join(dst_path, counted.inner)
-        os.makedirs(os.path.join(place, "model"))
+        folder = os.path.join(dst_path, counted.inner)
+        os.makedirs(os.path.join(folder, "model"))
         for name in ("config.json", "model.safetensors"):
-            with open(os.path.join(place, "model", name), "w") as file:
+            with open(os.path.join(folder, "model", name), "w") as file:
                 file.write("{}")
-        return place
+        return folder
 
     @contextlib.contextmanager
-    def answers(what):
+    def translate_errors(action):
         yield
 
     monkeypatch.setattr(mlflow.artifacts, "download_artifacts", fetch)
-    store = SimpleNamespace(client=Client(), answers=answers, uri="http://elsewhere")
+    store = SimpleNamespace(
+        client=Client(), translate_errors=translate_errors, uri="http://elsewhere"
+    )
     counted.registry = ModelRegistry(store)
     return counted
 

@@ -1,4 +1,4 @@
-"""The journal: one line a call, each (step, name) once, torn lines and full disks survived."""
+"""Journal: one line per call, each (step, name) once; torn lines and full disks are survived."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tasks.tracking.journal import (
 )
 
 
-def lines(folder: Path) -> list[dict]:
+def read_json_lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in build_metrics_path(folder).read_text().splitlines()]
 
 
-def test_a_call_is_one_line_on_disk_at_once(tmp_path):
+def test_a_call_is_immediately_one_line_on_disk(tmp_path):
     journal = MetricsJournal(tmp_path)
     journal.append_metrics({"train/loss": 0.5, "train/step": torch.tensor(3.0)}, 7)
-    (line,) = lines(tmp_path)  # not closed, not flushed: a SIGKILL now loses nothing
+    (line,) = read_json_lines(tmp_path)  # not closed, not flushed: a SIGKILL now loses nothing
     assert line["step"] == 7 and line["metrics"] == {"train/loss": 0.5, "train/step": 3.0}
     assert isinstance(line["time"], int)
     journal.close()
@@ -83,7 +83,7 @@ def test_replayed_steps_leave_no_duplicate_and_lose_no_new_name(tmp_path):
         (2, {"train/loss": 0.2}),
         (3, {"train/loss": 0.3}),
         (2, {"eval/accuracy": 0.5}),
-        (3, {"eval/accuracy": 0.7}),  # the one name that step 3 had not logged before the kill
+        (3, {"eval/accuracy": 0.7}),  # the only name that step 3 had not logged before the kill
         (4, {"train/loss": 0.4}),
     ]
 
@@ -97,15 +97,16 @@ def test_a_torn_last_line_is_cut_off_and_logged_again(tmp_path_factory, cut):
         journal.append_metrics({"train/loss": float(step)}, step)
     journal.close()
     path = build_metrics_path(folder)
-    whole = path.read_bytes()
-    last = len(whole.splitlines(keepends=True)[-1])
-    path.write_bytes(whole[: -min(cut, last)])
+    complete = path.read_bytes()
+    last = len(complete.splitlines(keepends=True)[-1])
+    path.write_bytes(complete[: -min(cut, last)])
+    # a reader tolerates it
     assert read_metrics(folder) == [
         (0, {"train/loss": 0.0}),
         (1, {"train/loss": 1.0}),
-    ]  # a reader tolerates it
+    ]
     again = MetricsJournal(folder)
-    assert path.read_bytes() == whole[:-last]
+    assert path.read_bytes() == complete[:-last]
     again.append_metrics({"train/loss": 2.0}, 2)
     again.append_metrics({"train/loss": 2.0}, 2)
     again.close()
@@ -124,10 +125,9 @@ def test_a_second_writer_is_refused(tmp_path):
 def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch):
     log = LineLog(tmp_path / "log.jsonl")
     log.append_record({"n": 0})
-    real = os.pwrite
-    monkeypatch.setattr(
-        os, "pwrite", lambda fd, data, offset: real(fd, data[:4], offset)
-    )  # short writes
+    pwrite = os.pwrite
+    # short writes
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:4], offset))
     log.append_record({"n": 1})
     log.append_record({"n": 2})
     assert [record for record, _ in read_lines(log.path)] == [{"n": 0}]
@@ -157,15 +157,14 @@ def test_changed_digits_are_left_out_and_logged_again(tmp_path, caplog):
     assert read_metrics(tmp_path) == [(0, {"train/loss": 0.125}), (2, {"train/loss": 2.125})]
     assert "its checksum does not match" in caplog.text and caplog.text.count(str(path)) == 1
     again = MetricsJournal(tmp_path)
-    again.append_metrics(
-        {"train/loss": 1.125}, 1
-    )  # a run that resumes from step 0 measures it again
+    # a run that resumes from step 0 measures it again
+    again.append_metrics({"train/loss": 1.125}, 1)
     again.append_metrics({"train/loss": 2.125}, 2)
     again.close()
     assert [step for step, _ in read_metrics(tmp_path)] == [0, 2, 1] and again.num_repeated == 1
 
 
-def test_a_journal_of_an_older_version_goes_on(tmp_path):
+def test_a_journal_of_an_older_version_is_continued(tmp_path):
     path = build_metrics_path(tmp_path)
     path.write_text('{"step":0,"time":1,"metrics":{"a":0.5}}\n')
     journal = MetricsJournal(tmp_path)
@@ -174,7 +173,7 @@ def test_a_journal_of_an_older_version_goes_on(tmp_path):
     assert read_metrics(tmp_path) == [(0, {"a": 0.5}), (0, {"b": 1.0})]
 
 
-def test_what_was_shipped_is_replaced_whole(tmp_path):
+def test_the_cursor_is_replaced_atomically(tmp_path):
     build_cursor_path(tmp_path).parent.mkdir()
     DeliveryCursor("store", "run", "1", 10, 20, 1).save(tmp_path)
     assert DeliveryCursor.load(tmp_path) == DeliveryCursor("store", "run", "1", 10, 20, 1)
@@ -183,33 +182,36 @@ def test_what_was_shipped_is_replaced_whole(tmp_path):
     assert DeliveryCursor.load(tmp_path) == DeliveryCursor()
 
 
-def test_what_a_killed_process_left_beside_a_journal_is_removed_and_what_waits_is_kept(tmp_path):
-    place = build_events_path(tmp_path).parent
+def test_leftovers_of_a_killed_process_are_removed_and_undelivered_files_stay(tmp_path):
+    folder = build_events_path(tmp_path).parent
     for name in (
         "files/delivered/a",
         "files/waits/b",
         "files/forgotten/c",
         "model-abcd1234/artifact/d",
     ):
-        (place / name).parent.mkdir(parents=True)
-        (place / name).write_text("x")
-    (place / ".tmp-shipped.json-999999").write_text("{")
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("x")
+    (folder / ".tmp-shipped.json-999999").write_text("{")
     log = LineLog(build_events_path(tmp_path))
     log.append_record({"op": "artifact", "path": ".tracking/files/delivered/a"})
     delivered = log.end
     log.append_record({"op": "artifact", "path": ".tracking/files/waits/b"})
     clear_journal(tmp_path, delivered)
-    assert sorted(path.name for path in place.rglob("*") if path.is_file()) == ["b", "events.jsonl"]
+    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == [
+        "b",
+        "events.jsonl",
+    ]
     log.close()
 
 
 @pytest.mark.parametrize("seconds", [0.03, 10.0])
-def test_a_lock_that_is_held_for_a_look_is_waited_for_and_another_is_not(tmp_path, seconds):
-    """`posttrain runs` tries the lock of every journal, also of one that a run is about to take."""
+def test_a_lock_that_is_held_briefly_is_waited_for_and_another_is_not(tmp_path, seconds):
+    """`posttrain runs` tries the lock of every journal, including one that a run is about to take."""
     path = tmp_path / "log.jsonl"
-    looks = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(looks, fcntl.LOCK_EX)
-    timer = threading.Timer(seconds, os.close, [looks])
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    timer = threading.Timer(seconds, os.close, [descriptor])
     timer.start()
     if seconds < 1:
         LineLog(path).close()
@@ -218,4 +220,4 @@ def test_a_lock_that_is_held_for_a_look_is_waited_for_and_another_is_not(tmp_pat
     with pytest.raises(FolderBusy, match="is being written by another run"):
         LineLog(path)
     timer.cancel()
-    os.close(looks)
+    os.close(descriptor)

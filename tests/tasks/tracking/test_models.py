@@ -1,4 +1,4 @@
-"""Model versions: what is stored loads with transformers, mlflow.transformers and pyfunc, and holds no pickle."""
+"""Model versions: stored models load with transformers, mlflow.transformers and pyfunc, and contain no pickle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = "what colour"
 
 @pytest.fixture(scope="module")
 def versions(tracking, models, tmp_path_factory):
-    """Two versions of a policy (the second with other weights) and one of a reward model."""
+    """Register two versions of a policy (the second with other weights) and one of a reward model."""
     folder = tmp_path_factory.mktemp("run")
     other = tmp_path_factory.mktemp("other") / "model"
     shutil.copytree(models["policy"], other)
@@ -40,16 +40,17 @@ def versions(tracking, models, tmp_path_factory):
         reward = run.log_model(
             models["reward_model"], "reward_model", "rewards", input_example="a b"
         )
+    # the same bytes from the same run are the same version
     assert (first, same, second, reward) == (
         1,
         1,
         2,
         1,
-    )  # the same bytes from the same run are the same version
+    )
     return {"run": run, "other": other}
 
 
-def test_the_stored_files_are_the_stages_own_and_hold_no_pickle(
+def test_the_stored_files_are_those_of_the_stage_and_hold_no_pickle(
     tracking, models, versions, tmp_path
 ):
     folder = tracking.resolve_model("models:/policy/1", tmp_path)
@@ -162,15 +163,14 @@ def test_aliases_move(tracking, versions):
     assert tracking.list_versions("policy")[1].aliases == ("challenger",)
     tracking.set_champion("policy", 2)
     assert tracking.find_champion("policy").version == 2
-    assert [found.aliases for found in tracking.list_versions("policy")] == [(), ("champion",)]
-    assert not tracking.replace_champion(
-        "policy", 1, before=1
-    )  # it was compared with one that is champion no more
+    assert [version.aliases for version in tracking.list_versions("policy")] == [(), ("champion",)]
+    # it was compared with one that is champion no more
+    assert not tracking.replace_champion("policy", 1, before=1)
     assert not tracking.replace_champion("policy", 1, before=None)
     assert tracking.find_champion("policy").version == 2
     assert tracking.replace_champion("policy", 1, before=2)
     tracking.set_champion("policy", 1)  # rolling back
-    assert tracking.find_champion("policy").fetch_version == 1
+    assert tracking.find_champion("policy").version == 1
     tracking.tag_version("policy", 1, {"gate.reason": "better", "x": None})
     assert tracking.registry.fetch_version("policy", 1).tags["gate.reason"] == "better"
 
@@ -185,9 +185,8 @@ def test_references(tracking, models, versions, tmp_path, monkeypatch):
     assert tracking.resolve_model(str(models["policy"]), tmp_path) == models["policy"].resolve()
     assert tracking.resolve_model("org/some-model", tmp_path) == "org/some-model"
     assert not list(tmp_path.iterdir())  # a local store's files are read where they are
-    monkeypatch.setattr(
-        "tasks.tracking.registry._resolve_local_folder", lambda location: None
-    )  # as from a server
+    # as from a server
+    monkeypatch.setattr("tasks.tracking.registry._resolve_local_folder", lambda location: None)
     for _ in range(2):
         copied = tracking.resolve_model("models:/policy@champion", tmp_path)
         assert tmp_path in copied.parents and digest_model(copied) == digest_model(models["policy"])
@@ -254,8 +253,8 @@ def test_a_refused_model_leaves_no_version(tracking, models, tmp_path):
 @pytest.mark.parametrize(
     "point", ["model.made", "model.uploaded", "model.ready", "model.versioned"]
 )
-def test_an_attempt_that_failed_half_way_is_gone_on_with(tracking, models, tmp_path, point):
-    """One model and one version, its metrics and its link to the run once."""
+def test_an_attempt_that_failed_half_way_is_continued(tracking, models, tmp_path, point):
+    """One model and one version exist; its metrics and its link to the run exist once."""
     name = point.replace(".", "-")
     faults.configure_faults(f"{point}:1:raise=EIO")
     try:
@@ -265,10 +264,16 @@ def test_an_attempt_that_failed_half_way_is_gone_on_with(tracking, models, tmp_p
         faults.configure_faults(None)
     assert version == 1 and len(tracking.list_versions(name)) == 1
     client = tracking.store.client
-    made = client.search_logged_models([tracking.experiment_id], f"attributes.name = '{name}'")
-    assert [(str(model.status), model.source_run_id) for model in made] == [("READY", run.run_id)]
+    logged_models = client.search_logged_models(
+        [tracking.experiment_id], f"attributes.name = '{name}'"
+    )
+    assert [(str(model.status), model.source_run_id) for model in logged_models] == [
+        ("READY", run.run_id)
+    ]
     assert [output.model_id for output in client.get_run(run.run_id).outputs.model_outputs] == [
-        made[0].model_id
+        logged_models[0].model_id
     ]
     assert [point.value for point in client.get_metric_history(run.run_id, "eval/loss")] == [0.5]
-    assert [(metric.key, metric.value) for metric in made[0].metrics] == [("eval/loss", 0.5)]
+    assert [(metric.key, metric.value) for metric in logged_models[0].metrics] == [
+        ("eval/loss", 0.5)
+    ]

@@ -1,4 +1,4 @@
-"""MLflow as a tracker of the Python API, by name and as an object, against a real sqlite store."""
+"""MLflow as a tracker of the Python API, by name and as an object, with a real sqlite store."""
 
 import tomllib
 from pathlib import Path
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """The project's entry points, as an installed distribution shows them."""
+    """Install the project's entry points as a distribution."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     folder = tmp_path / "site" / "posttrain_plugins-1.0.dist-info"
     folder.mkdir(parents=True)
@@ -22,15 +22,15 @@ def installed(tmp_path, monkeypatch):
         "Metadata-Version: 2.1\nName: posttrain-plugins\nVersion: 1.0\n"
     )
     lines = [
-        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in found.items())
-        for group, found in points.items()
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entry_points.items())
+        for group, entry_points in points.items()
     ]
     (folder / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
 
 
-def rewards(trajectories):
-    return [float(len(t.completion)) for t in trajectories]
+def score_length(trajectories):
+    return [float(len(trajectory.completion)) for trajectory in trajectories]
 
 
 def train(tracker, output=None):
@@ -38,7 +38,7 @@ def train(tracker, output=None):
     training = rl_core.grpo(
         rl_core.create_policy(["say e"], model),
         prompts=["say e"],
-        reward=rewards,
+        reward=score_length,
         tracker=tracker,
         output=output,
         settings=rl_core.PolicySettings(
@@ -52,7 +52,7 @@ def train(tracker, output=None):
     return training
 
 
-def stored(tracking, run_id):
+def read_history(tracking, run_id):
     client = tracking.store.client
     run = client.get_run(run_id)
     history = client.get_metric_history(run_id, "reward/mean")
@@ -65,16 +65,16 @@ def test_by_name(installed, tracking, tmp_path):
     uri = tracking.store.uri
     training = train(f"mlflow:{uri}", output=tmp_path / "out")
     run_id = training._tracker.trackers[-1].run_id
-    run, history = stored(tracking, run_id)
+    run, history = read_history(tracking, run_id)
     assert run.info.status == "FINISHED" and run.info.run_name == "grpo"
     assert history == list(training.metrics()["reward/mean"].items()) and len(history) == 2
     assert run.data.params["settings.group_size"] == "2" and run.data.params["seed"] == "0"
 
 
-def test_as_an_object_with_a_name_of_its_own(tracking, tmp_path):
+def test_as_an_object_with_a_name(tracking, tmp_path):
     tracker = MlflowTracker(tracking.store.uri, folder=tmp_path, experiment="tests", name="mine")
     training = train(tracker)
-    run, history = stored(tracking, tracker.run_id)
+    run, history = read_history(tracking, tracker.run_id)
     assert run.info.run_name == "mine" and history == list(
         training.metrics()["reward/mean"].items()
     )

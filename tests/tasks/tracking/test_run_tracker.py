@@ -1,4 +1,4 @@
-"""RunTracker on a real sqlite store: what is recorded is what MLflow shows."""
+"""RunTracker with a real sqlite store: MLflow shows what was recorded."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from tasks.tracking.journal import (
 from tasks.tracking.store import TrackingStore
 
 
-def history(tracking, run_id, name):
+def read_history(tracking, run_id, name):
     return [
         (metric.step, metric.value)
         for metric in tracking.store.client.get_metric_history(run_id, name)
     ]
 
 
-def artifacts(tracking, run_id, path=None):
-    found = []
+def list_artifacts(tracking, run_id, path=None):
+    paths = []
     for entry in tracking.store.client.list_artifacts(run_id, path):
-        found += artifacts(tracking, run_id, entry.path) if entry.is_dir else [entry.path]
-    return sorted(found)
+        paths += list_artifacts(tracking, run_id, entry.path) if entry.is_dir else [entry.path]
+    return sorted(paths)
 
 
 def test_a_tag_with_a_name_that_the_store_does_not_take_loses_none_of_the_others(
     tracking, tmp_path
 ):
-    """As input.model.demo@champion, of an evaluated champion: retention follows these tags."""
+    """For example input.model.demo@champion, of an evaluated champion; retention follows these tags."""
     with tracking.start_run(
         "e", tmp_path / "run", tags={"pipeline": "demo", "input.model.demo@champion": "ab"}
     ) as run:
@@ -74,9 +74,8 @@ def test_everything_arrives(tracking, tmp_path):
             (tmp_path / "tree" / "inner" / "a.txt").write_text("a")
             stage.log_artifact(tmp_path / "figure.png", "figures")
             stage.log_artifact(tmp_path / "tree", "data")
-            (tmp_path / "tree").rename(
-                tmp_path / "published"
-            )  # as a stage's folder is, while files still wait
+            # as a stage's folder is, while files still wait
+            (tmp_path / "tree").rename(tmp_path / "published")
             (tmp_path / "figure.png").unlink()
             stage.log_text("hello\u2028é", "notes/a.txt")
             stage.log_dict({"a": [1]}, "a.json")
@@ -91,19 +90,20 @@ def test_everything_arrives(tracking, tmp_path):
         time.sleep(0.2)
     client = tracking.store.client
     run, outer = client.get_run(stage.run_id), client.get_run(parent.run_id)
-    assert history(tracking, stage.run_id, "train/loss") == [(0, 1.0), (1, 0.5), (2, 1 / 3)]
-    assert history(tracking, stage.run_id, "pass_4") == [(0, 0.5), (1, 0.5), (2, 0.5)]
+    assert read_history(tracking, stage.run_id, "train/loss") == [(0, 1.0), (1, 0.5), (2, 1 / 3)]
+    assert read_history(tracking, stage.run_id, "pass_4") == [(0, 0.5), (1, 0.5), (2, 0.5)]
     assert run.data.tags["mlflow.parentRunId"] == parent.run_id and run.info.status == "FINISHED"
     assert outer.data.params == {"sft.learning_rate": "0.001"}
     tags = outer.data.tags
+    # on whatever port the page is shown
     assert (
         tags["mlflow.note.content"]
         == "[story](#/models/demo/versions/2?workflowType=machine_learning)"
-    )  # on whatever port the page is shown
+    )
     assert tags["pipeline"] == "demo" and "absent" not in tags
     assert tags["mlflow.source.git.commit"] == "abc"
     assert outer.data.metrics["system/process_memory_megabytes"] > 10
-    assert artifacts(tracking, stage.run_id) == [
+    assert list_artifacts(tracking, stage.run_id) == [
         "a.json",
         "data/tree/inner/a.txt",
         "environment/requirements.txt",
@@ -114,9 +114,8 @@ def test_everything_arrives(tracking, tmp_path):
     assert dataset.dataset.name == "demonstrations" and dataset.dataset.digest == ("ab" * 32)[:36]
     assert json.loads(dataset.dataset.profile) == {"num_rows": 5, "digest": "ab" * 32}
     assert dataset.tags[0].value == "training"
-    assert not list(
-        (build_events_path(stage.folder).parent / "files").iterdir()
-    )  # sent copies are removed
+    # sent copies are removed
+    assert not list((build_events_path(stage.folder).parent / "files").iterdir())
     assert tracking.cost.foreground_seconds > 0 and tracking.cost.background_seconds > 0
 
 
@@ -131,35 +130,35 @@ def test_a_resumed_run_is_the_same_run_without_gap_or_duplicate(tracking, tmp_pa
     for step in range(3, 8):
         again.log_metrics({"train/loss": float(step)}, step)
     assert again.close()
-    assert history(tracking, first.run_id, "train/loss") == [
+    assert read_history(tracking, first.run_id, "train/loss") == [
         (step, float(step)) for step in range(8)
     ]
     run = tracking.store.client.get_run(first.run_id)
     assert run.info.status == "FINISHED"
+    # the first value stays, and the change is reported
     assert run.data.params == {
         "a": "1",
         "b": "2",
         "c": "4",
-    }  # the first value stays, and the change is told
+    }
     assert json.loads(run.data.tags["changed_params"]) == {"b": "3"}
 
 
 def test_a_run_whose_id_was_never_noted_is_found_again(tracking, tmp_path):
     first = tracking.start_run("r", tmp_path)
     first.log_metrics({"a": 1.0}, 0)
-    first.log_traces(trajectories())
+    first.log_traces(make_trajectories())
     first.close("KILLED")
-    build_cursor_path(tmp_path).unlink()  # killed between the store's answer and the note of it
+    build_cursor_path(tmp_path).unlink()  # killed between the store's answer and the record of it
     again = tracking.start_run("r", tmp_path)
     again.close()
     assert again.run_id == first.run_id
-    assert history(tracking, first.run_id, "a") == [
-        (0, 1.0)
-    ]  # all was sent twice and is stored once
-    found = tracking.store.client.search_traces(
+    # all was sent twice and is stored once
+    assert read_history(tracking, first.run_id, "a") == [(0, 1.0)]
+    result = tracking.store.client.search_traces(
         locations=[tracking.experiment_id], run_id=first.run_id
     )
-    assert len(found) == 3 and sum(len(trace.data.spans) for trace in found) == 11
+    assert len(result) == 3 and sum(len(trace.data.spans) for trace in result) == 11
 
 
 @pytest.mark.slow
@@ -174,7 +173,7 @@ def test_a_locked_database_delays_delivery_alone(tracking, tmp_path):
         other.execute("ROLLBACK")
         other.close()
         assert run.flush(timeout_s=60)
-    assert history(tracking, run.run_id, "a") == [(step, float(step)) for step in range(70)]
+    assert read_history(tracking, run.run_id, "a") == [(step, float(step)) for step in range(70)]
 
 
 def test_how_a_run_ended(tracking, tmp_path):
@@ -182,15 +181,15 @@ def test_how_a_run_ended(tracking, tmp_path):
     for status, error in endings.items():
         with pytest.raises(type(error)), tracking.start_run(status, tmp_path / status) as run:
             raise error
-        found = tracking.store.client.get_run(run.run_id)
-        assert found.info.status == status
-        assert found.data.tags.get("error") == (
+        result = tracking.store.client.get_run(run.run_id)
+        assert result.info.status == status
+        assert result.data.tags.get("error") == (
             "ValueError: no good" if status == "FAILED" else None
         )
 
 
-def test_a_dead_store_neither_stops_nor_stalls_and_is_made_up_for(tracking, tmp_path):
-    """Nothing listens there: the run goes on, closes in time, and `replay` delivers all of it, the parent first."""
+def test_an_unreachable_store_does_not_stop_a_run_and_is_caught_up_later(tracking, tmp_path):
+    """No server listens: the run continues, closes in time, and a later delivery sends everything, the parent first."""
     dead = Tracking("http://127.0.0.1:9", tmp_path, "tests")
     parent = dead.start_run("parent", tmp_path / "p", wait_s=20)
     child = dead.start_run(
@@ -206,14 +205,15 @@ def test_a_dead_store_neither_stops_nor_stalls_and_is_made_up_for(tracking, tmp_
     state, outer = DeliveryCursor.load(tmp_path / "p" / "c"), DeliveryCursor.load(tmp_path / "p")
     run = tracking.store.client.get_run(state.run_id)
     assert run.data.tags["mlflow.parentRunId"] == outer.run_id and run.info.status == "FINISHED"
-    assert history(tracking, state.run_id, "train/loss") == [
+    assert read_history(tracking, state.run_id, "train/loss") == [
         (step, float(step)) for step in range(10)
     ]
-    assert artifacts(tracking, state.run_id) == ["x.txt"]
+    assert list_artifacts(tracking, state.run_id) == ["x.txt"]
+    # once more changes nothing
     assert (
         tracking.deliver_all_journals(tmp_path) == 0
         and DeliveryCursor.load(tmp_path / "p") == outer
-    )  # once more changes nothing
+    )
 
 
 def test_threads_share_a_tracker(tracking, tmp_path):
@@ -226,22 +226,21 @@ def test_threads_share_a_tracker(tracking, tmp_path):
         ]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
-    assert [len(history(tracking, run.run_id, f"m/{t}")) for t in range(4)] == [100] * 4
+    assert [len(read_history(tracking, run.run_id, f"m/{t}")) for t in range(4)] == [100] * 4
 
 
-def test_progress_is_noted_for_those_who_look_on_but_not_at_every_step(
-    tracking, tmp_path, monkeypatch
-):
+def test_progress_is_recorded_but_not_at_every_step(tracking, tmp_path, monkeypatch):
     monkeypatch.setattr("tasks.tracking.run_tracker.PROGRESS_SECONDS", 3600.0)
     run = tracking.start_run("p", tmp_path)
     for done in (1, 2, 3, 4):
         run.progress(done, 4, f"step {done}")
-        noted = json.loads(build_progress_path(tmp_path).read_text())
-        assert (noted["done"], noted["total"]) == (
+        progress = json.loads(build_progress_path(tmp_path).read_text())
+        # the first and the end always are
+        assert (progress["done"], progress["total"]) == (
             4 if done == 4 else 1,
             4,
-        )  # the first and the end always are
-    assert noted["message"] == "step 4"
+        )
+    assert progress["message"] == "step 4"
     run.close()
     assert [
         path.name
@@ -250,10 +249,10 @@ def test_progress_is_noted_for_those_who_look_on_but_not_at_every_step(
     ] == []
 
 
-def test_progress_tells_the_callbacks_and_survives_one_that_fails(tracking, tmp_path):
+def test_progress_calls_the_callbacks_and_survives_one_that_fails(tracking, tmp_path):
     seen = []
     run = tracking.start_run(
-        "p", tmp_path, on_progress=[lambda *_: 1 / 0, lambda *told: seen.append(told)]
+        "p", tmp_path, on_progress=[lambda *_: 1 / 0, lambda *arguments: seen.append(arguments)]
     )
     run.progress(1, 4, "half way")
     run.progress(2, 4)
@@ -274,7 +273,7 @@ def test_artifact_names_stay_inside(tracking, tmp_path, name):
         run.log_text("x", name)
 
 
-def trajectories():
+def make_trajectories():
     look = Turn("zoom 1 2", ToolCall("zoom", {"row": 1, "col": 2}), "red 4", False, 5)
     typo = Turn("zom", None, "no such tool", True, 2)
     right = Trajectory(
@@ -306,13 +305,13 @@ def trajectories():
 
 def test_episodes_are_readable_as_traces(tracking, tmp_path):
     with tracking.start_run("traces", tmp_path) as run:
-        assert run.log_traces(trajectories(), limit=2, model="policy") == 2
+        assert run.log_traces(make_trajectories(), limit=2, model="policy") == 2
     client = tracking.store.client
-    found = client.search_traces(
+    result = client.search_traces(
         locations=[tracking.experiment_id], run_id=run.run_id, order_by=["timestamp ASC"]
     )
-    assert len(found) == 2
-    right, wrong = found
+    assert len(result) == 2
+    right, wrong = result
     assert right.info.tags["level"] == "easy" and right.info.tags["model"] == "policy"
     assert {entry.name: entry.value for entry in wrong.info.assessments} == {
         "model": "policy",
@@ -320,11 +319,15 @@ def test_episodes_are_readable_as_traces(tracking, tmp_path):
         "success": False,
         "reward": 0.0,
     }
-    names = [span.name for span in right.data.build_spans]
+    names = [span.name for span in right.data.spans]
     assert names == ["episode", "turn 1: zoom", "zoom", "turn 2: answer"]
-    episode, turn, call, _ = right.data.build_spans
+    episode, turn, call, _ = right.data.spans
     assert episode.inputs == "what colour?" and episode.outputs == "red (right)"
-    assert right.info.execution_duration in (None, 0)  # no episode of a batch has a time of its own
+    # episodes of a batch have no separate duration
+    assert right.info.execution_duration in (
+        None,
+        0,
+    )
     assert [span.start_time_ns for span in right.data.spans] == sorted(
         span.start_time_ns for span in right.data.spans
     )
@@ -339,10 +342,10 @@ def test_episodes_are_readable_as_traces(tracking, tmp_path):
         and call.parent_id == turn.span_id
     )
     assert (
-        wrong.data.build_spans[1].status.status_code.value == "ERROR"
-        and wrong.data.build_spans[1].name == "turn 1: misuse"
+        wrong.data.spans[1].status.status_code.value == "ERROR"
+        and wrong.data.spans[1].name == "turn 1: misuse"
     )
-    assert wrong.data.build_spans[0].outputs == "2 (wrong; right is 3)"
+    assert wrong.data.spans[0].outputs == "2 (wrong; right is 3)"
     hard = client.search_traces(
         locations=[tracking.experiment_id], run_id=run.run_id, filter_string="tags.level = 'hard'"
     )
@@ -351,18 +354,18 @@ def test_episodes_are_readable_as_traces(tracking, tmp_path):
 
 @pytest.mark.parametrize("point", ["trace.started", "trace.sent"])
 def test_traces_that_are_sent_again_are_there_once(tracking, tmp_path, point):
-    """The delivery fails behind the first episode's trace, or behind all spans, and is tried again."""
+    """The delivery fails after the first episode's trace, or after all spans, and is retried."""
     faults.configure_faults(f"{point}:1:raise=EIO")
     try:
         with tracking.start_run(f"twice {point}", tmp_path, interval_s=0.05) as run:
-            run.log_traces(trajectories(), limit=2, model="policy")
+            run.log_traces(make_trajectories(), limit=2, model="policy")
     finally:
         faults.configure_faults(None)
-    found = tracking.store.client.search_traces(
+    result = tracking.store.client.search_traces(
         locations=[tracking.experiment_id], run_id=run.run_id
     )
-    assert sorted(len(trace.data.spans) for trace in found) == [3, 4]
-    for trace in found:
+    assert sorted(len(trace.data.spans) for trace in result) == [3, 4]
+    for trace in result:
         assert sorted(judgement.name for judgement in trace.info.assessments) == [
             "level",
             "model",
@@ -372,17 +375,22 @@ def test_traces_that_are_sent_again_are_there_once(tracking, tmp_path, point):
 
 
 def test_what_a_policy_wrote_arrives_as_a_trace(tracking, tmp_path):
-    """Files of older versions, and of other programs, may hold halves of surrogate pairs and NUL."""
-    evil = "\ud800\0</script>"
-    turns = [Turn(evil, ToolCall("zoom", {"why": evil, evil: [evil]}), evil, True, 2), Turn(evil)]
-    row = Trajectory("pixel_grid", "easy", "colour", 3, evil, evil, turns, evil, False, 0.0)
+    """Files of older versions, and of other programs, may contain unpaired surrogates and NUL."""
+    hostile = "\ud800\0</script>"
+    turns = [
+        Turn(hostile, ToolCall("zoom", {"why": hostile, hostile: [hostile]}), hostile, True, 2),
+        Turn(hostile),
+    ]
+    row = Trajectory(
+        "pixel_grid", "easy", "colour", 3, hostile, hostile, turns, hostile, False, 0.0
+    )
     with tracking.start_run("hostile-traces", tmp_path) as run:
         assert run.log_traces([row], model="policy") == 1
-    (found,) = tracking.store.client.search_traces(
+    (trace,) = tracking.store.client.search_traces(
         locations=[tracking.experiment_id], run_id=run.run_id
     )
-    assert found.info.request_preview == "?\ufffd</script>"
-    assert found.data.build_spans[1].outputs == {
+    assert trace.info.request_preview == "?\ufffd</script>"
+    assert trace.data.spans[1].outputs == {
         "action": "?\ufffd</script>",
         "observation": "?\ufffd</script>",
     }
@@ -414,11 +422,11 @@ def test_a_deleted_run_is_recorded_again(tracking, tmp_path):
     again = tracking.start_run("gone", tmp_path)
     again.close()
     assert again.run_id != first.run_id
-    assert history(tracking, again.run_id, "a") == [(0, 1.0)]
+    assert read_history(tracking, again.run_id, "a") == [(0, 1.0)]
 
 
-def test_the_table_of_runs_has_columns_that_tell_how_they_ended(tracking, output):
-    """The page reads its columns from a tag of the experiment that the link names; one that lacks it gets it."""
+def test_the_table_of_runs_has_columns_about_results(tracking, output):
+    """The page reads its columns from a tag of the experiment that the link names; a missing tag is added."""
     store = tracking.store
     client, other = store.client, TrackingStore(store.uri, output, "by hand")
     client.create_experiment("by hand")

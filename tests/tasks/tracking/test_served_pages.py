@@ -1,4 +1,4 @@
-"""Links follow the page that `posttrain ui` serves, and fall back to its usual port when that has ended."""
+"""Links follow the page that `posttrain ui` serves, and fall back to its default port when it has ended."""
 
 import json
 
@@ -13,23 +13,22 @@ def test_links_follow_a_page_that_is_served(tmp_path, monkeypatch):
     record_served_page(tmp_path, "mlflow", "http://127.0.0.1:5003")
     assert store.build_ui_url("models/demo") == "http://127.0.0.1:5003/#/models/demo"
     assert find_served_page(tmp_path, "prefect") == ""
-    noted = tmp_path / "mlflow" / "page.json"
-    record = json.loads(noted.read_text())
-    for gone in (
+    record_path = tmp_path / "mlflow" / "page.json"
+    record = json.loads(record_path.read_text())
+    for stale in (
         {**record, "created": record["created"] - 1},
         {**record, "pid": 2**30},
         {"url": "x"},
         [],
         None,
     ):
-        noted.write_text(
-            json.dumps(gone)
-        )  # another process with its number, no process, another version's file
+        # another process with its number, no process, another version's file
+        record_path.write_text(json.dumps(stale))
         assert find_served_page(tmp_path, "mlflow") == ""
-    noted.write_text("{")
+    record_path.write_text("{")
     assert store.build_ui_url("models/demo").startswith("http://127.0.0.1:5000/")
 
 
-def test_a_server_elsewhere_keeps_its_own_address(tmp_path):
+def test_a_remote_server_keeps_its_address(tmp_path):
     record_served_page(tmp_path, "mlflow", "http://127.0.0.1:5003")
     assert Tracking("http://team:80", tmp_path, "x").store.build_ui_url("a") == "http://team:80/#/a"

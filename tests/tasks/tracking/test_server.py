@@ -1,4 +1,4 @@
-"""Exactly once through a real MLflow server that is killed while a run goes on."""
+"""Exactly-once delivery through a real MLflow server that is killed during a run."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def test_a_server_killed_in_the_middle(tmp_path, models):
         print(f"slowest log_metrics call: {1000 * slowest:.2f} ms")
         client = tracking.store.client
         for name, sign in (("train/loss", 1), ("train/reward", -1)):
-            found = [
+            results = [
                 (metric.step, metric.value)
                 for metric in client.get_metric_history(run.run_id, name)
             ]
-            assert sorted(found) == [(step, sign * float(step)) for step in range(300)]
+            assert sorted(results) == [(step, sign * float(step)) for step in range(300)]
         assert [entry.path for entry in client.list_artifacts(run.run_id, "report")] == [
             "report/report.md"
         ]

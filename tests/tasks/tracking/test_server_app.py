@@ -50,8 +50,8 @@ def test_the_page_keeps_the_assistant_s_panel_shut_and_the_rest_is_served(client
 
 def test_the_installed_package_names_the_app_to_mlflow(monkeypatch):
     name, app = build_server_options()
-    (found,) = importlib.metadata.entry_points(group="mlflow.app", name=app)
-    assert name == "--app-name" and found.load() is server_app.create_app
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **named: [])
+    (entry_point,) = importlib.metadata.entry_points(group="mlflow.app", name=app)
+    assert name == "--app-name" and entry_point.load() is server_app.create_app
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **options: [])
     with pytest.raises(SettingsError, match="older than this code"):
         build_server_options()

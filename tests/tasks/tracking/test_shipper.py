@@ -1,4 +1,4 @@
-"""Delivery: everything once, in order, through a store that is down, loses runs, or refuses single records."""
+"""Delivery: everything once, in order, through a store that is unreachable, loses runs, or refuses single records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tasks.tracking.shipper import BATCH_SIZE, RunNotFound, Shipper
 
 
 class FakeStore:
-    """Keeps one copy of equal metrics, as MLflow does; may be down, forget runs or refuse names."""
+    """Store that keeps one copy of equal metrics, like MLflow; it may be down, lose runs or refuse names."""
 
     store = "fake"
     identity = ""
@@ -83,7 +83,7 @@ class FakeStore:
 
 
 class Run:
-    """A journal, its events and a shipper without its thread."""
+    """Journal, its events, and a shipper without its thread."""
 
     def __init__(self, folder: Path, store: FakeStore) -> None:
         self.events, self.journal = LineLog(build_events_path(folder)), MetricsJournal(folder)
@@ -95,17 +95,17 @@ class Run:
         self.journal.append_metrics(metrics, step)
 
     def kill(self) -> None:
-        """State after SIGKILL: no final records, file lock released."""
+        """Leave the state after SIGKILL: no final records, file lock released."""
         self.journal.close()
         self.events.close()
 
 
-def stored(store: FakeStore, run_id: str = "run0") -> Counter:
+def count_stored(store: FakeStore, run_id: str = "run0") -> Counter:
     return Counter((name, step) for name, _, _, step in store.runs[run_id]["metrics"])
 
 
 def test_damaged_lines_do_not_reach_the_store_and_are_counted(tmp_path):
-    """Three changed digits were sent as if the run had measured them; a damaged first record stopped all delivery."""
+    """Without checksums, changed digits were sent as measurements, and a damaged first record stopped all delivery."""
     store, run = FakeStore(), Run(tmp_path, FakeStore())
     for step in range(4):
         run.log(step, loss=0.125 + step)
@@ -142,7 +142,7 @@ def test_batches_are_full_and_within_the_limit(tmp_path):
         run.journal.append_metrics({f"m{index}": step for index in range(10)}, step)
     run.shipper.deliver_pending()
     assert store.calls == [1000, 1000, 500]
-    assert run.shipper.is_drained and len(stored(store)) == 2500
+    assert run.shipper.is_drained and len(count_stored(store)) == 2500
     run.shipper.deliver_pending()
     assert store.calls == [1000, 1000, 500]  # nothing is sent twice without need
     run.kill()
@@ -168,12 +168,12 @@ def test_a_store_that_is_down_costs_nothing_and_loses_nothing(tmp_path):
     assert run.shipper.count_waiting() == (5, 1) and not run.shipper.is_drained
     store.down = False
     run.shipper.deliver_pending()
-    assert stored(store) == {("loss", step): 1 for step in range(5)}
+    assert count_stored(store) == {("loss", step): 1 for step in range(5)}
     run.kill()
 
 
 def test_an_outage_in_the_middle_of_a_delivery(tmp_path):
-    """Acknowledged records are not sent again; others, metrics included, are sent later."""
+    """Acknowledged records are not sent again; the rest, including metrics, is sent later."""
     store = FakeStore()
     run = Run(tmp_path, store)
     for step in range(3):
@@ -186,7 +186,7 @@ def test_an_outage_in_the_middle_of_a_delivery(tmp_path):
         and 0 < DeliveryCursor.load(tmp_path).metrics_offset < run.journal.lines.end
     )
     run.shipper.deliver_pending()
-    assert store.calls == [BATCH_SIZE] * 3 and len(stored(store)) == 3 * BATCH_SIZE
+    assert store.calls == [BATCH_SIZE] * 3 and len(count_stored(store)) == 3 * BATCH_SIZE
     run.events.append_record({"op": "tags", "time": 0})
     run.log(3, loss=1.0)
     store.down = True
@@ -204,7 +204,7 @@ def test_an_outage_in_the_middle_of_a_delivery(tmp_path):
         store.runs["run0"]["events"] == ["start", "tags", "end"]
         and run.shipper.state.num_failed == 0
     )
-    assert stored(store)[("loss", 3)] == 1
+    assert count_stored(store)[("loss", 3)] == 1
     run.kill()
 
 
@@ -218,12 +218,12 @@ def test_a_lost_answer_at_creation_makes_no_second_run(tmp_path):
     run.kill()  # and this process never learns the id
     again = Run(tmp_path, store)
     again.shipper.deliver_pending()
-    assert list(store.runs) == ["run0"] and len(stored(store)) == 1
+    assert list(store.runs) == ["run0"] and len(count_stored(store)) == 1
     again.kill()
 
 
 def test_random_kills_and_outages_deliver_each_value_once(tmp_path):
-    """Every value arrives once although the process dies, answers get lost and steps are replayed."""
+    """Every value arrives once although the process dies, answers are lost and steps are replayed."""
     rng, store, step, run, total = random.Random(3), FakeStore(), 0, None, 1000
     for _ in range(60):
         run = run or Run(tmp_path, store)
@@ -244,7 +244,7 @@ def test_random_kills_and_outages_deliver_each_value_once(tmp_path):
         run.log(step, loss=float(step), reward=-float(step))
         step += 1
     run.shipper.deliver_pending()
-    assert stored(store) == {
+    assert count_stored(store) == {
         (name, index): 1 for name in ("loss", "reward") for index in range(total)
     }
     assert {(row[0], row[3]): row[1] for row in store.runs["run0"]["metrics"]}[
@@ -259,7 +259,7 @@ def test_one_refused_value_does_not_take_its_batch_along(tmp_path, caplog):
     run = Run(tmp_path, store)
     run.journal.append_metrics({f"m{index}": 1.0 for index in range(10)}, 0)
     run.shipper.deliver_pending()
-    assert len(stored(store)) == 9 and run.shipper.state.num_failed == 1
+    assert len(count_stored(store)) == 9 and run.shipper.state.num_failed == 1
     assert "m7" in caplog.text and run.shipper.is_drained
     run.kill()
 
@@ -276,7 +276,7 @@ def test_a_refused_record_is_counted_and_the_next_one_arrives(tmp_path):
     run.kill()
 
 
-def test_a_run_that_the_store_lost_is_recorded_again_whole(tmp_path):
+def test_a_run_that_the_store_lost_is_recorded_again(tmp_path):
     store = FakeStore()
     run = Run(tmp_path, store)
     run.log(0, loss=1.0)
@@ -286,11 +286,11 @@ def test_a_run_that_the_store_lost_is_recorded_again_whole(tmp_path):
     with pytest.raises(BackendError):
         run.shipper.deliver_pending()
     run.shipper.deliver_pending()
-    assert stored(store) == {("loss", 0): 1, ("loss", 1): 1}
+    assert count_stored(store) == {("loss", 0): 1, ("loss", 1): 1}
     run.kill()
 
 
-def test_another_store_gets_the_whole_run(tmp_path):
+def test_another_store_receives_all_of_the_run(tmp_path):
     first, second = FakeStore(), FakeStore()
     run = Run(tmp_path, first)
     run.log(0, loss=1.0)
@@ -299,12 +299,12 @@ def test_another_store_gets_the_whole_run(tmp_path):
     second.store = "other"
     again = Run(tmp_path, second)
     again.shipper.deliver_pending()
-    assert len(stored(second)) == 1 and DeliveryCursor.load(tmp_path).store == "other"
+    assert len(count_stored(second)) == 1 and DeliveryCursor.load(tmp_path).store == "other"
     again.kill()
 
 
 def test_a_run_of_the_same_number_in_another_database_is_left_alone(tmp_path):
-    """Another address: the marks of the experiments decide, not that a run of this number is known there."""
+    """At another address the marks of the experiments decide, not whether a run of this number exists there."""
     for number, (here, there, is_same) in enumerate(
         [("a", "b", False), ("", "", False), ("", "a", False), ("a", "a", True)]
     ):
@@ -321,10 +321,10 @@ def test_a_run_of_the_same_number_in_another_database_is_left_alone(tmp_path):
         again.shipper.deliver_pending()
         again.kill()
         if is_same:
-            assert set(stored(other)) == {("loss", 1)} and list(other.runs) == ["run0"]
+            assert set(count_stored(other)) == {("loss", 1)} and list(other.runs) == ["run0"]
         else:
             assert other.runs["run0"] == {"metrics": set(), "sent": 0, "events": []}, (here, there)
-            assert set(stored(other, "run1")) == {("loss", 0), ("loss", 1)}, (here, there)
+            assert set(count_stored(other, "run1")) == {("loss", 0), ("loss", 1)}, (here, there)
         state = DeliveryCursor.load(folder)
         assert (state.store, state.identity) == ("another address", there)
 
@@ -345,17 +345,17 @@ def test_close_tries_again_while_there_is_time(tmp_path):
     """The last records survive a short outage at the very end."""
     store = FakeStore()
     run = Run(tmp_path, store)
-    run.shipper._interval_s = 1000.0  # it delivers when it is told to
+    run.shipper._interval_s = 1000.0  # it delivers only on request
     run.shipper.start_thread()
     run.shipper.wait_started(10)
     run.log(0, loss=1.0)
     store.fail_at_call = 1
     assert run.shipper.close(30) and store.fail_at_call == 0
-    assert stored(store) == {("loss", 0): 1}
+    assert count_stored(store) == {("loss", 0): 1}
     run.kill()
 
 
-def test_the_thread_delivers_while_the_run_goes_on(tmp_path):
+def test_the_thread_delivers_during_the_run(tmp_path):
     store = FakeStore()
     run = Run(tmp_path, store)
     run.shipper._interval_s = 0.01
@@ -364,7 +364,7 @@ def test_the_thread_delivers_while_the_run_goes_on(tmp_path):
         run.log(step, loss=1.0)
         time.sleep(0.002)
     assert run.shipper.wait_drained(10)
-    assert len(stored(store)) == 20
+    assert len(count_stored(store)) == 20
     assert run.shipper.close(10)
     run.kill()
 
@@ -376,7 +376,7 @@ sys.path.insert(0, sys.argv[2])
 from test_shipper import FileStore, Run
 run = Run(Path(sys.argv[1]) / "run", FileStore(Path(sys.argv[1]) / "store.jsonl"))
 run.shipper._interval_s = 0.001
-run.shipper.start()
+run.shipper.start_thread()
 first = int(sys.argv[3])
 for step in range(first, 100_000):
     run.log(step, loss=float(step))
@@ -387,7 +387,7 @@ for step in range(first, 100_000):
 
 
 class FileStore(FakeStore):
-    """A store that outlives the process: each delivery is a line of a file."""
+    """Store that outlives the process: each delivery is a line of a file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -411,7 +411,7 @@ class FileStore(FakeStore):
 
 @pytest.mark.slow
 def test_exactly_once_through_sigkill(tmp_path):
-    """A real process is killed five times while it logs and delivers; steps are replayed each time."""
+    """Kill a real process five times while it logs and delivers; steps are replayed each time."""
     first, here = 0, str(Path(__file__).parent)
     for _ in range(5):
         child = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The time that was spent on a run, over all its processes: not the time that passed."""
+"""Time spent on a run over all its processes, without the time between them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def clock(monkeypatch):
 
             return getattr(time, name)
 
-    made = Clock()
-    monkeypatch.setattr("tasks.tracking.run_tracker.time", made)
-    return made
+    fake_clock = Clock()
+    monkeypatch.setattr("tasks.tracking.run_tracker.time", fake_clock)
+    return fake_clock
 
 
 def test_seconds_of_an_interrupted_run_are_those_of_all_its_processes(tracking, tmp_path, clock):
     first = tracking.start_run("twice", tmp_path / "run", wait_s=0)
     clock.now += 30
     assert first.close("KILLED")
-    clock.now += 5000  # nobody works on it
+    clock.now += 5000  # no process runs
     again = tracking.start_run("twice", tmp_path / "run", wait_s=0)
     assert again.seconds == 30
     clock.now += 12
@@ -44,17 +44,17 @@ def test_seconds_of_an_interrupted_run_are_those_of_all_its_processes(tracking, 
     assert row["took"] == "42 s"
 
 
-def test_a_killed_run_counts_on_from_its_last_note(tracking, tmp_path, clock):
+def test_a_killed_run_continues_counting_from_its_last_record(tracking, tmp_path, clock):
     run = tracking.start_run("killed", tmp_path / "run", wait_s=0)
     run.progress(1, 9)
     clock.now += 10
     run.progress(2, 9)
     clock.now += 0.5
     run.record_elapsed_time()  # within a second of the last one
-    kept = build_progress_path(tmp_path / "run").read_text()
+    progress = build_progress_path(tmp_path / "run").read_text()
     run.close()
-    build_progress_path(tmp_path / "run").write_text(kept)  # as kill -9 leaves it
-    assert json.loads(kept)["seconds"] == 10
+    build_progress_path(tmp_path / "run").write_text(progress)  # the state after kill -9
+    assert json.loads(progress)["seconds"] == 10
     with tracking.start_run("killed", tmp_path / "run", wait_s=0) as again:
         clock.now += 1
         assert again.seconds == 11
@@ -64,7 +64,7 @@ def test_a_killed_run_counts_on_from_its_last_note(tracking, tmp_path, clock):
     "text",
     ["", "{", "[]", '{"done": 1}', '{"seconds": "x"}', '{"seconds": -3}', '{"seconds": NaN}'],
 )
-def test_a_note_that_cannot_be_read_counts_as_none(tmp_path, text):
+def test_an_unreadable_record_counts_as_zero(tmp_path, text):
     (tmp_path / ".tracking").mkdir()
     build_progress_path(tmp_path).write_text(text)
     assert (

@@ -1,4 +1,4 @@
-"""Names and parameters as MLflow takes them."""
+"""Names and parameters in the form that MLflow accepts."""
 
 from __future__ import annotations
 
@@ -85,16 +85,18 @@ def test_metric_names(name, clean):
 def test_the_environment_names_every_distribution():
     text = freeze_environment()
     assert text.startswith("# Python 3.")
-    found = {
-        f"{one.metadata['Name']}=={one.version}"
-        for one in metadata.distributions()
-        if one.metadata["Name"]
+    results = {
+        f"{distribution.metadata['Name']}=={distribution.version}"
+        for distribution in metadata.distributions()
+        if distribution.metadata["Name"]
     }
-    assert set(text.splitlines()[1:]) == found and any(line.startswith("torch==") for line in found)
+    assert set(text.splitlines()[1:]) == results and any(
+        line.startswith("torch==") for line in results
+    )
 
 
 def test_a_distribution_whose_egg_info_is_a_file_is_named(tmp_path, monkeypatch):
-    """As Debian installs some; `pip freeze` lists them."""
+    """Debian installs some packages like this; `pip freeze` lists them."""
     (tmp_path / "ufw-0.36.2.egg-info").write_text(
         "Metadata-Version: 1.1\nName: ufw\nVersion: 0.36.2\n"
     )
@@ -144,7 +146,8 @@ def test_links_between_pages_of_mlflow_name_no_server(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     store = TrackingStore(None, tmp_path, "e")
     other = "http://127.0.0.1:4200/runs/flow-run/f"
-    text = f"**sft**\n\n[Report]({store.build_run_url('r', '3', tab='artifacts/report.html')}) · [Prefect flow run]({other})"
+    report = store.build_run_url("r", "3", tab="artifacts/report.html")
+    text = f"**sft**\n\n[Report]({report}) · [Prefect flow run]({other})"
     assert store.convert_to_relative_links(text) == (
         "**sft**\n\n[Report](#/experiments/3/runs/r/artifacts/report.html?workflowType=machine_learning) · "
         f"[Prefect flow run]({other})"
@@ -185,6 +188,5 @@ def test_a_long_result_ends_with_a_whole_clause_or_word():
     assert cut.endswith("gain …") and len(cut) <= MAX_RESULT_LENGTH
     assert shorten_result("sft 59%; policy 98%; version 2 waits", 24) == "sft 59%; policy 98%; …"
     assert shorten_result("sft 59%; policy 98%; version 2 waits", 23) == "sft 59%; policy 98%; …"
-    assert (
-        shorten_result("a; policy 98 percent of all", 20) == "a; policy 98 …"
-    )  # the clause would leave too little
+    # the clause would leave too little
+    assert shorten_result("a; policy 98 percent of all", 20) == "a; policy 98 …"

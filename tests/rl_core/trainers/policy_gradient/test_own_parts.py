@@ -174,16 +174,16 @@ def make_loss(body):
         ),
         (
             lambda x, a, m, n, w: ((x * w).sum(), {"gap": x}),
-            "gave gap = a tensor of shape .2, 4.; a metric is one number",
+            "returned gap = a tensor of shape .2, 4.; a metric is one number",
         ),
         (lambda x, a, m, n, w: ((x * w).sum(), {"a b": n}), "a metric named 'a b'"),
         (
             lambda x, a, m, n, w: (x * w).sum(),
-            "gave a Tensor; return a tensor and a dict of scalars",
+            "returned a Tensor; return a tensor and a dict of scalars",
         ),
         (lambda x, a, m, n, w: (x * w, {}), r"shape \(2, 4\); sum it to a scalar"),
         (lambda x, a, m, n, w: ((x.detach() * w).sum(), {}), "without gradient"),
-        (lambda x, a, m, n, w: ((x * w).sum() / 0, {}), "gave -inf on a small example"),
+        (lambda x, a, m, n, w: ((x * w).sum() / 0, {}), "returned -inf on a small example"),
         (
             lambda x, a, m, n, w: 1 / 0,
             "raised ZeroDivisionError on a small example: division by zero",
@@ -220,7 +220,7 @@ def test_signatures_and_paths_are_checked():
         CustomLoss(SAPO, {"tau": 1.0})
     with pytest.raises(SettingsError, match="no function 'sapo' there"):
         CustomLoss("rl_core.losses.policy:sapo", {})
-    with pytest.raises(SettingsError, match="is no import path"):
+    with pytest.raises(SettingsError, match="is not an import path"):
         CustomLoss("sapo", {})
     with pytest.raises(SettingsError, match=r"raised DataError|tau_positive"):
         CustomLoss(SAPO, {"tau_positive": -1.0})
@@ -266,9 +266,9 @@ def test_an_estimator_takes_the_place_of_the_comparison(tokenizer):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda r, g, n: (r[:-1], {}), r"gave shape \(4,\) for 5 rollouts"),
+        (lambda r, g, n: (r[:-1], {}), r"returned shape \(4,\) for 5 rollouts"),
         (lambda r, g, n: (r / 0, {}), "values that are not finite"),
-        (lambda r, g, n: r, "gave a Tensor; return a tensor and a dict"),
+        (lambda r, g, n: r, "returned a Tensor; return a tensor and a dict"),
         (lambda r, g: (r, {}), r"it is called with \(rewards_R, groups_R, lengths_R"),
     ],
 )
@@ -279,7 +279,7 @@ def test_wrong_estimators_are_refused(function, message):
 
 def test_an_estimator_that_fails_later_is_named():
     function = CustomAdvantages("mine", {}, lambda r, g, n: (r / (r.numel() > 2), {}))
-    with pytest.raises(DataError, match="advantages: 'mine' gave values that are not finite"):
+    with pytest.raises(DataError, match="advantages: 'mine' returned values that are not finite"):
         function([torch.tensor([1.0, 0.0]).double()], [1, 1])
 
 
