@@ -12,8 +12,7 @@ from helpers.letters import make_trainer
 from helpers.vector_worlds import walkers
 from transformers import LlamaForSequenceClassification
 
-from rl_core.analysis.metric_reference import METRIC_GROUPS
-from rl_core.analysis.training_metrics import MetricDescription
+from rl_core.analysis.metric_reference import METRIC_GROUPS, MetricDescription
 from rl_core.data.pairs import PairSide, PreferencePair
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.answer_checks import ANSWER_CHECKS
