@@ -169,12 +169,15 @@ class RewardOrchestrator:
         penalised = self._score_penalties(penalties or {}, rollouts, masked)
         totals: list[float | None] = []
         for index, rollout in enumerate(rollouts):
-            scores = {name: values[index] for name, values in raw.items()}
-            scores = {name: value for name, value in scores.items() if value is not None}
+            scores: dict[str, float] = {}
+            for name, values in raw.items():
+                value = values[index]
+                if value is not None:
+                    scores[name] = value
             contributions: dict[str, float] = {}
             if not masked[index]:
-                for name, values in weighted.items():
-                    contributions[WEIGHTED_PREFIX + name] = values[index]
+                for name, parts in weighted.items():
+                    contributions[WEIGHTED_PREFIX + name] = parts[index]
             costs = {name: values[index] for name, values in penalised.items() if index in values}
             # The environment's reward stays in the record even if training does not use it.
             rollout.trajectory.rewards = {

@@ -341,122 +341,7 @@ def test_a_wrong_setting_leaves_no_folder_and_no_traceback(tmp_path, capsys):
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.slow
-def test_ctrl_c_reaches_the_run_and_not_its_embedded_server(tmp_path):
-    config, overrides = policy_only(tmp_path, "test")
-    command = [
-        sys.executable,
-        "-m",
-        "posttrain.cli.main",
-        "run",
-        str(config),
-        "--set",
-        f"output={tmp_path}",
-    ]
-    for override in [*overrides, "stages.policy.iterations=4000"]:
-        command += ["--set", override]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")} | {
-        "PYTHONUNBUFFERED": "1"
-    }
-    child = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    lines = []
-    for line in child.stdout:
-        lines.append(line)
-        if re.match(r"stage \d+/\d+ policy\b", line):
-            os.killpg(child.pid, signal.SIGINT)  # as a terminal does: to everyone in the group
-            break
-    # Were the server in the group, the client would ask it for minutes before it gave up.
-    lines.append(child.communicate(timeout=60)[0])
-    assert child.returncode == 130, "".join(lines)
-    assert "the same command resumes" in "".join(lines)
-
-
-# Tries and limits of a stage
-
-
-def play(*outcomes, **limits):
-    """Run a flow of one stage whose tries raise an error or call a function; returns (tries, results by stage)."""
-    from prefect import flow
-
-    from tasks.config.settings import RunSettings
-    from tasks.pipeline.prefect_stages import wrap_stage_task
-
-    run = RunSettings(**{"retries": 1, "retry_delay_seconds": 0.0, **limits})
-    results = {}
-    pipeline_run = SimpleNamespace(
-        settings=SimpleNamespace(name="tries", run=run),
-        fraction=0.0,
-        results=results,
-        made_from={},
-        add_result=lambda name, result, inputs: results.update({name: result}),
-    )
-    tries = []
-
-    def stage(pipeline_run):
-        """Do what the test says."""
-        outcome = outcomes[len(tries)]
-        tries.append(outcome)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome()
-
-    @flow(name="tries")
-    def one_stage():
-        wrap_stage_task("sft", stage, pipeline_run)()
-
-    try:
-        one_stage()
-    except Exception as error:
-        return len(tries), error
-    return len(tries), results
-
-
-def done():
-    return StageResult(
-        "sft", "folder", "digest", "key", cached=False, seconds=1.0, run_id="", summary={}
-    )
-
-
-@pytest.mark.parametrize("error", [BackendError("the store is away"), ConnectionError("refused")])
-def test_what_may_pass_is_tried_again(prefect_api, error):
-    assert play(error, done) == (2, {"sft": done()})
-
-
-def test_tries_end(prefect_api):
-    last = BackendError("still away")
-    assert play(BackendError("away"), last, done) == (2, last)
-
-
-@pytest.mark.parametrize("error", [SettingsError("wrong"), DataError("row 3 is bad")])
-def test_what_the_user_has_to_mend_is_not_tried_again(prefect_api, error):
-    assert play(error, done) == (1, error)
-
-
-def test_a_stage_past_its_limit_ends_as_timed_out_and_is_not_tried_again(prefect_api, monkeypatch):
-    monkeypatch.setattr(
-        "tasks.pipeline.prefect_stages.publish_page", lambda *_, **__: ""
-    )  # it takes of the limit
-
-    def work():  # in small pieces, between which a limit can be heeded
-        for _ in range(2000):
-            time.sleep(0.01)
-
-    tries, error = play(work, done, timeouts={"sft": 0.5}, timeout_seconds=50.0)
-    assert tries == 1
-    assert isinstance(error, StageTimeout)
-    assert "stage 'sft' was stopped after 0.5 s, the limit set by run.timeouts.sft sets" in str(error)
-    assert isinstance(error.__cause__, TimeoutError)
-
-
-def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(
+def test_an_unreachable_store_ends_no_run_and_receives_everything_later(
     prefect_api, tmp_path, monkeypatch, capsys
 ):
     from posttrain.cli.main import main
@@ -473,11 +358,12 @@ def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(
         "run.retries=0",
     ]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    away = run(tmp_path, *settings)
-    assert list(away.results) == ["prepare_data", "sft", "evaluate", "export"] and not away.ok
-    assert "model_version" not in away.results["sft"].summary
-    told = away.format_table(width=200)
-    assert "promote: not decided: only the tracking store knows the champion" in told
+    unreachable = run_test_pipeline(tmp_path, *settings)
+    assert list(unreachable.results) == ["prepare_data", "sft", "evaluate", "export"]
+    assert not unreachable.ok
+    assert "model_version" not in unreachable.results["sft"].summary
+    table = unreachable.format_table(width=200)
+    assert "promote: not decided: the champion is known to the tracking store alone" in table
     sync = f"`posttrain sync --output {tmp_path}` or the next run delivers them"
     assert "1 model version and" in table and sync in table
     assert [record.status for record in list_recorded_runs(tmp_path)] == ["postponed"]
