@@ -72,7 +72,7 @@ class AnalysisResult:
         """Path of the HTML page."""
         return self.files[0]
 
-    def to_frame(self) -> pd.DataFrame:
+    def frame(self) -> pd.DataFrame:
         """Return the summary as a table indexed by model; `rl_core.read_analysis(out)` returns everything."""
         import pandas as pd
 

@@ -401,7 +401,7 @@ def distilled():
         sampling=SamplingSettings(max_completion_tokens=3, temperature=0.8),
         micro_batch_tokens=30,
         **LOOP,
-    ).build_policy_settings()
+    ).policy()
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     del values["rewards"]
     trainer = make_trainer(

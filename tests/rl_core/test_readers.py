@@ -98,7 +98,7 @@ def test_an_analysis_is_a_tidy_table(tmp_path):
     assert path == 4
     settings = rl_core.AnalysisSettings(bootstrap_samples=100)
     result = rl_core.analyze({"a": tmp_path / "a.jsonl"}, tmp_path / "out", settings)
-    assert result.to_frame().loc["a", "success_rate"] == 0.5
+    assert result.frame().loc["a", "success_rate"] == 0.5
     frame = rl_core.read_analysis(tmp_path / "out")
     actual = frame.query(
         "model == 'a' and group == 'level' and name == 'easy' and metric == 'success_rate'"

@@ -54,10 +54,10 @@ def test_logprobs_and_entropy_equal_numpy_in_float64():
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     outputs, values = model(draw_rows())
     logprobs, entropy = (
-        model.policy.compute_logprobs(outputs, actions),
-        model.policy.compute_entropy(outputs),
+        model.policy.logprobs_of(outputs, actions),
+        model.policy.entropy_of(outputs),
     )
-    alone = model.policy.compute_logprobs_and_entropy(draw_rows(), actions)
+    alone = model.policy.logprobs_and_entropy(draw_rows(), actions)
     torch.testing.assert_close((logprobs, entropy), alone)
     np.testing.assert_allclose(logprobs.detach(), np.log(p[np.arange(7), actions]), rtol=1e-5)
     np.testing.assert_allclose(entropy.detach(), -(p * np.log(p)).sum(1), rtol=1e-5)
@@ -66,11 +66,11 @@ def test_logprobs_and_entropy_equal_numpy_in_float64():
 
 def test_actions_of_another_shape_are_refused():
     with pytest.raises(DataError, match=r"actions: shape \(7, 1\), expected \(7,\)"):
-        build_actor_critic().policy.compute_logprobs_and_entropy(
+        build_actor_critic().policy.logprobs_and_entropy(
             draw_rows(), torch.zeros(7, 1, dtype=torch.int64)
         )
     with pytest.raises(DataError, match=r"actions: shape \(7,\), expected \(7, 2\)"):
-        build_actor_critic(PLANE).policy.compute_logprobs_and_entropy(draw_rows(), torch.zeros(7))
+        build_actor_critic(PLANE).policy.logprobs_and_entropy(draw_rows(), torch.zeros(7))
     with pytest.raises(SettingsError, match="hidden: sizes"):
         build_actor_critic(hidden=(0,))
 
@@ -147,7 +147,7 @@ def test_a_saved_network_acts_the_same(tmp_path, actions):
     assert again.shape.actions == actions
     noise = torch.randn(7, actions.size, generator=torch.Generator().manual_seed(2))
     assert torch.equal(again.act(draw_rows(), noise), model.act(draw_rows(), noise))
-    assert torch.equal(again.compute_values(draw_rows()), model.compute_values(draw_rows()))
+    assert torch.equal(again.values(draw_rows()), model.values(draw_rows()))
     publish_network(model, tmp_path / "net", "Walk-v0")  # replaced as a whole
     assert {path.name for path in (tmp_path / "net").iterdir()} == {
         CONFIG_FILE,

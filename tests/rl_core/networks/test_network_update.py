@@ -184,7 +184,7 @@ def test_one_network_without_its_modules_gives_the_same_bits(options):
     )
     with torch.no_grad():
         assert torch.equal(model.act(observations), model.policy(observations).argmax(-1))
-        assert torch.equal(model.compute_values(observations), model.value(observations))
+        assert torch.equal(model.values(observations), model.value(observations))
         actual = compute_single_layers(
             observations, tuple(model.policy.layers.parameters()), model.shape.activation
         )
@@ -311,7 +311,7 @@ def test_vtrace_of_fresh_steps_is_gae_and_of_old_ones_is_corrected():
         parts.last_E[-1],
         np.exp(-1.0),
     )  # of the last part: rho (r + gamma V' - V), with nothing behind it
-    after = vtrace.model.compute_values(vtrace._buffers[0].read_real_steps("after")[last][None])[0]
+    after = vtrace.model.values(vtrace._buffers[0].read_real_steps("after")[last][None])[0]
     alive = 1.0 - float(vtrace._buffers[0].read_real_steps("terminated")[last])
     delta = rewards[last] + vtrace.settings.gamma * alive * after - values[last]
     assert float(old.advantages_M1[last]) == pytest.approx(float(ratio * delta), rel=1e-4)

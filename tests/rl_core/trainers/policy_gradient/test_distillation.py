@@ -63,7 +63,7 @@ def build_trainer(tokenizer, teacher, **options):
             **options,
         }
     )
-    policy = settings.build_policy_settings()
+    policy = settings.policy()
     values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
     del values["rewards"]
     return make_trainer(tokenizer, teacher=teacher, kind=DistilledPolicySettings, **values)
@@ -311,11 +311,9 @@ def test_what_a_teacher_cannot_judge_is_refused(tokenizer, tmp_path):
 
 
 def test_settings_of_a_distillation():
-    policy = DistillationSettings(
-        group_size=1, levels=("low",), clip_eps=0.1, gamma=0.5
-    ).build_policy_settings()
+    policy = DistillationSettings(group_size=1, levels=("low",), clip_eps=0.1, gamma=0.5).policy()
     assert (
-        policy.needs_teacher
+        policy.is_taught
         and policy.clip == (0.1, 0.1)
         and policy.gamma == 0.5
         and policy.group_size == 1
