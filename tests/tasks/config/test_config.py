@@ -222,8 +222,8 @@ def test_long_and_strange_values_are_shortened_and_escaped(tmp_path):
 
 
 def test_resolve_is_the_inverse_of_from_dict(tmp_path):
-    policy = "{curriculum: [{name: a, levels: {easy: 1}, exit_conditions: [{window: 3}]}, {name: b, levels: {hard: "
-    "2}}]}"
+    first = "{name: a, levels: {easy: 1}, exit_conditions: [{window: 3}]}"
+    policy = f"{{curriculum: [{first}, {{name: b, levels: {{hard: 2}}}}]}}"
     settings = load_settings(
         write_config(tmp_path, f"{SMALL}  policy: {policy}\nmodel: {{vocab_size: 400}}\n")
     )

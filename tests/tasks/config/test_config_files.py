@@ -296,8 +296,8 @@ def test_missing_files_and_wrong_settings_are_reported_together(home):
 
 def test_a_custom_chat_template_is_looked_up_next_to_the_config(home):
     (home / "configs" / "custom.jinja").write_text("x")
-    text = "model: {path: org/model, chat_template: custom.jinja, chat_template_date: 2025-01-02}\nstages: {evaluate: "
-    "{}}\n"
+    model = "{path: org/model, chat_template: custom.jinja, chat_template_date: 2025-01-02}"
+    text = f"model: {model}\nstages: {{evaluate: {{}}}}\n"
     model = load_settings(write_config(home, text)).model
     assert model.chat_template == str(home / "configs" / "custom.jinja")
     assert model.chat_template_date == "2025-01-02", "without quotes as well"
