@@ -90,7 +90,7 @@ def test_a_reference_in_few_bits(folder):
 
 
 def test_few_bits_that_nothing_would_have_are_refused():
-    with pytest.raises(SettingsError, match="no reference model where kl_coef is 0"):
+    with pytest.raises(SettingsError, match="no reference model if kl_coef is 0"):
         rl_core.PolicySettings(reference_precision="int8")
     with pytest.raises(SettingsError, match="already loaded is copied unchanged; pass its folder"):
         train(small_policy(), reference_precision="int8")

@@ -644,7 +644,7 @@ def test_one_process_imports_nothing_of_it():
         ({"workers": "server", "address": "a:1", "count": 2}, "count: 2 servers"),
         (
             {"workers": "server", "address": "a:1", "independent": True},
-            "independent: is of the rollout engine",
+            "independent: applies to the built-in engine",
         ),
         (
             {"workers": "server", "address": "a:1", "max_staleness": 1},

@@ -231,7 +231,7 @@ def test_output_is_a_file(home):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_output_cannot_be_written(home):
     (home / "work").chmod(0o500)
-    assert "cannot be written into" in read_problem(write_config(home, "stages: {sft: {}}\n"))[1]
+    assert "is not writable" in read_problem(write_config(home, "stages: {sft: {}}\n"))[1]
 
 
 @pytest.mark.parametrize("part", ["x", "mlflow", "prefect"])
