@@ -103,7 +103,7 @@ def test_what_fails_later_names_the_function(function, message):
 
 
 def test_metric_and_statistic_are_not_for_functions():
-    with pytest.raises(SettingsError, match="reads every metric by itself"):
+    with pytest.raises(SettingsError, match="reads the metrics itself"):
         ExitCondition(function="a:b", statistic="slope")
-    with pytest.raises(SettingsError, match="options: go to a function of yours"):
+    with pytest.raises(SettingsError, match="options: are passed to a custom function"):
         ExitCondition(options={"a": 1})

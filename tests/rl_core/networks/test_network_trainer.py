@@ -298,7 +298,7 @@ def test_replay_keeps_so_many_iterations():
     [
         (
             {"environment": "package.module:World"},
-            "names code; put an import path into environment_class",
+            "names code; use environment_class for an import path",
         ),
         (
             {"rollout_steps": 2**20, "num_environments": 64},
@@ -317,8 +317,8 @@ def test_replay_keeps_so_many_iterations():
             "replay: steps of older policies need a correction; set advantages to vtrace",
         ),
         ({"vtrace_rho": 0.5}, "vtrace_c: 1.0 is above vtrace_rho 0.5"),
-        ({"kl_target": 0.01, "schedule": "linear"}, "kl_target: moves the learning rate itself"),
-        ({"kl_target": 0.01, "epochs": 1}, "kl_target: is measured before each optimizer step"),
+        ({"kl_target": 0.01, "schedule": "linear"}, "kl_target: adapts the learning rate"),
+        ({"kl_target": 0.01, "epochs": 1}, "kl_target: the KL is measured before each optimizer step"),
         (
             {"kl_target": 0.01, "learning_rate": 0.5},
             "learning_rate: 0.5 lies outside learning_rate_low",
