@@ -6,7 +6,7 @@ import math
 import pytest
 from claimed import intervals
 from claimed.arms import PARTS
-from claimed.policy_runs import iterations_to
+from claimed.policy_runs import count_iterations_to
 from claimed.report import write_report
 from claimed.results import Results
 from claimed.tasks import TASKS, VALIDATION
@@ -34,25 +34,25 @@ def test_a_run_is_kept_once_and_only_when_it_is_whole(tmp_path):
 
 def test_intervals_by_hand():
     # 1, 2, 3: mean 2, deviation 1, half width 4.303 / sqrt(3)
-    mean, low, high = intervals.interval([1.0, 2.0, 3.0])
+    mean, low, high = intervals.estimate_interval([1.0, 2.0, 3.0])
     assert (mean, low, high) == pytest.approx(
         (2.0, 2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3))
     )
-    assert intervals.gap([3.0, 4.0, 5.0], [1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.0, 2.0))
-    assert math.isnan(intervals.interval([1.0])[1])
+    assert intervals.estimate_gap([3.0, 4.0, 5.0], [1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.0, 2.0))
+    assert math.isnan(intervals.estimate_interval([1.0])[1])
     assert [
-        intervals.verdict(*pair) for pair in ((0.1, 1), (-1, -0.1), (-1, 1), (math.nan, math.nan))
+        intervals.describe_gap(*pair) for pair in ((0.1, 1), (-1, -0.1), (-1, 1), (math.nan, math.nan))
     ] == ["true", "refuted: worse", "not shown", "one seed"]
-    assert intervals.shown((0.5, 0.25, 0.75), 100) == "50.0 [25.0, 75.0]"
+    assert intervals.format_interval((0.5, 0.25, 0.75), 100) == "50.0 [25.0, 75.0]"
 
 
 def test_the_first_iteration_at_a_level_is_that_of_the_moving_mean():
     curve = [0.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0]
     row = {"curves": {"train/success_rate": curve}}
     assert (
-        iterations_to(row, 0.8) == 5
-        and iterations_to(row, 0.9) == 6
-        and iterations_to(row, 0.95) is None
+        count_iterations_to(row, 0.8) == 5
+        and count_iterations_to(row, 0.9) == 6
+        and count_iterations_to(row, 0.95) is None
     )
 
 

@@ -11,9 +11,9 @@ import gpu
 import pytest
 import torch
 from speed import inputs, table
-from speed.floor import Rates, Shape, adamw_seconds, decode_seconds, floor_rates
+from speed.floor import Rates, Shape, compute_adamw_seconds, compute_decode_seconds, compute_floor_rates
 from speed.growth import EXPECTED, Fit
-from speed.protocol import Others, Worker, WorkerFailed, machine_cpu_s, take_turns
+from speed.protocol import Others, Worker, WorkerFailed, read_machine_cpu_s, take_turns
 
 BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
 TALKER = """
@@ -75,7 +75,7 @@ def test_sides_take_turns_and_the_first_changes():
     assert kept == {"ours": [4, 5], "peer": [3, 6]}
 
 
-@pytest.mark.skipif(machine_cpu_s() is None, reason="the system has no /proc/stat")
+@pytest.mark.skipif(read_machine_cpu_s() is None, reason="the system has no /proc/stat")
 def test_own_work_is_not_the_others():
     class Busy:  # as if a worker had taken all that the machine has
         def __init__(self):
@@ -116,7 +116,7 @@ def test_a_line_by_hand():
         answer(4.0, 1.0, loss=1.0, peak=30.0),
     ]
     peer = [answer(5.0, 2.0, loss=2.0), answer(4.0, 1.0, loss=1.25), answer(2.5, 2.0, loss=1.0)]
-    line = table.line_of(make_case(ours, peer), floor_rate=200.0)
+    line = table.summarize_case(make_case(ours, peer), floor_rate=200.0)
     # rates 100, 50, 25 against 20, 25, 40
     assert line.rates == {"ours": table.Spread(50, 25, 100), "peer": table.Spread(25, 20, 40)}
     assert line.ratio == 2.0
@@ -131,24 +131,24 @@ def test_a_line_by_hand():
 
 
 def test_other_rows_are_seen():
-    line = table.line_of(make_case([answer(1, 1, 100, 0.0)], [answer(1, 1, 99, 0.0)]), None)
+    line = table.summarize_case(make_case([answer(1, 1, 100, 0.0)], [answer(1, 1, 99, 0.0)]), None)
     assert line.same_tokens is False
     assert (
-        table.line_of(make_case([answer(1, 1, 100)], [answer(1, 1, 99)], "grpo"), None).same_tokens
+        table.summarize_case(make_case([answer(1, 1, 100)], [answer(1, 1, 99)], "grpo"), None).same_tokens
         is None
     )
 
 
 def test_the_table_says_what_was_met_and_what_fails():
-    fast = table.line_of(make_case([answer(1, 1, loss=1.0)], [answer(3, 3, loss=1.0)]), 200.0)
-    slow = table.line_of(make_case([answer(1, 1)], [answer(1.5, 1)], "generate_32x64"), None)
+    fast = table.summarize_case(make_case([answer(1, 1, loss=1.0)], [answer(3, 3, loss=1.0)]), 200.0)
+    slow = table.summarize_case(make_case([answer(1, 1)], [answer(1.5, 1)], "generate_32x64"), None)
     checks = {
         "small": [
             {"what": "tokens", "value": 1, "limit": 0},
             {"what": "loss", "value": 1e-7, "limit": 1e-5},
         ]
     }
-    text = table.markdown("a processor", [fast, slow], checks, ["machine: m"], ["ppo: no TRL"])
+    text = table.format_report("a processor", [fast, slow], checks, ["machine: m"], ["ppo: no TRL"])
     assert text.splitlines()[0] == "# Speed beside TRL and transformers: a processor"
     rows = [line for line in text.splitlines() if line.startswith("| sft |")]
     assert rows == [
@@ -188,14 +188,14 @@ def test_floor_by_hand():
     assert ROUND.forward_flops([2, 3], 1) == 1000 + 40 + 104
     assert ROUND.parameters == 100 + 40 + 12
     rates = Rates(train_flops=10.0, best_flops=20.0, read_bytes=8.0, copy_bytes=4.0)
-    assert adamw_seconds(ROUND, rates) == 7 * 4 * 152 / 8  # in the cache: the quicker of both
+    assert compute_adamw_seconds(ROUND, rates) == 7 * 4 * 152 / 8  # in the cache: the quicker of both
     # 3 rows of 2 new tokens behind 5: products 3 * (2*2*120 + 4*(5 + 6)*4) = 1968 at 20/s; prompt 1 * 2*100*5 at 10/s
-    assert decode_seconds(ROUND, rates, rows=3, new=2, prompt=5, unique=1) == pytest.approx(
+    assert compute_decode_seconds(ROUND, rates, rows=3, new=2, prompt=5, unique=1) == pytest.approx(
         100 + 98.4
     )
     slow = Rates(10.0, 20.0, read_bytes=1.0, copy_bytes=4.0)
     assert (
-        decode_seconds(ROUND, slow, rows=3, new=2, prompt=5, unique=1) == 2 * 4 * 120
+        compute_decode_seconds(ROUND, slow, rows=3, new=2, prompt=5, unique=1) == 2 * 4 * 120
     )  # weights, read twice
 
 
@@ -207,7 +207,7 @@ def test_floor_of_the_stages_by_hand():
     }
     rates = Rates(1e3, 1e3, read_bytes=1e9, copy_bytes=1e9)
     adam = 7 * 4 * 152 / 1e9
-    found = floor_rates(ROUND, rates, rows)
+    found = compute_floor_rates(ROUND, rates, rows)
     forward = 32 * (2 * 100 * 6 + 2 * 20 * 4 + 2 * 36 * 4)
     assert found["sft"] == pytest.approx(32 * 6 / (3 * forward / 1e3 + adam))
     trunk = 16 * (2 * 100 * 10 + 2 * (16 + 36) * 4)  # rows of 4 and 6 tokens
@@ -227,12 +227,12 @@ def test_floor_of_the_stages_by_hand():
 
 
 def test_rows_are_those_that_both_sides_take():
-    from speed.episodes import Scripted, as_drawn
+    from speed.episodes import Scripted, order_as_drawn
 
     from rl_core.data.batches import DataOrder
 
     rows = [str(index) for index in range(7)]
-    order, placed = DataOrder(7, 3, seed=5), as_drawn(rows, 5)
+    order, placed = DataOrder(7, 3, seed=5), order_as_drawn(rows, 5)
     assert [placed[index] for _ in range(3) for index in order.next_batch()] == rows
     made = inputs.make_rows(count=50)
     assert made == inputs.make_rows(count=50)
@@ -264,18 +264,18 @@ def test_exponents_by_hand():
 
 
 def test_a_finished_point_is_not_measured_again(tmp_path):
-    from compare_speed import kept
+    from compare_speed import read_or_make
 
     file = tmp_path / "case.json"
-    assert kept(file, lambda: {"seconds": 1}) == {"seconds": 1}
-    assert kept(file, lambda: pytest.fail("measured again")) == {"seconds": 1}
+    assert read_or_make(file, lambda: {"seconds": 1}) == {"seconds": 1}
+    assert read_or_make(file, lambda: pytest.fail("measured again")) == {"seconds": 1}
     with pytest.raises(ZeroDivisionError):
-        kept(tmp_path / "other.json", lambda: 1 / 0)
+        read_or_make(tmp_path / "other.json", lambda: 1 / 0)
     assert [path.name for path in tmp_path.iterdir()] == ["case.json"]
 
 
 def test_the_processor_is_named_with_what_decides_its_speed(tmp_path):
-    from compare_speed import processor
+    from compare_speed import describe_processor
 
     file = tmp_path / "cpuinfo"
     entry = "processor\t: {}\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nflags\t\t: fpu {}\n\n"
@@ -285,8 +285,8 @@ def test_the_processor_is_named_with_what_decides_its_speed(tmp_path):
         ("avx512f amx_int8", "AVX-512, AMX"),
     ):
         file.write_text(entry.format(0, flags) + entry.format(1, flags))
-        assert processor(file) == f"AMD EPYC, family 25, model 17 ({kind})"
-    assert "AMD" not in processor(tmp_path / "none")
+        assert describe_processor(file) == f"AMD EPYC, family 25, model 17 ({kind})"
+    assert "AMD" not in describe_processor(tmp_path / "none")
 
 
 def test_every_curve_has_an_expectation():

@@ -52,10 +52,10 @@ def main() -> None:
             )
             command = [sys.executable, __file__, "--child", "--folder", folder, str(count)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
-        found = json.loads(done.stdout.splitlines()[-1])
+        result = json.loads(done.stdout.splitlines()[-1])
         print(
-            f"| {count:,} | {size / 1e6:,.0f} | {found['seconds']:.1f} | {count / found['seconds']:,.0f} | "
-            f"{found['processor']:.1f} | {found['peak']:.0f} | {found['before']:.0f} |",
+            f"| {count:,} | {size / 1e6:,.0f} | {result['seconds']:.1f} | {count / result['seconds']:,.0f} | "
+            f"{result['processor']:.1f} | {result['peak']:.0f} | {result['before']:.0f} |",
             flush=True,
         )
 
@@ -86,20 +86,20 @@ def generate(path: Path, count: int, model: str) -> int:
     skill = 0.5 if model == "sft" else 0.9
     with path.open("w", encoding="utf-8") as file:
         for number in range(count):
-            file.write(json.dumps(trajectory(draw, number, skill)) + "\n")
+            file.write(json.dumps(make_trajectory(draw, number, skill)) + "\n")
     return path.stat().st_size
 
 
-def trajectory(draw: random.Random, number: int, skill: float) -> dict[str, object]:
+def make_trajectory(draw: random.Random, number: int, skill: float) -> dict[str, object]:
     """One line: looks with tools, some of them misused or repeated, then an answer."""
     level, depth = LEVELS[number % 3]
     target = COLOURS[number % 6]
-    turns = [look(draw, skill) for _ in range(depth + (draw.random() > skill))]
+    turns = [make_look(draw, skill) for _ in range(depth + (draw.random() > skill))]
     if draw.random() > 0.5 + skill / 2:
         turns += turns[-2:]  # a loop
     success = draw.random() < skill
     answer = target if success else draw.choice(COLOURS)
-    turns.append(turn(f"answer {answer}", None, None, 3))
+    turns.append(make_turn(f"answer {answer}", None, None, 3))
     tokens = sum(int(str(t["num_tokens"])) for t in turns)
     reward = float(success) - 0.01 * len(turns)
     return {
@@ -125,16 +125,16 @@ def trajectory(draw: random.Random, number: int, skill: float) -> dict[str, obje
     }
 
 
-def look(draw: random.Random, skill: float) -> dict[str, object]:
+def make_look(draw: random.Random, skill: float) -> dict[str, object]:
     """One tool call that shows a cell, or misuse."""
     row, column = draw.randint(1, 8), draw.randint(1, 8)
     if draw.random() > 0.8 + skill / 5:
-        return turn(f"zom {row}", None, "error: there is no tool 'zom'", 4, is_error=True)
+        return make_turn(f"zom {row}", None, "error: there is no tool 'zom'", 4, is_error=True)
     call = {"name": "zoom", "arguments": {"row": row, "column": column}}
-    return turn(f"zoom {row} {column}", call, f"{draw.randint(0, 9)} {draw.choice(COLOURS)}", 6)
+    return make_turn(f"zoom {row} {column}", call, f"{draw.randint(0, 9)} {draw.choice(COLOURS)}", 6)
 
 
-def turn(
+def make_turn(
     action: str,
     call: dict[str, object] | None,
     seen: str | None,

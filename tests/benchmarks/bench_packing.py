@@ -49,11 +49,11 @@ def main() -> None:
         ids, cut = torch.randint(3, 512, (length,)).tolist(), length // 3
         rows.append(TrainRow(ids[:cut], ids[cut:], [True] * (length - cut)))
     longest = max(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
-    whole = longest * len(rows)
+    num_padded = longest * len(rows)
     ways = {
-        "padded": build_batches(rows, whole, 0),
-        "padded, 4 parts": build_batches(rows, whole // 4, 0),
-        "packed": build_batches(rows, whole, 0, packing=True),
+        "padded": build_batches(rows, num_padded, 0),
+        "padded, 4 parts": build_batches(rows, num_padded // 4, 0),
+        "packed": build_batches(rows, num_padded, 0, packing=True),
     }
     count = sum(sum(row.loss_mask) for row in rows)
     seconds: dict[str, list[float]] = {name: [] for name in ways}

@@ -20,7 +20,7 @@ from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified_
 FILE = "weights"
 
 
-def seconds(work: Callable[[], object]) -> float:
+def time_call(work: Callable[[], object]) -> float:
     """Duration of a call."""
     started = time.perf_counter()
     work()
@@ -40,18 +40,18 @@ def publish(folder: Path, data: bytes) -> None:
 def measure(place: Path, size: int, repeats: int) -> dict[str, float]:
     """Median seconds of `size` bytes: written, hashed, published, read and verified."""
     data = bytes(range(256)) * (size // 256)
-    found: dict[str, list[float]] = {"write": [], "hash": [], "publish": [], "read": []}
+    seconds: dict[str, list[float]] = {"write": [], "hash": [], "publish": [], "read": []}
     folder = place / "version"
     for _ in range(repeats):
-        found["write"].append(seconds(lambda: write_folder_file(place / "plain", data)))
+        seconds["write"].append(time_call(lambda: write_folder_file(place / "plain", data)))
         (place / "plain").unlink()
-        found["hash"].append(seconds(lambda: digest_bytes(data)))
-        found["publish"].append(seconds(lambda: publish(folder, data)))
-        found["read"].append(
-            seconds(lambda: read_verified_file(folder, FILE, read_manifest(folder)))
+        seconds["hash"].append(time_call(lambda: digest_bytes(data)))
+        seconds["publish"].append(time_call(lambda: publish(folder, data)))
+        seconds["read"].append(
+            time_call(lambda: read_verified_file(folder, FILE, read_manifest(folder)))
         )
         remove_folder(folder)
-    return {name: statistics.median(values) for name, values in found.items()}
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def main() -> None:
@@ -64,11 +64,11 @@ def main() -> None:
     print("| MB | write | SHA-256 | publish | read, verified |\n|---|---|---|---|---|")
     if arguments.folder is not None:
         arguments.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for megabytes in arguments.megabytes:
-            found = measure(Path(place), megabytes * 1_000_000, arguments.repeats)
+            medians = measure(Path(folder), megabytes * 1_000_000, arguments.repeats)
             cells = " | ".join(
-                f"{1000 * found[name]:.1f} ms" for name in ("write", "hash", "publish", "read")
+                f"{1000 * medians[name]:.1f} ms" for name in ("write", "hash", "publish", "read")
             )
             print(f"| {megabytes} | {cells} |", flush=True)
 

@@ -41,7 +41,7 @@ RUNS = (
 )  # precision, seed of training
 
 
-def lines(path, count):
+def read_lines(path, count):
     with open(path, encoding="utf-8") as file:
         return [json.loads(line) for line, _ in zip(file, range(count), strict=False)]
 
@@ -57,13 +57,13 @@ def load(folder, precision, dtype="float32"):
     )
 
 
-def say(output, **row):
+def record_row(output, **row):
     print(json.dumps(row), flush=True)
     with (output / "results.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 
-def base_model(output, rows, steps):
+def make_base_model(output, rows, steps):
     """A policy that has learned the answers of 1,800 questions."""
     folder = output / "base"
     if not folder.is_dir():
@@ -91,11 +91,11 @@ def base_model(output, rows, steps):
     return folder
 
 
-def rows_of(tokenizer, texts):
+def encode_rows(tokenizer, texts):
     return [ids for text in texts if 8 < len(ids := tokenizer(text).input_ids) <= CONTEXT]
 
 
-def kl_and_nll(model, other, rows):
+def compute_kl_and_nll(model, other, rows):
     """Mean and largest KL(model || other) over the vocabulary, and the text's mean NLL under both; nats a token."""
     total, largest, count, nlls = 0.0, 0.0, 0, [0.0, 0.0]
     for start in range(0, len(rows), 8):
@@ -116,8 +116,8 @@ def kl_and_nll(model, other, rows):
                 max(largest, float(kl.max())),
                 count + len(kl),
             )
-            for index, found in enumerate((p, q)):
-                nlls[index] -= float(found.gather(1, targets[place : place + len(kl), None]).sum())
+            for index, logprobs in enumerate((p, q)):
+                nlls[index] -= float(logprobs.gather(1, targets[place : place + len(kl), None]).sum())
             place += len(kl)
     return {
         "kl_mean": total / count,
@@ -128,7 +128,7 @@ def kl_and_nll(model, other, rows):
     }
 
 
-def sizes(output):
+def compare_sizes(output):
     """Bytes and peak memory of a Llama of 139M parameters, each precision in a process of its own."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -181,7 +181,7 @@ class AnonymousMemory:
         return self.largest - self.start, self.now() - self.start
 
 
-def size_of(output, precision):
+def measure_size(output, precision):
     load(output / "base", precision)  # imports
     gc.collect()
     memory = AnonymousMemory()
@@ -203,7 +203,7 @@ def size_of(output, precision):
     linear = sum(
         m.numbers.nbytes + m.scale_OG.nbytes for m in model.modules() if hasattr(m, "scale_OG")
     )
-    say(
+    record_row(
         output,
         what="size",
         precision=precision,
@@ -216,30 +216,30 @@ def size_of(output, precision):
     )
 
 
-def text_kl(output, folder, questions, pairs):
+def compare_text_kl(output, folder, questions, pairs):
     full, tokenizer = load(folder, "full")
     sets = {
-        "gsm8k_heldout": rows_of(
+        "gsm8k_heldout": encode_rows(
             tokenizer, [f"{row['question']}\n{row['answer']}" for row in questions[1800:1950]]
         ),
-        "preferences": rows_of(
+        "preferences": encode_rows(
             tokenizer, [f"{row['prompt']}\n{row['chosen']}" for row in pairs[:150]]
         ),
     }
     for precision in PRECISIONS[1:]:
         other, _ = load(folder, precision)
         for name, rows in sets.items():
-            say(
+            record_row(
                 output,
                 what="kl",
                 precision=precision,
                 text=name,
                 rows=len(rows),
-                **kl_and_nll(full, other, rows),
+                **compute_kl_and_nll(full, other, rows),
             )
 
 
-def dpo(output, folder, rows, runs):
+def train_dpo(output, folder, rows, runs):
     """DPO whose reference log-probabilities come from a model in few bits; the policy starts in full precision."""
     probe = rl_core.load_policy(folder)
     rows = [
@@ -259,7 +259,7 @@ def dpo(output, folder, rows, runs):
         settings = resolve_defaults(settings, policy.kind, policy.context)
         pairs = load_preference_pairs(rows, 0.2, policy.renderer, policy.context, 0, "dpo", None)
         reference, _ = load(folder, precision)
-        found = tuple(
+        references = tuple(
             compute_reference_logprobs(
                 reference,
                 part,
@@ -268,14 +268,14 @@ def dpo(output, folder, rows, runs):
             )
             for part in (pairs.train, pairs.heldout)
         )
-        recipe = build_preference_recipe(policy, pairs.train, pairs.heldout, settings, seed, found)
+        recipe = build_preference_recipe(policy, pairs.train, pairs.heldout, settings, seed, references)
         outcome = recipe.run(settings)
-        own = compute_reference_logprobs(
+        policy_logprobs = compute_reference_logprobs(
             policy.model, pairs.heldout, pad_id=policy.renderer.pad_id, max_tokens=8192
         )
-        finals = torch.tensor(own)
+        finals = torch.tensor(policy_logprobs)
         place = output / f"dpo-{precision}-{seed}.json"
-        place.write_text(json.dumps(own))
+        place.write_text(json.dumps(policy_logprobs))
         first = torch.tensor(json.loads((output / "dpo-full-0.json").read_text()))
         exact = compute_reference_logprobs(
             load(folder, "full")[0], pairs.heldout, pad_id=policy.renderer.pad_id, max_tokens=8192
@@ -285,7 +285,7 @@ def dpo(output, folder, rows, runs):
             sum(pair.chosen.loss_mask) + sum(pair.rejected.loss_mask) for pair in pairs.heldout
         ]
         apart = (finals - first).abs().sum(1) / torch.tensor(tokens)
-        say(
+        record_row(
             output,
             what="dpo",
             precision=precision,
@@ -300,15 +300,15 @@ def dpo(output, folder, rows, runs):
         )
 
 
-def digits(trajectories):
+def share_digits(trajectories):
     """Share of the answer's characters that are digits."""
     texts = [trajectory.turns[-1].action for trajectory in trajectories]
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in texts]
 
 
-def grpo(output, folder, questions, iterations, runs):
+def train_grpo(output, folder, questions, iterations, runs):
     full, tokenizer = load(folder, "full")
-    rows = rows_of(
+    rows = encode_rows(
         tokenizer, [f"{row['question']}\n{row['answer']}" for row in questions[1800:1860]]
     )
     prompts = [
@@ -330,12 +330,12 @@ def grpo(output, folder, questions, iterations, runs):
             sampling=rl_core.SamplingSettings(max_completion_tokens=32),
         )
         training = rl_core.grpo(
-            folder, prompts=prompts, reward=digits, settings=settings, seed=seed
+            folder, prompts=prompts, reward=share_digits, settings=settings, seed=seed
         )
         training.run()
         table = training.metrics()
         reward, kl = list(table["reward/mean"].dropna()), list(table["policy/ref_kl"].dropna())
-        say(
+        record_row(
             output,
             what="grpo",
             precision=precision,
@@ -345,7 +345,7 @@ def grpo(output, folder, questions, iterations, runs):
             reward_last_10=sum(reward[-10:]) / 10,
             ref_kl_first=kl[0],
             ref_kl_last_10=sum(kl[-10:]) / 10,
-            text_kl_to_start=kl_and_nll(training.model.eval(), full, rows)["kl_mean"],
+            text_kl_to_start=compute_kl_and_nll(training.model.eval(), full, rows)["kl_mean"],
         )
 
 
@@ -361,25 +361,25 @@ def main():
         "--part", choices=["text", "sizes", "dpo", "grpo"], help="one part alone; default: all"
     )
     parser.add_argument("--run", help="PRECISION:SEED, one run of dpo or grpo alone")
-    given = parser.parse_args()
-    if given.size_of:
-        size_of(given.output, given.size_of)
+    options = parser.parse_args()
+    if options.size_of:
+        measure_size(options.output, options.size_of)
         return
-    given.output.mkdir(parents=True, exist_ok=True)
-    questions, pairs = lines(given.gsm8k, 2000), lines(given.preferences, 1500)
-    folder = base_model(given.output, questions, given.steps)
+    options.output.mkdir(parents=True, exist_ok=True)
+    questions, pairs = read_lines(options.gsm8k, 2000), read_lines(options.preferences, 1500)
+    folder = make_base_model(options.output, questions, options.steps)
     runs = RUNS
-    if given.run:
-        precision, _, seed = given.run.partition(":")
+    if options.run:
+        precision, _, seed = options.run.partition(":")
         runs = ((precision, int(seed)),)
-    if given.part in (None, "text"):
-        text_kl(given.output, folder, questions, pairs)
-    if given.part in (None, "sizes"):
-        sizes(given.output)
-    if given.part in (None, "dpo"):
-        dpo(given.output, folder, pairs[:700], runs)
-    if given.part in (None, "grpo"):
-        grpo(given.output, folder, questions, given.iterations, runs)
+    if options.part in (None, "text"):
+        compare_text_kl(options.output, folder, questions, pairs)
+    if options.part in (None, "sizes"):
+        compare_sizes(options.output)
+    if options.part in (None, "dpo"):
+        train_dpo(options.output, folder, pairs[:700], runs)
+    if options.part in (None, "grpo"):
+        train_grpo(options.output, folder, questions, options.iterations, runs)
 
 
 if __name__ == "__main__":

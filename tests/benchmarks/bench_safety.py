@@ -75,7 +75,7 @@ class Timer:
         return functools.wraps(function)(publish)
 
 
-def watch(timer: Timer) -> None:
+def time_safety_functions(timer: Timer) -> None:
     """Time the functions of every group, wherever they are imported."""
     from rl_core.storage import atomic_files, checkpoint, folders, line_logs, locks, manifest
     from tasks.tracking import journal, run_tracker
@@ -129,7 +129,7 @@ def replace_everywhere(function: Callable[..., Any], call: Callable[..., Any]) -
                 setattr(module, name, call)
 
 
-def table(timer: Timer, wall: float) -> str:
+def format_table(timer: Timer, wall: float) -> str:
     """Markdown: seconds and shares by group."""
     groups = dict.fromkeys(group for group, _ in timer.seconds)
     lines = [
@@ -149,8 +149,8 @@ def table(timer: Timer, wall: float) -> str:
             sum(row[3] for row in rows),
         )
     )
-    for group, calls, waited, beside in rows:
-        lines.append(f"| {group} | {calls:,} | {waited:.2f} | {waited / wall:.2%} | {beside:.2f} |")
+    for group, calls, waited, background in rows:
+        lines.append(f"| {group} | {calls:,} | {waited:.2f} | {waited / wall:.2%} | {background:.2f} |")
     return "\n".join(lines) + f"\n\nOf {wall:.1f} s in all.\n"
 
 
@@ -170,7 +170,7 @@ def main() -> int:
 
     assert flows.post_training
     timer = Timer()
-    watch(timer)
+    time_safety_functions(timer)
     with tempfile.TemporaryDirectory(prefix="safety-") as output:
         options = [
             part for value in [f"output={output}", *arguments.set] for part in ("--set", value)
@@ -178,7 +178,7 @@ def main() -> int:
         began = time.perf_counter()
         code = command(["run", arguments.config, "--quiet", *options])
         wall = time.perf_counter() - began
-    text = table(timer, wall)
+    text = format_table(timer, wall)
     print(text)
     print(
         json.dumps(

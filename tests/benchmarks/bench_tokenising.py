@@ -43,7 +43,7 @@ CONTEXT = 4096
 LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 
-def words(count: int = 3000, seed: int = 0) -> list[str]:
+def make_words(count: int = 3000, seed: int = 0) -> list[str]:
     """Made words, the earlier ones more common by Zipf's law where `sentence` draws them."""
     rng = random.Random(seed)
     return [
@@ -51,7 +51,7 @@ def words(count: int = 3000, seed: int = 0) -> list[str]:
     ]
 
 
-def sentence(rng: random.Random, known: list[str], count: int) -> str:
+def make_sentence(rng: random.Random, known: list[str], count: int) -> str:
     """So many words."""
     return (
         " ".join(known[min(int(rng.paretovariate(0.7)) - 1, len(known) - 1)] for _ in range(count))
@@ -59,34 +59,34 @@ def sentence(rng: random.Random, known: list[str], count: int) -> str:
     )
 
 
-def row_of(rng: random.Random, known: list[str], tokens: int, turns: int) -> dict[str, Any]:
+def make_row(rng: random.Random, known: list[str], tokens: int, turns: int) -> dict[str, Any]:
     """A conversation; a third of its words in the user's turns. A word is about 1.45 tokens."""
     count = max(1, round(tokens / 1.45 / turns / 3))
     messages = []
     for _ in range(turns):
-        messages.append({"role": "user", "content": sentence(rng, known, count)})
-        messages.append({"role": "assistant", "content": sentence(rng, known, 2 * count)})
+        messages.append({"role": "user", "content": make_sentence(rng, known, count)})
+        messages.append({"role": "assistant", "content": make_sentence(rng, known, 2 * count)})
     return {"messages": messages}
 
 
-def quick_rows(count: int, tokens: int, known: list[str]) -> Iterator[dict[str, Any]]:
+def make_quick_rows(count: int, tokens: int, known: list[str]) -> Iterator[dict[str, Any]]:
     """Rows of one turn, of so many words, put together of the same thousand sentences; no two are equal."""
     rng = random.Random(3)
-    asked, answered = (
-        [sentence(rng, known, size) for _ in range(1000)] for size in (tokens // 3, 2 * tokens // 3)
+    questions, answers = (
+        [make_sentence(rng, known, size) for _ in range(1000)] for size in (tokens // 3, 2 * tokens // 3)
     )
     for number in range(count):
-        prompt = f"{known[number % 3000]} {known[number // 3000 % 3000]} {rng.choice(asked)}"
-        answer = {"role": "assistant", "content": rng.choice(answered)}
+        prompt = f"{known[number % 3000]} {known[number // 3000 % 3000]} {rng.choice(questions)}"
+        answer = {"role": "assistant", "content": rng.choice(answers)}
         yield {"messages": [{"role": "user", "content": prompt}, answer]}
 
 
-def word_level() -> ChatRenderer:
+def make_word_tokenizer() -> ChatRenderer:
     """A tokenizer with a token a word."""
     bpe = train_tokenizer(["a"], 300)
     special = [PAD_TOKEN, END_TOKEN, *(f"<|{role}|>" for role in ROLES)]
     vocabulary = {
-        word: place for place, word in enumerate(dict.fromkeys([*special, ".", *words()]))
+        word: place for place, word in enumerate(dict.fromkeys([*special, ".", *make_words()]))
     }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -100,15 +100,15 @@ def word_level() -> ChatRenderer:
     return ChatRenderer(wrapped)
 
 
-def renderer_of() -> ChatRenderer:
+def make_renderer() -> ChatRenderer:
     """A tokenizer trained on the words, and its renderer."""
-    rng, known = random.Random(1), words()
-    return ChatRenderer(train_tokenizer([sentence(rng, known, 200) for _ in range(2000)], 4096))
+    rng, known = random.Random(1), make_words()
+    return ChatRenderer(train_tokenizer([make_sentence(rng, known, 200) for _ in range(2000)], 4096))
 
 
-def one_by_one(rows: list[dict[str, Any]], tokenizer: Any) -> list[Any]:
+def encode_one_by_one(rows: list[dict[str, Any]], tokenizer: Any) -> list[Any]:
     """The old way: a length of each row, then its ids as lists."""
-    found: list[Any] = []
+    encoded: list[Any] = []
     for wanted in ("lengths", "ids"):
         renderer = ChatRenderer(tokenizer)
         renderer.encoder._is_fast = False
@@ -117,11 +117,11 @@ def one_by_one(rows: list[dict[str, Any]], tokenizer: Any) -> list[Any]:
             if wanted == "lengths":
                 assert max(len(ids) for ids, _ in sequences) <= CONTEXT
             else:
-                found += sequences
-    return found
+                encoded += sequences
+    return encoded
 
 
-def seconds_of(work: Any) -> tuple[Any, float, float]:
+def time_call(work: Any) -> tuple[Any, float, float]:
     """Result, seconds, and processor seconds of this process and the children that have ended."""
     before, started = os.times(), time.perf_counter()
     result = work()
@@ -130,10 +130,10 @@ def seconds_of(work: Any) -> tuple[Any, float, float]:
     return result, time.perf_counter() - started, spent
 
 
-def speed(options: argparse.Namespace) -> None:
+def compare_speed(options: argparse.Namespace) -> None:
     """Print rows a second of both ways."""
-    rng, known, renderer = random.Random(2), words(), renderer_of()
-    rows = [row_of(rng, known, options.tokens, options.turns) for _ in range(options.rows)]
+    rng, known, renderer = random.Random(2), make_words(), make_renderer()
+    rows = [make_row(rng, known, options.tokens, options.turns) for _ in range(options.rows)]
     job = TokenisationJob("demonstrations")
 
     def in_processes(count: int) -> TokenRows:
@@ -150,7 +150,7 @@ def speed(options: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         ways = {
-            "one by one, twice": lambda: one_by_one(rows, renderer.tokenizer),
+            "one by one, twice": lambda: encode_one_by_one(rows, renderer.tokenizer),
             "once, 1 process": lambda: in_processes(1),
             f"once, {options.processes} processes": lambda: in_processes(options.processes),
             "once, kept on disk": lambda: kept(folder),
@@ -158,16 +158,16 @@ def speed(options: argparse.Namespace) -> None:
         }
         expected, lists = None, 0
         for name, work in ways.items():
-            found, wall, spent = seconds_of(work)
-            expected = expected or found
-            assert list(found) == list(expected), name
-            tokens = sum(len(ids) for ids, _ in found)
-            if isinstance(found, TokenRows):
-                size = found.num_bytes
+            encoded, wall, spent = time_call(work)
+            expected = expected or encoded
+            assert list(encoded) == list(expected), name
+            tokens = sum(len(ids) for ids, _ in encoded)
+            if isinstance(encoded, TokenRows):
+                size = encoded.num_bytes
             else:  # as Python holds them: a pointer and an integer above 256 for each id, a pointer for each mask
                 lists = sum(
                     sys.getsizeof(ids) + sum(28 for i in ids if i > 256) + sys.getsizeof(m)
-                    for ids, m in found
+                    for ids, m in encoded
                 )
                 size = lists
             print(
@@ -177,16 +177,16 @@ def speed(options: argparse.Namespace) -> None:
             )
 
 
-def memory(options: argparse.Namespace) -> None:
+def measure_memory(options: argparse.Namespace) -> None:
     """Write the file, and read it in a process of its own."""
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rows.jsonl"
-    rng, known = random.Random(3), words()
-    made = (row_of(rng, known, options.tokens, options.turns) for _ in range(options.memory))
+    rng, known = random.Random(3), make_words()
+    made = (make_row(rng, known, options.tokens, options.turns) for _ in range(options.memory))
     with path.open("w") as file:
         for row in (
-            quick_rows(options.memory, options.tokens, known) if options.word_level else made
+            make_quick_rows(options.memory, options.tokens, known) if options.word_level else made
         ):
             file.write(json.dumps(row) + "\n")
     print(f"{options.memory:,} rows, {path.stat().st_size / 2**30:.2f} GiB of text", flush=True)
@@ -196,18 +196,18 @@ def memory(options: argparse.Namespace) -> None:
         subprocess.run(command, check=True)
 
 
-def read(options: argparse.Namespace) -> None:
+def read_rows(options: argparse.Namespace) -> None:
     """One reading, and batches of some of the rows."""
     torch.set_num_threads(options.processes)
-    renderer, path = word_level() if options.word_level else renderer_of(), Path(options.read)
-    print(f"peak {peak():.2f} GiB before the first row", flush=True)
-    split, wall, spent = seconds_of(
+    renderer, path = make_word_tokenizer() if options.word_level else make_renderer(), Path(options.read)
+    print(f"peak {read_peak_gib():.2f} GiB before the first row", flush=True)
+    split, wall, spent = time_call(
         lambda: load_conversations(path, 0.1, renderer, CONTEXT, 0, "all", path.parent / "tokens")
     )
     rows = split.train
     print(
         f"{len(rows):,} rows to train on, {len(split.heldout):,} held out, {rows.num_tokens:,} tokens; "
-        f"{wall:.0f} s, {spent:.0f} s of processors; peak {peak():.2f} GiB, largest child {peak(True):.2f}",
+        f"{wall:.0f} s, {spent:.0f} s of processors; peak {read_peak_gib():.2f} GiB, largest child {read_peak_gib(True):.2f}",
         flush=True,
     )
     order = DataOrder(len(rows), 32, 0)
@@ -216,10 +216,10 @@ def read(options: argparse.Namespace) -> None:
         build_batches(
             [TrainRow(ids[:1], ids[1:], mask[1:]) for ids, mask in some], 4096, 0, packing=True
         )
-    print(f"peak {peak():.2f} GiB after batches", flush=True)
+    print(f"peak {read_peak_gib():.2f} GiB after batches", flush=True)
 
 
-def peak(children: bool = False) -> float:
+def read_peak_gib(children: bool = False) -> float:
     """Largest resident memory so far in GiB."""
     return (
         resource.getrusage(resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF).ru_maxrss
@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--word-level", action="store_true")
     parser.add_argument("--read", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    (read if options.read else memory if options.memory else speed)(options)
+    (read_rows if options.read else measure_memory if options.memory else compare_speed)(options)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def main() -> None:
         )
     for name in [] if options.report else parts:
         for seed in range(options.seeds):
-            for arm, measure in runs_of(name, output).items():
+            for arm, measure in list_arm_runs(name, output).items():
                 if fnmatch.fnmatch(arm, options.only):
                     row = results.fill_slots(
                         name, arm, seed, lambda measure=measure, seed=seed: measure(seed)
@@ -66,7 +66,7 @@ def main() -> None:
     write_report(output, results, options.seeds)
 
 
-def runs_of(name, output):
+def list_arm_runs(name, output):
     """Arms of a part: their names, and functions of a seed that measure them."""
     if name in OTHERS:
         return OTHERS[name].runs(output)

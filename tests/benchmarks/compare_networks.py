@@ -21,7 +21,7 @@ from typing import Any
 
 # Of stable-baselines3's zoo for CartPole-v1, but with a constant clip. Theirs -> ours: vf_coef 0.5 of the whole squared
 # error is value_coef 1.0 of its half.
-GIVEN: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
         "num_environments": 8,
         "rollout_steps": 32,
@@ -46,10 +46,10 @@ GIVEN: dict[str, dict[str, Any]] = {
 TEST_SEED = 2**30 + 2**29  # held-out seeds from here on
 
 
-def ours(environment: str, steps: int, seed: int, episodes: int) -> dict[str, Any]:
+def train_ours(environment: str, steps: int, seed: int, episodes: int) -> dict[str, Any]:
     import rl_core
 
-    given = GIVEN[environment]
+    given = SETTINGS[environment]
     settings = rl_core.NetworkSettings(
         environment_steps=steps, eval_episodes=1, checkpoint_every=0, **given
     )
@@ -79,12 +79,12 @@ def ours(environment: str, steps: int, seed: int, episodes: int) -> dict[str, An
     }
 
 
-def theirs(environment: str, steps: int, seed: int, episodes: int) -> dict[str, Any]:
+def train_peer(environment: str, steps: int, seed: int, episodes: int) -> dict[str, Any]:
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
 
-    given = GIVEN[environment]
+    settings = SETTINGS[environment]
     curve: list[tuple[float, float]] = []
 
     class Note(BaseCallback):
@@ -96,23 +96,23 @@ def theirs(environment: str, steps: int, seed: int, episodes: int) -> dict[str, 
                 mean = statistics.fmean(episode["r"] for episode in self.model.ep_info_buffer)
                 curve.append((float(self.num_timesteps), mean))
 
-    rate = given["learning_rate"]
-    size = given["num_environments"] * given["rollout_steps"]
+    rate = settings["learning_rate"]
+    size = settings["num_environments"] * settings["rollout_steps"]
     model = PPO(
         "MlpPolicy",
-        make_vec_env(environment, n_envs=given["num_environments"], seed=seed),
+        make_vec_env(environment, n_envs=settings["num_environments"], seed=seed),
         seed=seed,
         device="cpu",
-        n_steps=given["rollout_steps"],
-        batch_size=size // given["minibatches"],
-        n_epochs=given["epochs"],
-        gamma=given["gamma"],
-        gae_lambda=given["gae_lambda"],
+        n_steps=settings["rollout_steps"],
+        batch_size=size // settings["minibatches"],
+        n_epochs=settings["epochs"],
+        gamma=settings["gamma"],
+        gae_lambda=settings["gae_lambda"],
         clip_range=0.2,
         ent_coef=0.0,
         vf_coef=0.5,
         max_grad_norm=0.5,
-        learning_rate=(lambda left: rate * left) if given["schedule"] == "linear" else rate,
+        learning_rate=(lambda left: rate * left) if settings["schedule"] == "linear" else rate,
     )
     started = time.perf_counter(), time.process_time()
     model.learn(steps, callback=Note())
@@ -153,12 +153,12 @@ def test(environment: str, act: Any, episodes: int) -> list[float]:
     return returns
 
 
-def at(curve: list[tuple[float, float]], steps: float) -> float:
+def read_curve(curve: list[tuple[float, float]], steps: float) -> float:
     """The newest value of a curve after so many steps."""
     return next((value for place, value in reversed(curve) if place <= steps), float("nan"))
 
 
-def table(found: list[dict[str, Any]], steps: int) -> str:
+def format_table(found: list[dict[str, Any]], steps: int) -> str:
     """The results in Markdown."""
     lines = ["| | posttrain | stable-baselines3 |", "|---|---|---|"]
     sides = {
@@ -168,7 +168,7 @@ def table(found: list[dict[str, Any]], steps: int) -> str:
     for share in (0.25, 0.5, 0.75, 1.0):
         means = []
         for runs in sides.values():
-            values = [at(run["curve"], share * steps) for run in runs]
+            values = [read_curve(run["curve"], share * steps) for run in runs]
             means.append(f"{statistics.fmean(values):.0f} ({min(values):.0f} to {max(values):.0f})")
         lines.append(
             f"| return of the newest 100 episodes after {share * steps:,.0f} steps | {' | '.join(means)} |"
@@ -183,23 +183,23 @@ def table(found: list[dict[str, Any]], steps: int) -> str:
     )
     for key, label in (("seconds", "second"), ("processor_seconds", "second of processor time")):
         speeds = {name: [run["steps"] / run[key] for run in runs] for name, runs in sides.items()}
-        told = [
+        cells = [
             f"{statistics.median(all_):,.0f} ({min(all_):,.0f} to {max(all_):,.0f})"
             for all_ in speeds.values()
         ]
-        lines.append(f"| steps per {label}, median (range) | {' | '.join(told)} |")
+        lines.append(f"| steps per {label}, median (range) | {' | '.join(cells)} |")
         pairs = [mine / other for mine, other in zip(*speeds.values(), strict=True)]
         ratio = f"{statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
         lines.append(f"| the same over stable-baselines3's, seed by seed | {ratio} | 1 |")
     return "\n".join(lines)
 
 
-def draw(found: list[dict[str, Any]], path: Path, environment: str) -> None:
+def draw_curves(runs: list[dict[str, Any]], path: Path, environment: str) -> None:
     """Learning curves of both as a picture."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    for run in found:
+    for run in runs:
         colour = "#1f6f8b" if run["name"] == "posttrain" else "#d1495b"
         label = run["name"] if run["seed"] == 0 else None
         axes.plot(
@@ -218,7 +218,7 @@ def draw(found: list[dict[str, Any]], path: Path, environment: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--environment", choices=sorted(GIVEN), default="CartPole-v1")
+    parser.add_argument("--environment", choices=sorted(SETTINGS), default="CartPole-v1")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--threads", type=int, default=1)
@@ -233,12 +233,12 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(arguments.threads)
-    given = GIVEN[arguments.environment]
-    size = given["num_environments"] * given["rollout_steps"]
+    settings = SETTINGS[arguments.environment]
+    size = settings["num_environments"] * settings["rollout_steps"]
     steps = arguments.steps // size * size  # whole iterations, not one step more
     arguments.output.mkdir(parents=True, exist_ok=True)
-    sides = {"posttrain": ours, "stable-baselines3": theirs}
-    found = []
+    sides = {"posttrain": train_ours, "stable-baselines3": train_peer}
+    runs = []
     for seed in range(arguments.seeds):
         for name in list(sides)[:: 1 if seed % 2 == 0 else -1]:
             if arguments.only in (None, name):
@@ -249,18 +249,18 @@ def main() -> None:
                     "load": load,
                     **sides[name](arguments.environment, steps, seed, arguments.episodes),
                 }
-                found.append(run)
+                runs.append(run)
                 mean = statistics.fmean(run["returns"])
                 speed, busy = (run["steps"] / run[key] for key in ("seconds", "processor_seconds"))
-                told = f"{speed:,.0f} steps/s, {busy:,.0f} per processor second (load before {load:.1f})"
-                print(f"{name} seed {seed}: return {mean:.1f}, {told}", flush=True)
-    found.sort(key=lambda run: (run["name"], run["seed"]))
+                speeds = f"{speed:,.0f} steps/s, {busy:,.0f} per processor second (load before {load:.1f})"
+                print(f"{name} seed {seed}: return {mean:.1f}, {speeds}", flush=True)
+    runs.sort(key=lambda run: (run["name"], run["seed"]))
     name = arguments.environment.lower()
-    (arguments.output / f"{name}.json").write_text(json.dumps({"given": given, "runs": found}))
+    (arguments.output / f"{name}.json").write_text(json.dumps({"given": settings, "runs": runs}))
     if arguments.only is None:
-        text = table(found, steps)
+        text = format_table(runs, steps)
         (arguments.output / f"{name}.md").write_text(text + "\n")
-        draw(found, arguments.output / f"{name}.png", arguments.environment)
+        draw_curves(runs, arguments.output / f"{name}.png", arguments.environment)
         print(text)
 
 

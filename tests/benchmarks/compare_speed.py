@@ -52,9 +52,9 @@ def main():
     lines, failures = [], 0
     for size in options.sizes:
         for threads in options.threads:
-            floor = kept(
+            floor = read_or_make(
                 output / f"cases/floor-{size}-{threads}t.json",
-                partial(floor_of, output, size, threads),
+                partial(measure_floor, output, size, threads),
             )
             for stage in stages:
                 if pythons.get(stage) is None:
@@ -62,7 +62,7 @@ def main():
                 name = f"{stage}-{size}-{threads}t"
                 print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
                 try:
-                    case = kept(
+                    case = read_or_make(
                         output / f"cases/{name}.json",
                         partial(run_case, stage, size, threads, options, pythons[stage]),
                     )
@@ -70,12 +70,12 @@ def main():
                     notes.append(f"{name}: {error}")
                     failures += 1
                     continue
-                lines.append(table.line_of(case, floor["tokens_per_s"].get(stage)))
+                lines.append(table.summarize_case(case, floor["tokens_per_s"].get(stage)))
     checks = {
-        size: kept(output / f"cases/checks-{size}.json", partial(checks_of, output, size))
+        size: read_or_make(output / f"cases/checks-{size}.json", partial(run_checks, output, size))
         for size in options.sizes
     }
-    failures += sum(check["value"] > check["limit"] for found in checks.values() for check in found)
+    failures += sum(check["value"] > check["limit"] for size_checks in checks.values() for check in size_checks)
     failures += sum(line.same_tokens is False for line in lines)
     return report(output, lines, checks, notes, failures)
 
@@ -91,11 +91,11 @@ def parse():
         type=Path,
         help=f"Python that has {TRL_WITH_PPO}; left out: made in OUTPUT/ppo",
     )
-    parser.add_argument("--sizes", type=words(tuple(inputs.SIZES)), default=list(inputs.SIZES))
+    parser.add_argument("--sizes", type=parse_names(tuple(inputs.SIZES)), default=list(inputs.SIZES))
     parser.add_argument(
         "--threads", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2]
     )
-    parser.add_argument("--stages", type=words(STAGES), default=list(STAGES))
+    parser.add_argument("--stages", type=parse_names(STAGES), default=list(STAGES))
     parser.add_argument(
         "--steps", type=int, default=5, help="measured steps of each side, after 2 to warm up"
     )
@@ -106,7 +106,7 @@ def parse():
     return options
 
 
-def words(known):
+def parse_names(known):
     """A parser of comma-separated names."""
 
     def parse_words(text):
@@ -125,14 +125,14 @@ def find_pythons(options, output, stages):
         [],
     )
     trained = [stage for stage in stages if stage not in pythons]
-    given = {TRL: options.peer_python, TRL_WITH_PPO: options.ppo_python}
+    pythons_by_trl = {TRL: options.peer_python, TRL_WITH_PPO: options.ppo_python}
     for trl, folder, names in (
         (TRL, "peer", [s for s in trained if s != "ppo"]),
         (TRL_WITH_PPO, "ppo", [s for s in trained if s == "ppo"]),
     ):
         if names:
             try:
-                python = given[trl] or make_environment(output / folder, trl)
+                python = pythons_by_trl[trl] or make_environment(output / folder, trl)
             except subprocess.CalledProcessError as error:
                 python = None
                 notes.append(
@@ -154,7 +154,7 @@ def make_environment(folder, trl):
     return python
 
 
-def environment(threads=1, peer=False):
+def build_environment(threads=1, peer=False):
     """Environment of a worker: module path and threads. The peer's sees only the benchmark's own modules."""
     paths = [str(ROOT / "tests" / "benchmarks")] + ([] if peer else [str(ROOT)])
     cores = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -165,7 +165,7 @@ def run_python(arguments, threads=1):
     """Output of a separate Python process of this project, which keeps this one small."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        env=environment(threads),
+        env=build_environment(threads),
         check=True,
         stdout=subprocess.PIPE,
         text=True,
@@ -173,28 +173,28 @@ def run_python(arguments, threads=1):
     return done.stdout
 
 
-def kept(file, make):
+def read_or_make(file, make):
     """Contents of the file, created first if it is absent."""
     if not file.exists():
-        found = make()
+        result = make()
         temporary = file.with_suffix(".partial")
-        temporary.write_text(json.dumps(found, indent=1))
+        temporary.write_text(json.dumps(result, indent=1))
         temporary.replace(file)
     return json.loads(file.read_text())
 
 
-def floor_of(output, size, threads):
+def measure_floor(output, size, threads):
     folder = str(output / "inputs" / size)
-    found = json.loads(
+    floor = json.loads(
         run_python(["-m", "speed.floor", folder, "--threads", str(threads)], threads)
     )
-    return {**found, "commit": commit()}
+    return {**floor, "commit": read_commit()}
 
 
-def checks_of(output, size):
+def run_checks(output, size):
     rows = "16" if size == "small" else "4"
-    found = run_python(["-m", "speed.checks", str(output / "inputs" / size), "--rows", rows])
-    return json.loads(found)
+    output_text = run_python(["-m", "speed.checks", str(output / "inputs" / size), "--rows", rows])
+    return json.loads(output_text)
 
 
 def run_case(stage, size, threads, options, peer_python):
@@ -215,7 +215,7 @@ def run_case(stage, size, threads, options, peer_python):
             command += ["--threads", str(threads), "--steps", str(steps)]
             sides[name] = Worker(
                 command,
-                env=environment(threads, peer=side == "trl"),
+                env=build_environment(threads, peer=side == "trl"),
                 log=output / "logs" / f"{stage}-{size}-{threads}t-{name}.txt",
             )
         others = Others(sides.values())
@@ -231,7 +231,7 @@ def run_case(stage, size, threads, options, peer_python):
         "steps": options.steps,
         "others_cpu": busy,
         "seconds": round(time.perf_counter() - began, 1),
-        "commit": commit(),
+        "commit": read_commit(),
         "sides": {
             name: {"about": sides[name].about, "dropped": dropped[name], "steps": answers[name]}
             for name in sides
@@ -239,7 +239,7 @@ def run_case(stage, size, threads, options, peer_python):
     }
 
 
-def commit():
+def read_commit():
     """Measured commit; '+' = with uncommitted changes."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty=+"],
@@ -254,15 +254,15 @@ def commit():
 def report(output, lines, checks, notes, failures):
     """Writes the table and the picture; the exit code."""
     (output / "speed.md").write_text(
-        table.markdown(processor(), lines, checks, about(output), notes) + "\n"
+        table.format_report(describe_processor(), lines, checks, describe_machine(output), notes) + "\n"
     )
     if lines:
-        table.picture(lines, output / "speed.png")
+        table.draw_ratios(lines, output / "speed.png")
     print((output / "speed.md").read_text())
     return int(failures > 0)
 
 
-def about(output):
+def describe_machine(output):
     """Machine and versions, for the head of the report."""
     cases = [json.loads(file.read_text()) for file in sorted((output / "cases").glob("*.json"))]
     measured = [case for case in cases if "sides" in case]
@@ -286,7 +286,7 @@ def about(output):
     ]
 
 
-def processor(cpuinfo=Path("/proc/cpuinfo")):
+def describe_processor(cpuinfo=Path("/proc/cpuinfo")):
     """Processor: name, family and model, and the instructions that decide the speed, as far as the system tells."""
     try:
         entries = [line.partition(":") for line in cpuinfo.read_text().splitlines()]

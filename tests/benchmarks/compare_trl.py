@@ -132,14 +132,14 @@ class Bench:
         return batch
 
 
-def plain_logprobs(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
+def compute_logprobs(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
     """log p of each completion token, from the whole logits of one unpadded row."""
     with torch.no_grad():
         log_p = model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
     return torch.stack([log_p[len(prompt) - 1 + i, token] for i, token in enumerate(completion)])
 
 
-def value(loss: Any) -> float:
+def detach_loss(loss: Any) -> float:
     return float(loss.detach())
 
 
@@ -167,7 +167,7 @@ def compare_sft(bench: Bench) -> list[Line]:
         size = len(prepared) // parts
         count = sum(sum(label != -100 for label in row["labels"][1:]) for row in prepared)
         theirs = sum(
-            value(
+            detach_loss(
                 trainer.compute_loss(
                     trainer.model,
                     trainer.data_collator(prepared[i : i + size]),
@@ -215,7 +215,7 @@ def compare_reward(bench: Bench) -> list[Line]:
         )
         for example, margin in zip(examples, margins or [], strict=False):
             example["margin"] = margin
-        theirs = value(trainer.compute_loss(trainer.model, trainer.data_collator(examples)))
+        theirs = detach_loss(trainer.compute_loss(trainer.model, trainer.data_collator(examples)))
         if margins is None:
             settings = RewardModelSettings(batch_size=3, center_coef=center, learning_rate=1e-9)
             ours = RewardModelTrainer(
@@ -231,7 +231,7 @@ def compare_reward(bench: Bench) -> list[Line]:
             loss, _ = bradley_terry_loss(
                 scores[0::2], scores[1::2], num_pairs=3, margin_B=margin_B, center_coef=center
             )
-            ours = value(loss)
+            ours = detach_loss(loss)
         lines.append(
             Line(
                 "reward",
@@ -269,11 +269,11 @@ def compare_dpo(bench: Bench) -> list[Line]:
             args=bench.arguments(trl.DPOConfig, beta=beta, max_length=None, **more),
         )
         examples = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for p, c, r in pairs]
-        return value(trainer.compute_loss(trainer.model, trainer.data_collator(examples)))
+        return detach_loss(trainer.compute_loss(trainer.model, trainer.data_collator(examples)))
 
-    sigmoid = value(dpo_loss(*summed, num_pairs=3, beta=beta)[0])
-    smooth = value(dpo_loss(*summed, num_pairs=3, beta=beta, label_smoothing=e)[0])
-    robust = ((1 - e) * sigmoid - e * value(dpo_loss(*flipped, num_pairs=3, beta=beta)[0])) / (
+    sigmoid = detach_loss(dpo_loss(*summed, num_pairs=3, beta=beta)[0])
+    smooth = detach_loss(dpo_loss(*summed, num_pairs=3, beta=beta, label_smoothing=e)[0])
+    robust = ((1 - e) * sigmoid - e * detach_loss(dpo_loss(*flipped, num_pairs=3, beta=beta)[0])) / (
         1 - 2 * e
     )
     aot = sum(theirs([pair], loss_type=["aot"], label_smoothing=e) for pair in bench.pairs) / 3
@@ -282,7 +282,7 @@ def compare_dpo(bench: Bench) -> list[Line]:
             sum(
                 sign
                 * (
-                    plain_logprobs(bench.new, p, side) - plain_logprobs(bench.reference, p, side)
+                    compute_logprobs(bench.new, p, side) - compute_logprobs(bench.reference, p, side)
                 ).sum()
                 for sign, side in ((1, c), (-1, r))
             )
@@ -322,7 +322,7 @@ def compare_dpo(bench: Bench) -> list[Line]:
             "loss_type=ipo (means over completion tokens)",
             "ipo_loss of mean log-probs",
             theirs(loss_type=["ipo"]),
-            value(ipo_loss(*means, num_pairs=3, beta=beta)[0]),
+            detach_loss(ipo_loss(*means, num_pairs=3, beta=beta)[0]),
         ),
     ]
 
@@ -377,7 +377,7 @@ class Grpo:
         inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * (P * G))
         trainer.model.load_state_dict(bench.new.state_dict())
         trainer.current_gradient_accumulation_steps = 1  # what its training loop sets before a step
-        return value(trainer.compute_loss(trainer.model, inputs))
+        return detach_loss(trainer.compute_loss(trainer.model, inputs))
 
     def advantages(
         self, rewards_PG: torch.Tensor = REWARDS_PG, method: Any = "grpo"
@@ -392,7 +392,7 @@ class Grpo:
         """Ours."""
         advantages_BS = self.advantages() if advantages_BS is None else advantages_BS
         arguments = {"num_loss_tokens": self.tokens, **more}
-        return value(
+        return detach_loss(
             policy.clipped_policy_loss(
                 self.new_BS, self.old_BS, advantages_BS, self.mask_BS, **arguments
             )[0]
@@ -400,7 +400,7 @@ class Grpo:
 
     def kl(self, **more: Any) -> float:
         """Ours: k3, per loss token unless weights are given."""
-        return value(
+        return detach_loss(
             kl_penalty(self.new_BS, self.ref_BS, self.mask_BS, num_loss_tokens=self.tokens, **more)[
                 0
             ]
@@ -421,7 +421,7 @@ class Grpo:
             bench.prompts, bench.completions, advantages, strict=True
         ):
             new, old, ref = (
-                plain_logprobs(m, prompt, completion)
+                compute_logprobs(m, prompt, completion)
                 for m in (bench.new, bench.old, bench.reference)
             )
             for now, before, base in zip(new.tolist(), old.tolist(), ref.tolist(), strict=True):
@@ -442,21 +442,21 @@ def compare_grpo(bench: Bench) -> list[Line]:
         loss, _ = policy.gspo_loss(
             *pair, advantages_B, it.mask_BS, num_sequences=P * G, clip_eps=low, clip_eps_high=high
         )
-        return value(loss)
+        return detach_loss(loss)
 
-    cispo = value(
+    cispo = detach_loss(
         policy.cispo_loss(
             *pair, it.advantages(), it.mask_BS, num_loss_tokens=it.tokens, clip_eps_high=0.2
         )[0]
     )
-    entropy = value(entropy_bonus(it.entropy_BS, it.mask_BS, num_loss_tokens=it.tokens)[0])
+    entropy = detach_loss(entropy_bonus(it.entropy_BS, it.mask_BS, num_loss_tokens=it.tokens)[0])
     fixed, by_sequence = (
         it.weights("constant", P * G * MAX_COMPLETION),
         it.weights("sequence_mean", P * G),
     )
     uncorrected = {"beta": 0.1, "use_bias_correction_kl": False}
     plain_kl = {"loss_type": "dapo", **uncorrected}
-    sapo = value(
+    sapo = detach_loss(
         policy.sapo_loss(
             *pair, it.advantages(), it.mask_BS, num_loss_tokens=it.tokens, **by_sequence
         )[0]

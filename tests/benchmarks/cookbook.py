@@ -27,7 +27,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from service_over_http import served
+from service_over_http import run_service
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -39,12 +39,12 @@ TURN = "User: What is {} + {}?\n\nAssistant:"  # as the renderer role_colon writ
 WINDOW = 10  # batches of a mean in the figure
 
 
-def prompt(a: int, b: int) -> str:
+def encode_prompt(a: int, b: int) -> str:
     """The recipe's line of one example, and a question."""
     return TURN.format(4, 5) + " 9\n\n" + TURN.format(a, b)
 
 
-def answer(a: int, b: int) -> str:
+def encode_answer(a: int, b: int) -> str:
     """An answer, up to where the next turn begins."""
     return f" {a + b}\n\nUser:"
 
@@ -57,7 +57,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         [pre_tokenizers.Digits(individual_digits=True), byte_level]
     )
     core.decoder = decoders.ByteLevel()
-    texts = [prompt(a, a) + answer(a, a) for a in range(LARGEST)] * 100
+    texts = [encode_prompt(a, a) + encode_answer(a, a) for a in range(LARGEST)] * 100
     core.train_from_iterator(
         texts,
         trainers.BpeTrainer(
@@ -96,24 +96,24 @@ def learn_sums(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> f
     pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
     random.Random(0).shuffle(pairs)
     rows = [
-        (tokenizer(prompt(a, b))["input_ids"], tokenizer(answer(a, b))["input_ids"])
+        (tokenizer(encode_prompt(a, b))["input_ids"], tokenizer(encode_answer(a, b))["input_ids"])
         for a, b in pairs
     ]
-    longest = max(len(asked) + len(said) for asked, said in rows)
+    longest = max(len(prompt_ids) + len(answer_ids) for prompt_ids, answer_ids in rows)
     ids_NT = torch.zeros(len(rows), longest, dtype=torch.long)
     labels_NT = torch.full_like(ids_NT, -100)
-    for row, (asked, said) in enumerate(rows):
-        ids_NT[row, : len(asked) + len(said)] = torch.tensor(asked + said)
-        labels_NT[row, len(asked) : len(asked) + len(said)] = torch.tensor(said)
+    for row, (prompt_ids, answer_ids) in enumerate(rows):
+        ids_NT[row, : len(prompt_ids) + len(answer_ids)] = torch.tensor(prompt_ids + answer_ids)
+        labels_NT[row, len(prompt_ids) : len(prompt_ids) + len(answer_ids)] = torch.tensor(answer_ids)
 
     def share() -> float:
         with torch.no_grad():
             logprobs = model(ids_NT[:1000]).logits[:, :-1].log_softmax(-1)
         wanted = labels_NT[:1000, 1:]
-        found = logprobs.gather(-1, wanted.clamp(min=0)[..., None])[..., 0].masked_fill(
+        answer_logprobs = logprobs.gather(-1, wanted.clamp(min=0)[..., None])[..., 0].masked_fill(
             wanted == -100, 0
         )
-        return float(found.sum(1).exp().mean())
+        return float(answer_logprobs.sum(1).exp().mean())
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for step in range(1, 10_001):
@@ -142,7 +142,7 @@ class Recipe:
     title: str
 
 
-def _chat_options(folder: Path, arguments: argparse.Namespace) -> list[str]:
+def _build_chat_options(folder: Path, arguments: argparse.Namespace) -> list[str]:
     drawn = random.Random(1)
     sums = [(drawn.randrange(LARGEST), drawn.randrange(LARGEST)) for _ in range(400)]
     turns = [
@@ -164,7 +164,7 @@ def _chat_options(folder: Path, arguments: argparse.Namespace) -> list[str]:
     ]
 
 
-def _math_options(folder: Path, arguments: argparse.Namespace) -> list[str]:
+def _build_math_options(folder: Path, arguments: argparse.Namespace) -> list[str]:
     return [
         "env=arithmetic",
         "learning_rate=0.002",
@@ -176,10 +176,10 @@ def _math_options(folder: Path, arguments: argparse.Namespace) -> list[str]:
 
 
 RECIPES = {
-    "chat_sl": Recipe("chat_sl.train", _chat_options, "train_mean_nll", "chat_sl: nats per token"),
+    "chat_sl": Recipe("chat_sl.train", _build_chat_options, "train_mean_nll", "chat_sl: nats per token"),
     "math_rl": Recipe(
         "math_rl.train",
-        _math_options,
+        _build_math_options,
         "env/all/correct",
         "math_rl, arithmetic: share of right answers",
     ),
@@ -207,7 +207,7 @@ def run_recipe(name: str, folder: Path, arguments: argparse.Namespace) -> dict[s
     command = [arguments.cookbook, "-m", f"tinker_cookbook.recipes.{recipe.module}", *options]
     place = folder / f"service-{time.time_ns()}"
     place.mkdir(parents=True)
-    with served(place, base, 1, "exact", name=str(base)) as (address, key, _):
+    with run_service(place, base, 1, "exact", name=str(base)) as (address, key, _):
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
@@ -243,7 +243,7 @@ def _means(values: Sequence[float]) -> Iterator[float]:
         yield mean(values[max(0, index - WINDOW + 1) : index + 1])
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """A curve for each recipe: single updates, and the mean of the last WINDOW."""
     import matplotlib
 
@@ -268,7 +268,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _processor() -> str:
+def _describe_processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next(
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
@@ -295,15 +295,15 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for name in arguments.parts.split(","):
-        kept = folder / name / "found.json"
-        if not kept.exists():
+        file = folder / name / "found.json"
+        if not file.exists():
             (folder / name).mkdir(parents=True, exist_ok=True)
-            write_json_atomic(kept, run_recipe(name, folder / name, arguments))
-        rows.append(json.loads(kept.read_text()))
+            write_json_atomic(file, run_recipe(name, folder / name, arguments))
+        rows.append(json.loads(file.read_text()))
     write_json_atomic(
-        folder / "cookbook.json", {"processor": _processor(), "cores": os.cpu_count(), "rows": rows}
+        folder / "cookbook.json", {"processor": _describe_processor(), "cores": os.cpu_count(), "rows": rows}
     )
-    draw(rows, folder / "cookbook.png")
+    draw_curves(rows, folder / "cookbook.png")
 
 
 if __name__ == "__main__":

@@ -78,20 +78,20 @@ REASONS = {
 }
 
 
-def said(role: str, text: str) -> Row:
+def make_message(role: str, text: str) -> Row:
     return {"role": role, "content": text}
 
 
-def talk(question: str, answer: str) -> list[Row]:
-    return [said("user", question), said("assistant", answer)]
+def make_conversation(question: str, answer: str) -> list[Row]:
+    return [make_message("user", question), make_message("assistant", answer)]
 
 
 QUESTIONS: dict[str, Callable[[str, str], Row]] = {
-    "messages": lambda q, a: {"messages": talk(q, a)},
+    "messages": lambda q, a: {"messages": make_conversation(q, a)},
     "prompt_completion": lambda q, a: {"prompt": q, "completion": a},
     "conversational": lambda q, a: {
-        "prompt": [said("user", q)],
-        "completion": [said("assistant", a)],
+        "prompt": [make_message("user", q)],
+        "completion": [make_message("assistant", a)],
     },
     "sharegpt": lambda q, a: {
         "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]
@@ -103,15 +103,15 @@ QUESTIONS: dict[str, Callable[[str, str], Row]] = {
 PAIRS: dict[str, Callable[[str, str, str], Row]] = {
     "pairs": lambda p, c, r: {"prompt": p, "chosen": c, "rejected": r},
     "pairs_conversational": lambda p, c, r: {
-        "prompt": [said("user", p)],
-        "chosen": [said("assistant", c)],
-        "rejected": [said("assistant", r)],
+        "prompt": [make_message("user", p)],
+        "chosen": [make_message("assistant", c)],
+        "rejected": [make_message("assistant", r)],
     },
-    "implicit_prompt": lambda p, c, r: {"chosen": talk(p, c), "rejected": talk(p, r)},
+    "implicit_prompt": lambda p, c, r: {"chosen": make_conversation(p, c), "rejected": make_conversation(p, r)},
     "ultrafeedback_binarized": lambda p, c, r: {
         "prompt": p,
-        "chosen": talk(p, c),
-        "rejected": talk(p, r),
+        "chosen": make_conversation(p, c),
+        "rejected": make_conversation(p, r),
     },
     "sharegpt_pairs": lambda p, c, r: {
         "conversations": [{"from": "human", "value": p}],
@@ -127,38 +127,38 @@ PAIRS: dict[str, Callable[[str, str, str], Row]] = {
     "orca_dpo_distilabel": lambda p, c, r: {"system": "", "input": p, "chosen": c, "rejected": r},
     "kto": lambda p, c, r: {"prompt": p, "completion": c, "label": True},
     "kto_conversational": lambda p, c, r: {
-        "prompt": [said("user", p)],
-        "completion": [said("assistant", r)],
+        "prompt": [make_message("user", p)],
+        "completion": [make_message("assistant", r)],
         "label": False,
     },
-    "kto_messages": lambda p, c, r: {"messages": talk(p, r), "label": False},
+    "kto_messages": lambda p, c, r: {"messages": make_conversation(p, r), "label": False},
 }
 
 
-def record(trl: str, questions: Path, pairs: Path, only: Collection[str]) -> None:
+def record_masks(trl: str, questions: Path, pairs: Path, only: Collection[str]) -> None:
     """Run TRL on the files and on real text, and keep what came out, beside what is kept of files not in `only`."""
     files = [file for file in FILES if not only or file.name in only]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        found = _run_trl(
+        masks = _run_trl(
             trl,
             folder / "small",
             small_renderer(),
             {f.name: (f, raw_rows(f.path)) for f in files},
             False,
         )
-        real = _real_files(folder, files, questions, pairs)
+        real = _write_real_files(folder, files, questions, pairs)
         texts = [line for path in (questions, pairs) for line in path.read_text().split("\n")]
         renderer = make_renderer(texts, 2000)
         jobs = {f.name: (f, raw_rows(path)[:COMPARED]) for f, path in real}
         theirs = _run_trl(trl, folder / "real", renderer, jobs, True)
-        counts = {f.name: _counts(f, path, renderer, theirs["files"][f.name]) for f, path in real}
-    kept = recorded() if only else {"files": {}, "real": {}}
-    versions = {"trl": found["trl"], "transformers": found["transformers"]}
+        counts = {f.name: _count_tokens(f, path, renderer, theirs["files"][f.name]) for f, path in real}
+    previous = recorded() if only else {"files": {}, "real": {}}
+    versions = {"trl": masks["trl"], "transformers": masks["transformers"]}
     result = {
         **versions,
-        "files": {**kept["files"], **found["files"]},
-        "real": {**kept["real"], **counts},
+        "files": {**previous["files"], **masks["files"]},
+        "real": {**previous["real"], **counts},
     }
     RECORDED.write_text(json.dumps(result, ensure_ascii=False).replace("}, ", "},\n") + "\n")
 
@@ -184,16 +184,16 @@ def _run_trl(
     return result
 
 
-def _real_files(
+def _write_real_files(
     folder: Path, files: Iterable[FormatFile], questions: Path, pairs: Path
 ) -> list[tuple[FormatFile, Path]]:
     """Real text in the columns of each format."""
-    asked = [(row["question"], row["answer"]) for row in raw_rows(questions)]
+    pairs_of_text = [(row["question"], row["answer"]) for row in raw_rows(questions)]
     judged = [(row["prompt"], row["chosen"], row["rejected"]) for row in raw_rows(pairs)]
     made = []
     for file in files:
         if file.name in QUESTIONS:
-            rows = [QUESTIONS[file.name](*row) for row in asked]
+            rows = [QUESTIONS[file.name](*row) for row in pairs_of_text]
         elif file.name in PAIRS:
             rows = [PAIRS[file.name](*row) for row in judged]
         else:
@@ -204,15 +204,15 @@ def _real_files(
     return made
 
 
-def _counts(file: FormatFile, path: Path, renderer: ChatRenderer, theirs: list[Row]) -> Row:
+def _count_tokens(file: FormatFile, path: Path, renderer: ChatRenderer, theirs: list[Row]) -> Row:
     """Rows, tokens and loss tokens of a file of real text, and how many of the compared rows are TRL's."""
-    found = read(path, file.kind)
-    sides = [sides_of(row, renderer) for row in found.rows]
-    equal = [not difference(row, other) for row, other in zip(sides, theirs, strict=False)]
+    records = read(path, file.kind)
+    sides = [sides_of(row, renderer) for row in records.rows]
+    equal = [not describe_difference(row, other) for row, other in zip(sides, theirs, strict=False)]
     taken = [other for other in theirs if "error" not in other]
     return {
-        "rows": found.num_rows,
-        "loaded": len(found.rows),
+        "rows": records.num_rows,
+        "loaded": len(records.rows),
         "tokens": sum(len(ids) for row in sides for ids, _ in row),
         "with_loss": sum(sum(mask) for row in sides for _, mask in row),
         "compared": len(taken),
@@ -220,7 +220,7 @@ def _counts(file: FormatFile, path: Path, renderer: ChatRenderer, theirs: list[R
     }
 
 
-def difference(ours: list[tuple[list[int], list[bool]]], theirs: Row) -> str:
+def describe_difference(ours: list[tuple[list[int], list[bool]]], theirs: Row) -> str:
     """Difference of a row's sequences from TRL's: "", an error of TRL's, other tokens, or other loss tokens."""
     if "error" in theirs:
         return f"not taken by TRL: {theirs['error'][:70]}"
@@ -234,7 +234,7 @@ def difference(ours: list[tuple[list[int], list[bool]]], theirs: Row) -> str:
     )
 
 
-def rows() -> Iterator[
+def read_format_rows() -> Iterator[
     tuple[FormatFile, list[list[tuple[list[int], list[bool]]]], list[str], ChatRenderer]
 ]:
     """Each file with the sequences of its rows, and their differences from TRL's."""
@@ -244,28 +244,28 @@ def rows() -> Iterator[
         yield (
             file,
             sides,
-            [difference(a, b) for a, b in zip(sides, theirs[file.name], strict=True)],
+            [describe_difference(a, b) for a, b in zip(sides, theirs[file.name], strict=True)],
             renderer,
         )
 
 
-def table() -> str:
+def format_table() -> str:
     """The table in Markdown."""
     known = recorded()
     head = f"| format | file: first row as it is read, loss in « » | beside TRL {known['trl']} | real text |\n"
     head += "|---|---|---|---|\n"
     lines = []
-    for file, sides, differences, renderer in rows():
-        shown = "<br>".join(f"`{_shown(renderer, ids, mask)}`" for ids, mask in sides[0])
+    for file, sides, differences, renderer in read_format_rows():
+        shown = "<br>".join(f"`{_mark_loss_tokens(renderer, ids, mask)}`" for ids, mask in sides[0])
         more = f"<br>and {len(sides) - 1} more" if len(sides) > 1 else ""
         lines.append(
-            f"| {file.label} | `{file.path.name}`: {shown}{more} | {_verdict(file, differences)} "
-            f"| {_real(known['real'].get(file.name))} |\n"
+            f"| {file.label} | `{file.path.name}`: {shown}{more} | {_format_verdict(file, differences)} "
+            f"| {_format_real(known['real'].get(file.name))} |\n"
         )
     return head + "".join(lines)
 
 
-def _shown(renderer: ChatRenderer, ids: list[int], mask: list[bool]) -> str:
+def _mark_loss_tokens(renderer: ChatRenderer, ids: list[int], mask: list[bool]) -> str:
     parts = []
     for learns, run in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1]):
         text = str(
@@ -276,7 +276,7 @@ def _shown(renderer: ChatRenderer, ids: list[int], mask: list[bool]) -> str:
     return "".join(parts).replace("<|", "[").replace("|>", "]").replace("\n", "⏎")
 
 
-def _verdict(file: FormatFile, differences: list[str]) -> str:
+def _format_verdict(file: FormatFile, differences: list[str]) -> str:
     if not any(differences):
         return "equal"
     if file.name in REASONS and set(differences) == {REASONS[file.name][0]}:
@@ -284,7 +284,7 @@ def _verdict(file: FormatFile, differences: list[str]) -> str:
     return "; ".join(dict.fromkeys(word or "equal" for word in differences))
 
 
-def _real(counts: Row | None) -> str:
+def _format_real(counts: Row | None) -> str:
     if counts is None:
         return ""
     left_out = counts["rows"] - counts["loaded"]
@@ -295,11 +295,11 @@ def _real(counts: Row | None) -> str:
     )
 
 
-def page() -> str:
+def render_page() -> str:
     """The document with the table as it is now."""
     text = PAGE.read_text()
     start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    return text[:start] + "\n" + table() + "\n" + text[end:]
+    return text[:start] + "\n" + format_table() + "\n" + text[end:]
 
 
 def main() -> None:
@@ -315,9 +315,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.what == "record":
-        record(options.trl, options.questions, options.pairs, options.only)
+        record_masks(options.trl, options.questions, options.pairs, options.only)
     else:
-        PAGE.write_text(page())
+        PAGE.write_text(render_page())
 
 
 if __name__ == "__main__":

@@ -133,18 +133,18 @@ class Questions(Environment):
         return Toolset()
 
     def episode(self, seed, level):
-        return Question(seed, random_ids(seed, self._length, self._vocabulary))
+        return Question(seed, draw_ids(seed, self._length, self._vocabulary))
 
     def seeds(self, split):
         return range(100_000)
 
 
-def any_number(trajectories):
+def reward_differently(trajectories):
     """A reward that differs between rollouts, so that all of them have an advantage."""
     return [zlib.crc32(trajectory.turns[-1].action.encode()) / 2**32 for trajectory in trajectories]
 
 
-def random_ids(seed, count, vocabulary):
+def draw_ids(seed, count, vocabulary):
     return np.random.default_rng([SEED, seed]).integers(FIRST, vocabulary, count).tolist()
 
 
@@ -155,12 +155,12 @@ def main():
     if options.vllm is not None:
         gpu_vllm.run_vllm(bench, options.vllm, options.output.resolve(), sys.modules[__name__])
         return
-    found = {"about": bench.about(), "limits": bench.limits}
+    results = {"about": bench.about(), "limits": bench.limits}
     for name in options.parts:
-        found[name] = getattr(bench, name)()
-        print(json.dumps({name: found[name]}), flush=True)
-        (options.output / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
-        (options.output / "gpu.md").write_text(table(found))
+        results[name] = getattr(bench, name)()
+        print(json.dumps({name: results[name]}), flush=True)
+        (options.output / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+        (options.output / "gpu.md").write_text(format_table(results))
     print((options.output / "gpu.md").read_text())
 
 
@@ -227,7 +227,7 @@ class Bench:
         new, prompt = self.work["completion"], self.work["prompt"]
         model = self.model().eval()
         model.generation_config.eos_token_id = None
-        prompts = [random_ids(index, prompt, self.config.vocab_size) for index in range(rows)]
+        prompts = [draw_ids(index, prompt, self.config.vocab_size) for index in range(rows)]
         engine = create_rollout_backend(model, eos_ids=(), pad_id=PAD, max_length=prompt + new)
 
         def ours():
@@ -384,7 +384,7 @@ class Bench:
             .tolist()
         )
         return [
-            random_ids(index, length, self.config.vocab_size)
+            draw_ids(index, length, self.config.vocab_size)
             for index, length in enumerate(lengths)
         ]
 
@@ -466,9 +466,9 @@ class Bench:
         return best
 
 
-def table(found):
+def format_table(results):
     """Markdown."""
-    about, limits = found["about"], found["limits"]
+    about, limits = results["about"], results["limits"]
     lines = [
         f"{about['device']}, torch {about['torch']}, transformers {about['transformers']}, "
         f"{about['parameters'] / 1e6:,.0f}M parameters, {about['dtype']}. Measured limits: "
@@ -478,27 +478,27 @@ def table(found):
         "| work | tokens/s | peer, tokens/s | MFU | of the bound | in rollouts | peak GB: ours, peer |",
         "|---|---|---|---|---|---|---|",
     ]
-    for line in found.get("decode", []):
+    for line in results.get("decode", []):
         lines.append(
             f"| rollouts, {line['rows']} rows | {line['tokens_per_s']:,.0f} "
             f"| {line['peer_tokens_per_s']:,.0f} (generate) "
-            f"| | {line['of_the_bound']:.0%} | | {amount(line['memory_gb'])}, {amount(line['peer_memory_gb'])} |"
+            f"| | {line['of_the_bound']:.0%} | | {format_amount(line['memory_gb'])}, {format_amount(line['peer_memory_gb'])} |"
         )
-    trl = found.get("trl_sft", {})
+    trl = results.get("trl_sft", {})
     for name in ("sft", "grpo"):
-        if name in found:
-            line, peer = found[name], trl if name == "sft" and "tokens_per_s" in trl else None
-            said = f"{peer['tokens_per_s']:,.0f} (TRL {peer['trl']})" if peer else "-"
+        if name in results:
+            line, peer = results[name], trl if name == "sft" and "tokens_per_s" in trl else None
+            peer_speed = f"{peer['tokens_per_s']:,.0f} (TRL {peer['trl']})" if peer else "-"
             lines.append(
-                f"| {name} | {line['tokens_per_s']:,.0f} | {said} | {line['mfu']:.0%} | | {line['in_rollouts']:.0%} "
-                f"| {amount(line['memory_gb'])}, {amount(peer['memory_gb'] if peer else None)} |"
+                f"| {name} | {line['tokens_per_s']:,.0f} | {peer_speed} | {line['mfu']:.0%} | | {line['in_rollouts']:.0%} "
+                f"| {format_amount(line['memory_gb'])}, {format_amount(peer['memory_gb'] if peer else None)} |"
             )
     if "left_out" in trl:
         lines += ["", f"TRL was left out: {trl['left_out']}."]
     return "\n".join(lines) + "\n"
 
 
-def amount(gigabytes):
+def format_amount(gigabytes):
     return "-" if gigabytes is None else f"{gigabytes:.1f}"
 
 

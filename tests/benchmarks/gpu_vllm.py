@@ -123,7 +123,7 @@ class Server:
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
-        while not answers(f"{self.url}/health"):
+        while not is_answering(f"{self.url}/health"):
             if self.process.poll() is not None or time.monotonic() - began > START_S:
                 raise SystemExit(f"the server did not start; its log: {self._log}")
             time.sleep(0.5)
@@ -138,17 +138,17 @@ class Server:
 
 def run_vllm(bench, python, output, games):
     """All cases; `games` gives renderer, environment and rewards of `gpu.py`."""
-    found = {"about": bench.about(), "server": python, "cases": []}
+    results = {"about": bench.about(), "server": python, "cases": []}
     for number, case in enumerate(CASES):
-        result = one_case(bench, python, output, games, case, with_faults=number == 0)
-        found["cases"].append(result)
+        result = run_case(bench, python, output, games, case, with_faults=number == 0)
+        results["cases"].append(result)
         print(json.dumps(result), flush=True)
-        (output / "gpu_vllm.json").write_text(json.dumps(found, indent=1) + "\n")
-        (output / "gpu_vllm.md").write_text(table(found))
+        (output / "gpu_vllm.json").write_text(json.dumps(results, indent=1) + "\n")
+        (output / "gpu_vllm.md").write_text(format_table(results))
     print((output / "gpu_vllm.md").read_text())
 
 
-def one_case(bench, python, output, games, case, *, with_faults):
+def run_case(bench, python, output, games, case, *, with_faults):
     folder = output / f"base_{case.dtype}"
     model = bench.model().to(getattr(torch, case.dtype))
     save(model, inputs.make_tokenizer(bench.config.vocab_size), folder)
@@ -158,8 +158,8 @@ def one_case(bench, python, output, games, case, *, with_faults):
             model = add_adapter(model, LoraSettings(rank=16, alpha=32.0))
     server = Server(python, folder, case, output)
     try:
-        trainer = trainer_of(bench, games, case, model, server)
-        rows = [iteration(trainer) for _ in range(bench.steps + 1)]
+        trainer = make_trainer(bench, games, case, model, server)
+        rows = [run_iteration(trainer) for _ in range(bench.steps + 1)]
         faults = try_faults(trainer, server) if with_faults else {}
         described = trainer.server.description
         trainer.server.close()
@@ -181,7 +181,7 @@ def one_case(bench, python, output, games, case, *, with_faults):
     }
 
 
-def trainer_of(bench, games, case, model, server):
+def make_trainer(bench, games, case, model, server):
     """A trainer as `gpu.py`'s GRPO, whose backend is the server."""
     work = bench.work
     settings = PolicySettings(
@@ -225,7 +225,7 @@ def trainer_of(bench, games, case, model, server):
     return trainer
 
 
-def iteration(trainer):
+def run_iteration(trainer):
     began = time.perf_counter()
     with collect_seconds() as spans:
         metrics = trainer.step()
@@ -273,21 +273,21 @@ def try_faults(trainer, server):
     }
 
 
-def table(found):
+def format_table(results):
     lines = [
-        f"{found['about']['device']}, torch {found['about']['torch']}, {found['about']['parameters'] / 1e6:,.0f}M "
+        f"{results['about']['device']}, torch {results['about']['torch']}, {results['about']['parameters'] / 1e6:,.0f}M "
         "parameters; differences are the largest of a token, in nats.",
         "",
         "| case | server | tokens/s | s an iteration | s for weights | MB | probe | rollouts |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in found["cases"]:
+    for row in results["cases"]:
         lines.append(
             f"| {row['case']} | {row['server']} | {row['tokens_per_s']:,.0f} | {row['seconds']:.2f} "
             f"| {row['sync_seconds']:.2f} | {row['weight_mb']:,.1f} | {row['probe_difference']:.2g} "
             f"| {row['rollout_difference']:.2g} |"
         )
-    for row in found["cases"]:
+    for row in results["cases"]:
         if "refused" in row:
             lines += [
                 "",
@@ -302,7 +302,7 @@ def free_port():
         return one.getsockname()[1]
 
 
-def answers(url):
+def is_answering(url):
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return answer.status == 200

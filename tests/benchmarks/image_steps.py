@@ -50,7 +50,7 @@ class Stage:
         for bind in binds:
             (self.root / bind.lstrip("/")).mkdir(parents=True, exist_ok=True)
             mounts.append(f"mount --bind -o ro {bind} {self.root}{bind}")
-        given = {
+        variables = {
             "HOME": "/root" if user == "0:0" else "/home/posttrain",
             **self.environment,
             **self.arguments,
@@ -59,7 +59,7 @@ class Stage:
         inside = shlex.join(
             ["sh", "-c", f"cd {shlex.quote(self.folder)} && exec {shlex.join(command)}"]
         )
-        entered = f"exec chroot --userspec={user} {self.root} env -i {shlex.join(f'{k}={v}' for k, v in given.items())}"
+        entered = f"exec chroot --userspec={user} {self.root} env -i {shlex.join(f'{k}={v}' for k, v in variables.items())}"
         script = " && ".join([*mounts, f"{entered} {inside}"])
         return subprocess.run(
             ["unshare", "--mount", "--pid", "--fork", "sh", "-c", script]
@@ -75,7 +75,7 @@ class Stage:
         return self.root / os.path.join(self.folder, path).lstrip("/")
 
 
-def instructions(text: str) -> list[tuple[str, str]]:
+def parse_instructions(text: str) -> list[tuple[str, str]]:
     """(instruction, rest) of a Dockerfile, continued lines joined."""
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return [
@@ -106,12 +106,12 @@ def copy(source: Path, target: Path) -> None:
     shutil.copytree(source, target, symlinks=True, ignore=left_out, dirs_exist_ok=True)
 
 
-def allowed(name: str) -> bool:
+def is_allowed(name: str) -> bool:
     """True = .dockerignore, which begins with `*`, lets it into the build."""
     return f"!{name.removeprefix('./')}" in (PROJECT / ".dockerignore").read_text().splitlines()
 
 
-def step(
+def run_step(
     stages: dict[str, Stage], stage: Stage, name: str, rest: str, options: argparse.Namespace
 ) -> int:
     """Carry one instruction out; returns its exit code."""
@@ -127,7 +127,7 @@ def step(
                 ["cp", "-a", f"{other.root}{sources[1]}/.", stage.place(target)]
             ).returncode
         for source in sources:
-            if not allowed(source):
+            if not is_allowed(source):
                 print(f"  {source}: .dockerignore leaves it out")
                 return 1
             place = stage.place(target)
@@ -157,7 +157,7 @@ def step(
     return 0
 
 
-def size(folder: Path) -> int:
+def measure_size(folder: Path) -> int:
     """Bytes of a folder."""
     return int(
         subprocess.run(["du", "-sxb", folder], capture_output=True, text=True).stdout.split()[0]
@@ -191,26 +191,26 @@ def main() -> int:
         help="command of the image, as `doctor`, once it is made",
     )
     options = parser.parse_args()
-    given = dict(one.split("=", 1) for one in options.build_arg)
+    arguments = dict(one.split("=", 1) for one in options.build_arg)
     stages: dict[str, Stage] = {}
     stage, begun = None, time.monotonic()
-    for name, rest in instructions((PROJECT / "deployments/Dockerfile").read_text()):
+    for name, rest in parse_instructions((PROJECT / "deployments/Dockerfile").read_text()):
         since = time.monotonic()
         if name == "FROM":
             label = rest.partition(" AS ")[2] or f"stage{len(stages)}"
-            stage = stages[label] = Stage(options.work / label, given)
+            stage = stages[label] = Stage(options.work / label, arguments)
             options.work.mkdir(parents=True, exist_ok=True)
             code = subprocess.run(["cp", "-a", options.root, stage.root]).returncode
         else:
             assert stage is not None, "a Dockerfile begins with FROM"
-            code = step(stages, stage, name, rest, options)
+            code = run_step(stages, stage, name, rest, options)
         print(f"[{time.monotonic() - since:6.1f} s] {name} {rest[:90]} -> {code}", flush=True)
         if code:
             return code
     assert stage is not None
-    base = size(options.root)
+    base = measure_size(options.root)
     for label, one in stages.items():
-        print(f"{label}: {(size(one.root) - base) / 1e6:,.0f} MB beyond the root")
+        print(f"{label}: {(measure_size(one.root) - base) / 1e6:,.0f} MB beyond the root")
     print(f"all steps in {time.monotonic() - begun:.0f} s")
     stage.arguments = {}
     for words in [stage.health, *([*stage.entry, *shlex.split(run)] for run in options.run)]:

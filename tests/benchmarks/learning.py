@@ -108,7 +108,7 @@ class Job:
         )
 
 
-def all_jobs(seeds: int, parts: list[str]) -> list[Job]:
+def list_jobs(seeds: int, parts: list[str]) -> list[Job]:
     jobs: list[Job] = []
     for seed in range(seeds):
         if "algorithms" in parts:
@@ -134,7 +134,7 @@ def all_jobs(seeds: int, parts: list[str]) -> list[Job]:
     return jobs
 
 
-def stages_of(schedule: list[dict[str, Any]], iterations: int) -> tuple[Any, ...]:
+def build_stages(schedule: list[dict[str, Any]], iterations: int) -> tuple[Any, ...]:
     """A schedule as settings of the curriculum."""
     from rl_core.settings import CurriculumStage, ExitCondition
 
@@ -246,7 +246,7 @@ def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
         options["replay"] = ReplaySettings(**options["replay"])
     iterations = episodes // BATCH
     if "schedule" in options:
-        options["curriculum"] = stages_of(options.pop("schedule"), iterations)
+        options["curriculum"] = build_stages(options.pop("schedule"), iterations)
     settings = PolicySettings(**options, iterations=iterations, sampling=bench.sampling)
     backend = LaggedBackend(bench, job.lag) if job.lag else bench.policy.backend()
     trainer = PolicyGradientTrainer(
@@ -380,7 +380,7 @@ def run_job(config: str, model: str, job: Job, episodes: int, path: str) -> str:
     return job.name
 
 
-def gradient_variance(
+def measure_gradient_variance(
     config: str, model: str, batches: int, warmup: int
 ) -> dict[str, dict[str, float]]:
     """Variance of the policy gradient over independent batches of rollouts, by how credit is given.
@@ -443,14 +443,14 @@ def gradient_variance(
         player.iteration = 10_000 + index
         _, groups, _ = player._play_and_score(rng)
         for name, options in kinds.items():
-            found = one_gradient(
+            gradient = compute_gradient(
                 player.actor_critic,
                 settings_of(options),
                 build_sample_groups(groups),
                 name,
                 PolicyUpdate,
             )
-            gradients[name].append(found)
+            gradients[name].append(gradient)
     report = {}
     for name, rows in gradients.items():
         stacked = torch.stack(rows).double()
@@ -472,7 +472,7 @@ def gradient_variance(
     return report
 
 
-def one_gradient(
+def compute_gradient(
     actor_critic: Any, settings: Any, groups: Any, name: str, update_class: Any
 ) -> Any:
     import dataclasses
@@ -480,10 +480,10 @@ def one_gradient(
     import numpy as np
     import torch
 
-    own = dataclasses.replace(actor_critic, critic_optimizer_step=None)
+    updated = dataclasses.replace(actor_critic, critic_optimizer_step=None)
     if settings.algorithm != "ppo":
-        own = dataclasses.replace(own, critic=None)
-    update = update_class(own, settings, groups)
+        updated = dataclasses.replace(updated, critic=None)
+    update = update_class(updated, settings, groups)
     if name == "no baseline":
         estimate = update.buffer.estimate_advantages
 
@@ -497,26 +497,26 @@ def one_gradient(
     caught: list[Any] = []
 
     def apply(batches: Any, loss: Any) -> dict[str, float]:
-        own.policy.zero_grad()
+        updated.policy.zero_grad()
         for batch in batches:
             loss(batch)[0].backward()
-        caught.append(torch.cat([p.grad.flatten() for p in own.policy.parameters()]).clone())
-        own.policy.zero_grad()
+        caught.append(torch.cat([p.grad.flatten() for p in updated.policy.parameters()]).clone())
+        updated.policy.zero_grad()
         return {}
 
-    original, own.optimizer_step.apply = own.optimizer_step.apply, apply
+    original, updated.optimizer_step.apply = updated.optimizer_step.apply, apply
     try:
         update.run(np.random.default_rng(0))
     finally:
-        own.optimizer_step.apply = original
-    size = sum(p.numel() for p in own.policy.parameters())
+        updated.optimizer_step.apply = original
+    size = sum(p.numel() for p in updated.policy.parameters())
     return caught[0] if caught else torch.zeros(size)
 
 
 # ------------------------------------------------------------------------------------------------------------ report
 
 
-def rate_of(results: list[dict[str, Any]]) -> Any:
+def estimate_rate(results: list[dict[str, Any]]) -> Any:
     """Success over all seeds, episodes as clusters."""
     import numpy as np
 
@@ -527,52 +527,52 @@ def rate_of(results: list[dict[str, Any]]) -> Any:
 
 
 def load_results(output: Path, seeds: int) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[dict[str, Any]]] = {}
     jobs = [Job("sft", seed, "algorithms") for seed in range(seeds)]
-    jobs += all_jobs(
+    jobs += list_jobs(
         seeds, ["algorithms", "variants", "staleness", "groups", "curriculum", "stopping"]
     )
     for job in jobs:
         path = output / "jobs" / job.file
         if path.is_file():
-            found.setdefault(job.name, []).append(json.loads(path.read_text()))
-    return found
+            results.setdefault(job.name, []).append(json.loads(path.read_text()))
+    return results
 
 
 def report(output: Path, seeds: int, episodes: int) -> None:
     results = load_results(output, seeds)
-    sft = rate_of(results["sft"])
+    sft = estimate_rate(results["sft"])
     lines = [
         f"{episodes} episodes for every algorithm, {seeds} seeds; 500 held-out episodes, played once by each model.",
         "",
         "| algorithm | success [95%] | each seed | above SFT | seconds of a run | steps on each rollout |",
         "|---|---|---|---|---|---|",
-        f"| SFT (the start) | {show(sft)} | {each(results['sft'])} | | | |",
+        f"| SFT (the start) | {show(sft)} | {format_percentages(results['sft'])} | | | |",
     ]
     recipes = ALGORITHMS | VARIANTS
-    names = sorted((n for n in recipes if n in results), key=lambda n: -rate_of(results[n]).rate)
+    names = sorted((n for n in recipes if n in results), key=lambda n: -estimate_rate(results[n]).rate)
     for name in names:
-        rate = rate_of(results[name])
+        rate = estimate_rate(results[name])
         clear = "yes" if rate.low > sft.high else "no"
         seconds = statistics.fmean(result["seconds"] for result in results[name])
         epochs = recipes[name].get("epochs", 2 if "loss" in recipes[name] else 1)
         lines.append(
-            f"| {name} | {show(rate)} | {each(results[name])} | {clear} | {seconds:.0f} | {epochs} |"
+            f"| {name} | {show(rate)} | {format_percentages(results[name])} | {clear} | {seconds:.0f} | {epochs} |"
         )
     stale = [f"lag {lag} {kind}" for lag in LAGS for kind in WEIGHTS]
-    lines += ["", *table(results, stale, "rollouts stale by so many updates, importance weights")]
+    lines += ["", *format_table(results, stale, "rollouts stale by so many updates, importance weights")]
     groups = [f"group {size}" if size != 8 else "grpo" for size in sorted((*GROUPS, 8))]
-    lines += ["", *table(results, groups, "group size at equal episodes")]
+    lines += ["", *format_table(results, groups, "group size at equal episodes")]
     if any(name in results for name in SCHEDULES):
-        lines += ["", *schedule_table(results)]
+        lines += ["", *format_schedules(results)]
     if "stopped early" in results:
         stopped = results["stopped early"]
         used = statistics.fmean(result["episodes"] for result in stopped)
         lines += [
             "",
             f"Early stopping (patience 3 evaluations) within a budget of {2 * episodes} episodes: stopped after "
-            f"{used:.0f} on average, {1 - used / (2 * episodes):.0%} saved; success {show(rate_of(stopped))} "
-            f"({each(stopped)}).",
+            f"{used:.0f} on average, {1 - used / (2 * episodes):.0%} saved; success {show(estimate_rate(stopped))} "
+            f"({format_percentages(stopped)}).",
         ]
     variance = output / "variance.json"
     if variance.is_file():
@@ -590,18 +590,18 @@ def report(output: Path, seeds: int, episodes: int) -> None:
     text = "\n".join(lines) + "\n"
     (output / "learning.md").write_text(text)
     print(text)
-    draw(results, names, output / "learning.png")
+    draw_curves(results, names, output / "learning.png")
 
 
 def show(rate: Any) -> str:
     return f"{rate.rate:.1%} [{100 * rate.low:.1f}, {100 * rate.high:.1f}]"
 
 
-def each(results: list[dict[str, Any]]) -> str:
+def format_percentages(results: list[dict[str, Any]]) -> str:
     return ", ".join(f"{100 * statistics.fmean(result['success']):.1f}" for result in results)
 
 
-def schedule_table(results: dict[str, Any]) -> list[str]:
+def format_schedules(results: dict[str, Any]) -> list[str]:
     """Success by level, and when the last step of each schedule began."""
     levels = sorted(
         {level for rows in results.values() for row in rows for level in row.get("levels", ())}
@@ -616,24 +616,24 @@ def schedule_table(results: dict[str, Any]) -> list[str]:
             continue
         shares = []
         for level in levels:
-            found = [
+            shares_of_seeds = [
                 ok
                 for row in rows
                 for ok, at in zip(row["success"], row["levels"], strict=True)
                 if at == level
             ]
-            shares.append(f"{statistics.fmean(found):.1%}")
+            shares.append(f"{statistics.fmean(shares_of_seeds):.1%}")
         last = ", ".join(
             str(BATCH * row["moves"][-1]["iteration"]) if row.get("moves") else "-" for row in rows
         )
         title = {"sft": "SFT (the start)", "grpo": "all equally often"}.get(name, name)
         lines.append(
-            f"| {title} | {show(rate_of(rows))} | {each(rows)} | {' | '.join(shares)} | {last} |"
+            f"| {title} | {show(estimate_rate(rows))} | {format_percentages(rows)} | {' | '.join(shares)} | {last} |"
         )
     return lines
 
 
-def table(results: dict[str, Any], names: list[str], title: str) -> list[str]:
+def format_table(results: dict[str, Any], names: list[str], title: str) -> list[str]:
     lines = [
         f"| {title} | success [95%] | each seed | sampler KL | effective samples |",
         "|---|---|---|---|---|",
@@ -649,12 +649,12 @@ def table(results: dict[str, Any], names: list[str], title: str) -> list[str]:
             ]
             ess = f"{statistics.fmean(share):.0%}" if share else ""
             lines.append(
-                f"| {name} | {show(rate_of(results[name]))} | {each(results[name])} | {kl:.2g} | {ess} |"
+                f"| {name} | {show(estimate_rate(results[name]))} | {format_percentages(results[name])} | {kl:.2g} | {ess} |"
             )
     return lines
 
 
-def draw(results: dict[str, Any], names: list[str], path: Path) -> None:
+def draw_curves(results: dict[str, Any], names: list[str], path: Path) -> None:
     """Success against episodes: mean over the seeds, and their spread."""
     import matplotlib
 
@@ -667,7 +667,7 @@ def draw(results: dict[str, Any], names: list[str], path: Path) -> None:
     figure, axes = plt.subplots(
         rows, columns, figsize=(12, 2.6 * rows), sharex=True, sharey=True, squeeze=False
     )
-    base = rate_of(results["sft"])
+    base = estimate_rate(results["sft"])
     for axis, name in zip(axes.flat, names, strict=False):
         curves = [result["curve"] for result in results[name]]
         length = min(map(len, curves))
@@ -676,7 +676,7 @@ def draw(results: dict[str, Any], names: list[str], path: Path) -> None:
         axis.axhspan(base.low, base.high, color="#D9DEE4", zorder=0)
         axis.fill_between(x, y.min(0), y.max(0), color="#0072B2", alpha=0.2, linewidth=0)
         axis.plot(x, y.mean(0), color="#0072B2", marker="o", markersize=3)
-        axis.set_title(f"{name}: {rate_of(results[name]).rate:.0%}", fontsize=10)
+        axis.set_title(f"{name}: {estimate_rate(results[name]).rate:.0%}", fontsize=10)
         axis.grid(alpha=0.3)
         axis.set_ylim(0, 1)
     for axis in axes[-1]:
@@ -714,7 +714,7 @@ def main() -> None:
     (output / "jobs").mkdir(parents=True, exist_ok=True)
     model = options.model or str(make_sft(options.config, output, options.workers, options.set))
     parts = options.parts.split(",")
-    jobs = [Job("sft", seed, "algorithms") for seed in range(options.seeds)] + all_jobs(
+    jobs = [Job("sft", seed, "algorithms") for seed in range(options.seeds)] + list_jobs(
         options.seeds, parts
     )
     if options.only:
@@ -743,8 +743,8 @@ def main() -> None:
                 failed = f"{futures[future].name} FAILED: {type(error).__name__}: {error}"
                 print(f"[{number}/{len(jobs)}] {failed}", flush=True)
     if "variance" in parts and not (output / "variance.json").is_file():
-        found = gradient_variance(options.config, model, batches=64, warmup=20)
-        (output / "variance.json").write_text(json.dumps(found))
+        variance = measure_gradient_variance(options.config, model, batches=64, warmup=20)
+        (output / "variance.json").write_text(json.dumps(variance))
     report(output, options.seeds, options.episodes)
 
 

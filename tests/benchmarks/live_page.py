@@ -85,35 +85,35 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="live-page-") as folder:
         live = make_store(Path(folder), options.runs, options.iterations)
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "load": os.getloadavg()[0],
             "runs": options.runs,
             "iterations": options.iterations,
             "metrics": len(NAMES),
         }
-        with served(Path(folder)) as address, going_on(live, options.iterations):
-            found["fresh_server_s"] = painted(address)
-            found["warm_server_s"] = painted(address)
-            found["update_ms"] = updates(address)
-            print(json.dumps(found, indent=1), file=sys.stderr, flush=True)
-            found |= {"actions_ms": actions(address, options.pictures)}
-    print(json.dumps(found, indent=1))
+        with serve_folder(Path(folder)) as address, append_iterations(live, options.iterations):
+            results["fresh_server_s"] = measure_first_paint(address)
+            results["warm_server_s"] = measure_first_paint(address)
+            results["update_ms"] = measure_updates(address)
+            print(json.dumps(results, indent=1), file=sys.stderr, flush=True)
+            results |= {"actions_ms": measure_tab_clicks(address, options.pictures)}
+    print(json.dumps(results, indent=1))
     if options.output:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 # --------------------------------------------------------------------------------------------------------- the folder
 
 
-def row(step: int, draw: random.Random) -> dict[str, float]:
+def make_row(step: int, draw: random.Random) -> dict[str, float]:
     """Metrics of one iteration: curves that rise or fall with noise."""
     share = 1 - math.exp(-step / 2000)
-    found = {
+    metrics = {
         name: share * (0.4 + 0.01 * number) + 0.05 * draw.random()
         for number, name in enumerate(NAMES)
     }
-    return found | {"reward/alarm": 0.0}
+    return metrics | {"reward/alarm": 0.0}
 
 
 def make_store(output: Path, runs: int, iterations: int) -> Path:
@@ -126,7 +126,7 @@ def make_store(output: Path, runs: int, iterations: int) -> Path:
             for step in range(1, iterations + 1):
                 when = (START + step) * 1000
                 file.write(
-                    encode_checked_line({"step": step, "time": when, "metrics": row(step, draw)})
+                    encode_checked_line({"step": step, "time": when, "metrics": make_row(step, draw)})
                 )
         files.append(path)
     for number in range(runs):
@@ -188,7 +188,7 @@ def _make_run(output: Path, number: int, metrics: Path, iterations: int, *, is_l
 
 
 @contextmanager
-def going_on(path: Path, iterations: int) -> Iterator[None]:
+def append_iterations(path: Path, iterations: int) -> Iterator[None]:
     """One more iteration a second."""
     ended = threading.Event()
 
@@ -199,7 +199,7 @@ def going_on(path: Path, iterations: int) -> Iterator[None]:
             with path.open("ab") as file:
                 file.write(
                     encode_checked_line(
-                        {"step": step, "time": (START + step) * 1000, "metrics": row(step, draw)}
+                        {"step": step, "time": (START + step) * 1000, "metrics": make_row(step, draw)}
                     )
                 )
 
@@ -216,7 +216,7 @@ def going_on(path: Path, iterations: int) -> Iterator[None]:
 
 
 @contextmanager
-def served(output: Path) -> Iterator[str]:
+def serve_folder(output: Path) -> Iterator[str]:
     """Address of `posttrain monitor` over the folder."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [
@@ -254,7 +254,7 @@ MARK = f"""document.addEventListener('posttrain-update', () => requestAnimationF
   if ({CHARTS} > 6) window.chartsSeen ??= performance.now() / 1000; }})))"""
 
 
-def painted(address: str) -> dict[str, float]:
+def measure_first_paint(address: str) -> dict[str, float]:
     """Seconds since the navigation: of the charts, the frame in which they are seen."""
     with Chromium("about:blank", (1400, 1000), first=MARK) as page:
         page.call("Page.navigate", url=address)
@@ -273,21 +273,21 @@ def painted(address: str) -> dict[str, float]:
         }
 
 
-def updates(address: str, count: int = 8) -> dict[str, Any]:
+def measure_updates(address: str, count: int = 8) -> dict[str, Any]:
     """Milliseconds of updates while the run goes on."""
     with Chromium(address, (1400, 1000)) as page:
         page.wait(DRAWN, 120)
         page.run(HOOK)
         page.wait(f"window.updates.length >= {count}", 120)
-        found = page.run("window.updates")
+        updates = page.run("window.updates")
         size = page.run(
             "fetch('view?tab=overview').then(answer => answer.text()).then(text => text.length)"
         )
-        parts = {name: sorted(round(one[name]) for one in found) for name in found[0]}
+        parts = {name: sorted(round(one[name]) for one in updates) for name in updates[0]}
         return {**parts, "kilobytes_in_full": round(size / 1000)}
 
 
-def actions(address: str, pictures: Path | None) -> dict[str, float]:
+def measure_tab_clicks(address: str, pictures: Path | None) -> dict[str, float]:
     """Milliseconds from a click on a tab to its last block."""
     took = {}
     with Chromium(address, (1400, 1000)) as page:
@@ -305,10 +305,10 @@ def actions(address: str, pictures: Path | None) -> dict[str, float]:
             if pictures:
                 pictures.mkdir(parents=True, exist_ok=True)
                 page.picture(pictures / f"{tab.lower()}.png")
-    return {**took, **compare(address)}
+    return {**took, **measure_comparison(address)}
 
 
-def compare(address: str) -> dict[str, float]:
+def measure_comparison(address: str) -> dict[str, float]:
     """Seconds from opening an address that compares four runs to their charts."""
     texts = [
         time.strftime("%Y-%m-%d-%H-%M-%S", time.gmtime(START + SPACING * number))

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from online_table import table
+from online_table import format_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIFT = {
@@ -81,8 +81,8 @@ def make_model(folder: Path, levels: str) -> Path:
         for stage in ("reward_model", "policy", "evaluate", "analyze", "promote"):
             command += ["--set", f"stages.{stage}=null"]
         subprocess.run(command, check=True, cwd=ROOT)
-        (found,) = (folder / "demo" / "stages" / "sft").glob("*/model")
-        done.write_text(str(found))
+        (model,) = (folder / "demo" / "stages" / "sft").glob("*/model")
+        done.write_text(str(model))
     return Path(done.read_text())
 
 
@@ -101,7 +101,7 @@ class Service:
         from rl_core.settings import ModelSettings
 
         self.folder, self.arm, self.seed, self.size = folder, arm, seed, size
-        self.settings = online_settings(folder, model, arm, seed, size.rate)
+        self.settings = make_online_settings(folder, model, arm, seed, size.rate)
         kind = ModelSettings(path=str(model), device="cpu")
         self.policy, self.judge = load_policy(kind), load_policy(kind)
         self.environment = make_environment("pixel_grid", {"unsupported_reward": 0.5})
@@ -122,19 +122,19 @@ class Service:
         from rl_core.rollouts.episode_sequence import EpisodeRequest
 
         rng = random.Random(f"{self.seed}/{number}")
-        asked = []
-        while len(asked) < BATCH:
+        requests = []
+        while len(requests) < BATCH:
             seed = rng.randrange(2**30)
             if not is_canary(self.environment, level, seed):
-                asked.append(EpisodeRequest(level, seed))
+                requests.append(EpisodeRequest(level, seed))
         self.take_live()
         groups = collect_rollouts(
             self.environment,
             self.policy.backend(),
             self.policy.renderer,
-            asked,
+            requests,
             group_size=SAMPLES,
-            sampling=sampling(1.0),
+            sampling=make_sampling(1.0),
             seed=self.seed * 10_007 + number,
             policy_version=self.live,
         )
@@ -144,14 +144,14 @@ class Service:
             is_liar = is_crowd or number_of < CALLERS * self.arm.get("liars", 0.0)
             caller = "crowd" if is_crowd else f"c{number_of}"
             self.answers.record_answers(
-                [_answer(request, i, rollout, caller) for i, rollout in enumerate(group.rollouts)]
+                [_read_answer(request, i, rollout, caller) for i, rollout in enumerate(group.rollouts)]
             )
             if rng.random() < self.arm.get("feedback", 0.1) or is_liar:
                 target = group.rollouts[0].trajectory.target
                 answers = [rollout.trajectory.answer or "" for rollout in group.rollouts]
                 others = [answer for answer in answers if answer.strip() and answer != target]
-                told = (others[0] if others else "nothing") if is_liar else target
-                self.answers.accept_label(request, 0, FeedbackLabel(answer=str(told)))
+                label = (others[0] if others else "nothing") if is_liar else target
+                self.answers.accept_label(request, 0, FeedbackLabel(answer=str(label)))
 
     def take_live(self) -> None:
         """Answer with the live snapshot from now on."""
@@ -226,18 +226,18 @@ class Service:
 
         if version not in self.measured:
             load_trainable_weights(self.judge.model, self.snapshots.load_weights(version))
-            self.measured[version] = success_by_level(
+            self.measured[version] = measure_success(
                 self.judge, self.environment, self.size.episodes
             )
         return self.measured[version]
 
 
-def success_by_level(policy: Any, environment: Any, episodes: int) -> dict[str, float]:
+def measure_success(policy: Any, environment: Any, episodes: int) -> dict[str, float]:
     """Success on held-out episodes of each level, greedy."""
-    return {level: _success(policy, environment, level, episodes) for level in LEVELS}
+    return {level: _compute_success(policy, environment, level, episodes) for level in LEVELS}
 
 
-def _success(policy: Any, environment: Any, level: str, episodes: int) -> float:
+def _compute_success(policy: Any, environment: Any, level: str, episodes: int) -> float:
     from rl_core.evaluation import evaluate
     from rl_core.rollouts.heldout_episodes import draw_heldout_requests
     from rl_core.settings import EvaluationSettings
@@ -251,18 +251,18 @@ def _success(policy: Any, environment: Any, level: str, episodes: int) -> float:
         policy.renderer,
         requests,
         samples=1,
-        sampling=sampling(0.0),
+        sampling=make_sampling(0.0),
         seed=0,
     ).success_rate
 
 
-def sampling(temperature: float) -> Any:
+def make_sampling(temperature: float) -> Any:
     from rl_core.settings import SamplingSettings
 
     return SamplingSettings(temperature=temperature, max_completion_tokens=64, max_turns=6)
 
 
-def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int, rate: float) -> Any:
+def make_online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int, rate: float) -> Any:
     from rl_core.settings import (
         EnvironmentSettings,
         ModelSettings,
@@ -297,7 +297,7 @@ def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int, r
         ),  # so that the cap of one caller binds within a run
         voting=VotingSettings(max_samples=SAMPLES, min_samples=SAMPLES),
         labels=OnlineLabelSettings(**{"min_confidence": 0.6, **arm.get("labels", {})}),
-        rollouts=OnlineRolloutSettings(sampling=sampling(1.0), **arm.get("rollouts", {})),
+        rollouts=OnlineRolloutSettings(sampling=make_sampling(1.0), **arm.get("rollouts", {})),
         update=OnlineUpdateSettings(**update),
         service=OnlineServiceSettings(record_top=0),
         gate=OnlineGateSettings(
@@ -305,12 +305,12 @@ def online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int, r
             alpha=0.1,
             episodes_per_look=60,
             max_episodes=2000,
-            sampling=sampling(0.0),
+            sampling=make_sampling(0.0),
         ),
     )
 
 
-def _answer(request: str, choice: int, rollout: Any, caller: str) -> Any:
+def _read_answer(request: str, choice: int, rollout: Any, caller: str) -> Any:
     from rl_core.inference.serving_requests import ServedAnswer
 
     trajectory = rollout.trajectory
@@ -330,14 +330,14 @@ def _answer(request: str, choice: int, rollout: Any, caller: str) -> Any:
     )
 
 
-def run_arm(place: Path, model: Path, arm: dict[str, Any], seed: int, size: Size) -> None:
+def run_arm(path: Path, model: Path, arm: dict[str, Any], seed: int, size: Size) -> None:
     """One service from its first request to the last; its numbers into a file."""
-    if place.is_file():
+    if path.is_file():
         return
     import torch
 
     torch.set_num_threads(1)
-    folder = place.with_suffix(".service")
+    folder = path.with_suffix(".service")
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
     began, processor, curve = time.time(), time.process_time(), []
     service, batches = Service(folder, model, arm, seed, size), size.requests // BATCH
@@ -352,12 +352,12 @@ def run_arm(place: Path, model: Path, arm: dict[str, Any], seed: int, size: Size
                     **service.success(service.live),
                 }
                 curve.append(point)
-                print(place.stem, point, f"{time.process_time() - processor:.0f} s", flush=True)
+                print(path.stem, point, f"{time.process_time() - processor:.0f} s", flush=True)
             if number < batches:
                 service.serve(number, "hard")
                 service.learn()
         newest = service.snapshots.list_versions()[-1]
-        found = {
+        result = {
             "newest": {"version": newest, **service.success(newest)},
             "requests": size.requests,
             "episodes": size.episodes,
@@ -375,13 +375,13 @@ def run_arm(place: Path, model: Path, arm: dict[str, Any], seed: int, size: Size
             "model": str(model),
             "paused": service.worker.paused,
         }
-    place.write_text(json.dumps(found, indent=1))
+    path.write_text(json.dumps(result, indent=1))
     shutil.rmtree(folder)
 
 
-def offline(place: Path, model: Path, seed: int, size: Size) -> None:
+def run_offline(path: Path, model: Path, seed: int, size: Size) -> None:
     """GRPO on as many hard episodes, with the environment's own rewards."""
-    if place.is_file():
+    if path.is_file():
         return
     import torch
 
@@ -393,19 +393,19 @@ def offline(place: Path, model: Path, seed: int, size: Size) -> None:
     processor = time.process_time()
     policy = load_policy(ModelSettings(path=str(model), device="cpu"))
     environment = make_environment("pixel_grid", {"unsupported_reward": 0.5})
-    before = success_by_level(policy, environment, size.episodes)
+    before = measure_success(policy, environment, size.episodes)
     settings = PolicySettings(
         algorithm="grpo",
         iterations=size.requests // BATCH,
         prompts_per_iteration=BATCH,
         group_size=SAMPLES,
         learning_rate=3e-4,
-        sampling=sampling(1.0),
+        sampling=make_sampling(1.0),
         curriculum=(CurriculumStage(name="hard", levels={"hard": 1.0}),),
     )
     grpo(policy, environment=environment, settings=settings, seed=seed).run()
-    after = success_by_level(policy, environment, size.episodes)
-    found = {
+    after = measure_success(policy, environment, size.episodes)
+    result = {
         "curve": [{"requests": 0, **before}, {"requests": size.requests, **after}],
         "newest": after,
         "seed": seed,
@@ -415,8 +415,8 @@ def offline(place: Path, model: Path, seed: int, size: Size) -> None:
         "processor_seconds": time.process_time() - processor,
         "seconds": 0.0,
     }
-    print(place.stem, before, after, f"{found['processor_seconds']:.0f} s", flush=True)
-    place.write_text(json.dumps(found, indent=1))
+    print(path.stem, before, after, f"{result['processor_seconds']:.0f} s", flush=True)
+    path.write_text(json.dumps(result, indent=1))
 
 
 def main() -> None:
@@ -439,28 +439,28 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=7)
     parser.add_argument("--looks", type=int, default=6)
     parser.add_argument("--rate", type=float, default=1e-4)
-    given = parser.parse_args()
-    output: Path = given.output.resolve()
+    options = parser.parse_args()
+    output: Path = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    if given.part == "table":
-        return print(table(output))
-    size = Size(given.requests, given.episodes, given.points, given.looks, given.rate)
-    model = (given.model or make_model(output / "training", given.levels)).resolve()
+    if options.part == "table":
+        return print(format_table(output))
+    size = Size(options.requests, options.episodes, options.points, options.looks, options.rate)
+    model = (options.model or make_model(output / "training", options.levels)).resolve()
     arms = {f"shift {name}": arm for name, arm in SHIFT.items()}
-    if given.part == "guardrails":
+    if options.part == "guardrails":
         arms = {
             f"{rail}, attack {attack}": {"margin": 0.02, **GUARDRAILS[rail], **ATTACKS[attack]}
             for attack in ATTACKS
             for rail in GUARDRAILS
         }
-    for seed in range(given.seeds) if given.seed is None else [given.seed]:
+    for seed in range(options.seeds) if options.seed is None else [options.seed]:
         for name, arm in arms.items():
-            if not given.arm or name in given.arm:
+            if not options.arm or name in options.arm:
                 run_arm(
                     output / f"{name.replace(' ', '_')}.seed{seed}.json", model, arm, seed, size
                 )
-        if given.part == "shift" and (not given.arm or "offline" in given.arm):
-            offline(output / f"offline_GRPO.seed{seed}.json", model, seed, size)
+        if options.part == "shift" and (not options.arm or "offline" in options.arm):
+            run_offline(output / f"offline_GRPO.seed{seed}.json", model, seed, size)
 
 
 if __name__ == "__main__":

@@ -36,16 +36,16 @@ def main() -> None:
         "--checked", type=int, default=500, help="answers whose tokens are computed again"
     )
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    folder = given.output.resolve() / "service"
+    options = parser.parse_args()
+    folder = options.output.resolve() / "service"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     began = time.time()
-    service = KilledService(folder, seed=given.seed, pause=given.pause)
-    service.run(given.kills, given.longest)
-    found = service.verdict(given.checked) | {"seconds": time.time() - began}
-    (given.output / "faults.json").write_text(json.dumps(found, indent=1))
-    print(json.dumps(found, indent=1))
+    service = KilledService(folder, seed=options.seed, pause=options.pause)
+    service.run(options.kills, options.longest)
+    verdict = service.verdict(options.checked) | {"seconds": time.time() - began}
+    (options.output / "faults.json").write_text(json.dumps(verdict, indent=1))
+    print(json.dumps(verdict, indent=1))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ online:
 """
 
 
-def served(config: Path, output: Path, port: int, given: Any, *, learns: bool) -> dict[str, Any]:
+def measure_server(config: Path, output: Path, port: int, options: Any, *, learns: bool) -> dict[str, Any]:
     """One server under rising load, then under too much of it."""
     command = [
         sys.executable,
@@ -47,36 +47,36 @@ def served(config: Path, output: Path, port: int, given: Any, *, learns: bool) -
     ]
     command += ["--learn"] if learns else []
     url, is_official = f"http://127.0.0.1:{port}", find_spec("openai") is not None
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     log = output / f"serve-{'learning' if learns else 'alone'}.log"
-    with serving.process(command, given.threads, log, f"{url}/readyz", {}):
+    with serving.run_process(command, options.threads, log, f"{url}/readyz", {}):
         token = (output / "out" / "serving" / "token").read_text().strip()
         if learns:
-            time.sleep(given.settle)  # worker and spare load their libraries, which is no learning
-        for clients in [*given.clients, given.crowd]:
-            name = "overload" if clients == given.crowd else str(clients)
-            found[name] = serving.measured(
-                f"{url}/v1", token, "measured", clients, given.tokens, given.seconds, is_official
+            time.sleep(options.settle)  # worker and spare load their libraries, which is no learning
+        for clients in [*options.clients, options.crowd]:
+            name = "overload" if clients == options.crowd else str(clients)
+            results[name] = serving.measure_load(
+                f"{url}/v1", token, "measured", clients, options.tokens, options.seconds, is_official
             )
-            print("learning" if learns else "alone", name, found[name], flush=True)
+            print("learning" if learns else "alone", name, results[name], flush=True)
     for path in output.glob("out/measured/online/*/worker.json"):
-        found["updates"] = json.loads(path.read_text())["online/updates"]
-    return found
+        results["updates"] = json.loads(path.read_text())["online/updates"]
+    return results
 
 
-def shares(found: dict[str, Any]) -> dict[str, Any]:
+def compute_shares(results: dict[str, Any]) -> dict[str, Any]:
     """Tokens a second as a share of the offline engine's, and what learning costs."""
     rows = {}
-    for clients, offline in found["offline"].items():
-        alone, beside = found["alone"][str(clients)], found["learning"][str(clients)]
+    for clients, offline in results["offline"].items():
+        alone, learning = results["alone"][str(clients)], results["learning"][str(clients)]
         rows[str(clients)] = {
             "share_of_offline": alone["tokens_per_second"] / offline,
-            "p99_beside_learning": beside["p99"] / alone["p99"]
-            if alone["p99"] and beside["p99"]
+            "p99_beside_learning": learning["p99"] / alone["p99"]
+            if alone["p99"] and learning["p99"]
             else None,
         }
     statuses = {
-        int(code) for part in ("alone", "learning") for code in found[part]["overload"]["statuses"]
+        int(code) for part in ("alone", "learning") for code in results[part]["overload"]["statuses"]
     }
     return {
         **rows,
@@ -106,33 +106,33 @@ def main() -> None:
     parser.add_argument("--crowd", type=int, default=400, help="clients of the overload")
     parser.add_argument("--peer", action="store_true", help="transformers serve as well")
     parser.add_argument("--peer-option", action="append", default=[], help="of transformers serve")
-    given = parser.parse_args()
-    output = given.output.resolve()
+    options = parser.parse_args()
+    output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     model = (
-        given.model or serving.make_model(output / f"model-{given.preset}", given.preset)
+        options.model or serving.make_model(output / f"model-{options.preset}", options.preset)
     ).resolve()
     config = output / "learn.yaml"
-    config.write_text(CONFIG.format(output=output / "out", model=model, threads=given.threads))
-    found: dict[str, Any] = {
+    config.write_text(CONFIG.format(output=output / "out", model=model, threads=options.threads))
+    results: dict[str, Any] = {
         "machine": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "threads": given.threads,
-        "tokens": given.tokens,
+        "threads": options.threads,
+        "tokens": options.tokens,
         "load": os.getloadavg(),
         "client": "openai" if find_spec("openai") else "httpx",
     }
-    found["offline"] = serving.offline(model, given.clients, given.tokens, given.threads)
-    found["alone"] = served(config, output, given.port, given, learns=False)
-    found["learning"] = served(config, output, given.port + 1, given, learns=True)
-    if given.peer:
-        given.official = find_spec("openai") is not None
-        found["peer"] = serving.peer(
-            model, output, given.port + 2, given.threads, given.clients, given
+    results["offline"] = serving.measure_offline(model, options.clients, options.tokens, options.threads)
+    results["alone"] = measure_server(config, output, options.port, options, learns=False)
+    results["learning"] = measure_server(config, output, options.port + 1, options, learns=True)
+    if options.peer:
+        options.official = find_spec("openai") is not None
+        results["peer"] = serving.measure_peer(
+            model, output, options.port + 2, options.threads, options.clients, options
         )
-    found |= {"load_after": os.getloadavg(), "shares": shares(found)}
-    (output / "load.json").write_text(json.dumps(found, indent=1))
-    print(json.dumps(found["shares"], indent=1))
+    results |= {"load_after": os.getloadavg(), "shares": compute_shares(results)}
+    (output / "load.json").write_text(json.dumps(results, indent=1))
+    print(json.dumps(results["shares"], indent=1))
 
 
 if __name__ == "__main__":

@@ -25,17 +25,17 @@ from rl_core.online.learning_folder import read_events
 from rl_core.online.service_files import METRICS_FILE, read_json_object
 
 
-def processor_ticks(pid: int) -> int:
+def read_processor_ticks(pid: int) -> int:
     """Clock ticks that a process has used."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(words[11]) + int(words[12])
 
 
-def parts(service: KilledService) -> tuple[int, int | None]:
+def find_processes(service: KilledService) -> tuple[int, int | None]:
     """(worker, spare); a spare that became the worker keeps its command, and is the older of two."""
-    found = service.children()
-    spares = sorted(found.get("standby", []))
-    workers = found.get("worker", []) or spares[:1]
+    children = service.children()
+    spares = sorted(children.get("standby", []))
+    workers = children.get("worker", []) or spares[:1]
     spares = [pid for pid in spares if pid not in workers]
     return workers[0], spares[0] if spares else None
 
@@ -43,17 +43,17 @@ def parts(service: KilledService) -> tuple[int, int | None]:
 def wait_for_spare(service: KilledService) -> None:
     """Until the spare has loaded everything."""
     while True:
-        _, spare = parts(service)
-        before = processor_ticks(spare) if spare is not None else -1
+        _, spare = find_processes(service)
+        before = read_processor_ticks(spare) if spare is not None else -1
         time.sleep(2)
-        if spare is not None and parts(service)[1] == spare and processor_ticks(spare) == before:
+        if spare is not None and find_processes(service)[1] == spare and read_processor_ticks(spare) == before:
             return
 
 
-def restart(service: KilledService, number: int) -> dict[str, float]:
+def measure_restart(service: KilledService, number: int) -> dict[str, float]:
     """One signal to the worker; seconds until it was noticed and until the next one had its state."""
     wait_for_spare(service)
-    worker, _ = parts(service)
+    worker, _ = find_processes(service)
     known = len(read_events(service.service))
     began = time.time()
     os.kill(worker, number)
@@ -83,31 +83,31 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    folder = given.output.resolve() / "service"
+    options = parser.parse_args()
+    folder = options.output.resolve() / "service"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    service = KilledService(folder, seed=given.seed)
+    service = KilledService(folder, seed=options.seed)
     service.start()
     threads = [
         threading.Thread(target=service._client, args=(n,), daemon=True) for n in range(CLIENTS)
     ]
-    found: dict[str, list[dict[str, float]]] = {"SIGKILL": [], "SIGSTOP": []}
+    runs_by_signal: dict[str, list[dict[str, float]]] = {"SIGKILL": [], "SIGSTOP": []}
     try:
         for thread in threads:
             thread.start()
         wait_for(lambda: read_json_object(service.service / METRICS_FILE), "the worker", 300)
-        for _ in range(given.times):
-            for name, runs in found.items():
-                runs.append(restart(service, getattr(signal, name)))
+        for _ in range(options.times):
+            for name, runs in runs_by_signal.items():
+                runs.append(measure_restart(service, getattr(signal, name)))
                 print(name, runs[-1], flush=True)
     finally:
         service.is_over.set()
         service.stop()
-    (given.output / "restarts.json").write_text(
-        json.dumps({**found, "load": os.getloadavg()}, indent=1)
+    (options.output / "restarts.json").write_text(
+        json.dumps({**runs_by_signal, "load": os.getloadavg()}, indent=1)
     )
-    for name, runs in found.items():
+    for name, runs in runs_by_signal.items():
         noticed, back = (statistics.median(run[key] for run in runs) for key in ("noticed", "back"))
         print(
             name, f"noticed after {noticed:.1f} s, back after {back:.1f} s (median of {len(runs)})"

@@ -34,7 +34,7 @@ HEADS = (
 )
 
 
-def table(output: Path) -> str:
+def format_table(output: Path) -> str:
     """Markdown of all runs of a folder: means over seeds with 95% intervals of Student's t; and a picture beside."""
     arms: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(output.glob("*.seed*.json")):
@@ -42,13 +42,13 @@ def table(output: Path) -> str:
     rows = [
         HEADS,
         ["---"] * len(HEADS),
-        *(_row(name.replace("_", " "), runs) for name, runs in arms.items()),
+        *(_format_row(name.replace("_", " "), runs) for name, runs in arms.items()),
     ]
-    picture(output, arms)
+    draw_success(output, arms)
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _row(name: str, runs: list[dict[str, Any]]) -> list[str]:
+def _format_row(name: str, runs: list[dict[str, Any]]) -> list[str]:
     online = [run for run in runs if "metrics" in run]  # the others are offline
     late = [[u["mean_kl"] for u in run["updates"][50:] if "mean_kl" in u] for run in online]
     right = [run["metrics"].get("online/pseudo_label_precision") for run in online]
@@ -61,10 +61,10 @@ def _row(name: str, runs: list[dict[str, Any]]) -> list[str]:
     return [
         name,
         str(len(runs)),
-        _points([_change(run, ("hard",)) for run in runs]),
-        _points([_change(run, OLD) for run in runs]),
-        _points([_lowest(run) for run in runs]),
-        _points(
+        _read_points([_compute_change(run, ("hard",)) for run in runs]),
+        _read_points([_compute_change(run, OLD) for run in runs]),
+        _read_points([_find_lowest(run) for run in runs]),
+        _read_points(
             [
                 statistics.mean(run["newest"][level] - run["curve"][0][level] for level in ALL)
                 for run in runs
@@ -78,13 +78,13 @@ def _row(name: str, runs: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _change(run: dict[str, Any], levels: tuple[str, ...]) -> float:
+def _compute_change(run: dict[str, Any], levels: tuple[str, ...]) -> float:
     """Success at the end against the start, mean over levels."""
     first, last = run["curve"][0], run["curve"][-1]
     return statistics.mean(last[level] - first[level] for level in levels)
 
 
-def _lowest(run: dict[str, Any]) -> float:
+def _find_lowest(run: dict[str, Any]) -> float:
     """Largest fall of the live snapshot's success over all levels together, at any time."""
     return min(
         statistics.mean(point[level] - run["curve"][0][level] for level in ALL)
@@ -92,7 +92,7 @@ def _lowest(run: dict[str, Any]) -> float:
     )
 
 
-def _points(values: list[float]) -> str:
+def _read_points(values: list[float]) -> str:
     """Mean in points with the half-width of its 95% interval, in points."""
     if len(values) < 2:
         return f"{100 * values[0]:+.1f}"
@@ -100,7 +100,7 @@ def _points(values: list[float]) -> str:
     return f"{100 * statistics.mean(values):+.1f} ± {100 * half:.1f}"
 
 
-def picture(output: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
+def draw_success(output: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
     """Success on held-out hard episodes over the requests, by arm."""
     import matplotlib
 

@@ -23,7 +23,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from compare_speed import commit, kept, processor, run_python
+from compare_speed import read_commit, read_or_make, describe_processor, run_python
 from speed import inputs
 
 PROMPT = 14  # mean tokens of a prompt of sums; rows of data have as many
@@ -49,7 +49,7 @@ ROLLED = dict(
 )
 
 
-def case(stage, millions, *, length=128, lora=False, vocabulary=512, **settings):
+def make_case(stage, millions, *, length=128, lora=False, vocabulary=512, **settings):
     """One configuration: a stage's settings, its model, and the tokens of a row (of a rollout: `ROLLED`)."""
     shared = ROLLED if stage == "policy" else {**TRAINED, "batch_size": 16, "epochs": 1}
     return {
@@ -63,37 +63,37 @@ def case(stage, millions, *, length=128, lora=False, vocabulary=512, **settings)
 
 
 CASES = {
-    "sft-1M": case("sft", 1, batch_size=32),
-    "sft-10M": case("sft", 10),
-    "sft-10M-checkpointing": case("sft", 10, activation_checkpointing=True),
-    "sft-10M-vocabulary": case("sft", 10, vocabulary=16384, optimizer="muon", ema_decay=0.99),
-    "sft-30M-micro": case("sft", 30, micro_batch_tokens=1024),
-    "sft-100M": case("sft", 100, batch_size=8),
-    "sft-100M-lora": case("sft", 100, lora=True, batch_size=8),
-    "reward-10M": case("reward_model", 10, batch_size=8),
-    "dpo-30M": case("preference", 30, batch_size=4),
-    "dpo-30M-lora": case("preference", 30, lora=True, batch_size=4, micro_batch_tokens=512),
-    "grpo-3M": case("policy", 3),
-    "grpo-10M-kl": case("policy", 10, kl_coef=0.05),
-    "grpo-30M-lora": case("policy", 30, lora=True),
-    "ppo-10M": case("policy", 10, algorithm="ppo", kl_coef=0.05, epochs=2),
+    "sft-1M": make_case("sft", 1, batch_size=32),
+    "sft-10M": make_case("sft", 10),
+    "sft-10M-checkpointing": make_case("sft", 10, activation_checkpointing=True),
+    "sft-10M-vocabulary": make_case("sft", 10, vocabulary=16384, optimizer="muon", ema_decay=0.99),
+    "sft-30M-micro": make_case("sft", 30, micro_batch_tokens=1024),
+    "sft-100M": make_case("sft", 100, batch_size=8),
+    "sft-100M-lora": make_case("sft", 100, lora=True, batch_size=8),
+    "reward-10M": make_case("reward_model", 10, batch_size=8),
+    "dpo-30M": make_case("preference", 30, batch_size=4),
+    "dpo-30M-lora": make_case("preference", 30, lora=True, batch_size=4, micro_batch_tokens=512),
+    "grpo-3M": make_case("policy", 3),
+    "grpo-10M-kl": make_case("policy", 10, kl_coef=0.05),
+    "grpo-30M-lora": make_case("policy", 30, lora=True),
+    "ppo-10M": make_case("policy", 10, algorithm="ppo", kl_coef=0.05, epochs=2),
 }
 # Chosen before anything of them was measured, and measured before any constant of the plan was changed.
 BLIND = {
-    "sft-2M-long": case("sft", 2, length=512, batch_size=8),
-    "sft-2M-vocabulary": case("sft", 2, vocabulary=32000, batch_size=8),
-    "sft-15M": case("sft", 15, batch_size=12),
-    "sft-15M-lora": case("sft", 15, lora=True),
-    "sft-60M": case("sft", 60, batch_size=8),
-    "sft-60M-micro": case("sft", 60, batch_size=8, micro_batch_tokens=512),
-    "sft-100M-checkpointing": case("sft", 100, batch_size=8, activation_checkpointing=True),
-    "reward-60M": case("reward_model", 60, batch_size=4),
-    "dpo-15M": case("preference", 15, batch_size=8),
-    "dpo-60M-lora": case("preference", 60, lora=True, batch_size=4),
-    "grpo-2M": case("policy", 2),
-    "grpo-15M-int8": case("policy", 15, kl_coef=0.05, reference_precision="int8"),
-    "grpo-60M-lora": case("policy", 60, lora=True),
-    "ppo-2M": case("policy", 2, algorithm="ppo", epochs=2),
+    "sft-2M-long": make_case("sft", 2, length=512, batch_size=8),
+    "sft-2M-vocabulary": make_case("sft", 2, vocabulary=32000, batch_size=8),
+    "sft-15M": make_case("sft", 15, batch_size=12),
+    "sft-15M-lora": make_case("sft", 15, lora=True),
+    "sft-60M": make_case("sft", 60, batch_size=8),
+    "sft-60M-micro": make_case("sft", 60, batch_size=8, micro_batch_tokens=512),
+    "sft-100M-checkpointing": make_case("sft", 100, batch_size=8, activation_checkpointing=True),
+    "reward-60M": make_case("reward_model", 60, batch_size=4),
+    "dpo-15M": make_case("preference", 15, batch_size=8),
+    "dpo-60M-lora": make_case("preference", 60, lora=True, batch_size=4),
+    "grpo-2M": make_case("policy", 2),
+    "grpo-15M-int8": make_case("policy", 15, kl_coef=0.05, reference_precision="int8"),
+    "grpo-60M-lora": make_case("policy", 60, lora=True),
+    "ppo-2M": make_case("policy", 2, algorithm="ppo", epochs=2),
 }
 STEPS = 3  # of a case, the first of which is not timed
 EVERY = {**CASES, **BLIND}
@@ -115,19 +115,19 @@ def main():
     (output / "cases").mkdir(parents=True, exist_ok=True)
     machine = options.machine or output / "machine.yaml"
     if not machine.exists():
-        run_python(calibration(machine), 1)
+        run_python(build_calibration_command(machine), 1)
     rows, failures = [], 0
     for name in {"known": CASES, "blind": BLIND}.get(options.cases) or options.cases.split(","):
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
         try:
-            built(EVERY[name], output)
-            found = kept(output / f"cases/{name}.json", partial(measured, name, output, options))
+            build_model(EVERY[name], output)
+            result = read_or_make(output / f"cases/{name}.json", partial(run_case, name, output, options))
         except subprocess.CalledProcessError as error:
             print(f"{name}: failed with exit code {error.returncode}", file=sys.stderr)
             failures += 1
             continue
-        rows.append({"case": name, **found, **planned(EVERY[name], output, machine)})
-    text = table(rows, options)
+        rows.append({"case": name, **result, **plan_case(EVERY[name], output, machine)})
+    text = format_table(rows, options)
     (output / "plan.md").write_text(text)
     if options.table:
         options.table.write_text(text)
@@ -135,7 +135,7 @@ def main():
     return int(failures > 0)
 
 
-def calibration(machine):
+def build_calibration_command(machine):
     """Arguments of a process that calibrates."""
     code = (
         "import sys, time; from pathlib import Path; from posttrain.cli.doctor import write_machine_calibration; "
@@ -147,7 +147,7 @@ def calibration(machine):
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
 
-def planned(case, output, machine_file):
+def plan_case(case, output, machine_file):
     """Peak bytes and seconds of a step, as the command would tell them for a process without the pipeline."""
     import dataclasses
 
@@ -160,7 +160,7 @@ def planned(case, output, machine_file):
 
     machine, _ = read_settings_file(MachineSettings, machine_file, shipped_name=str(machine_file))
     target = build_machine_target(dataclasses.replace(machine, pipeline_bytes=0))
-    model = {"path": str(folder_of(case, output)), **({"lora": {}} if case["lora"] else {})}
+    model = {"path": str(name_folder(case, output)), **({"lora": {}} if case["lora"] else {})}
     data = {
         "heldout_fraction": 1e-6,
         "preferences": "pairs.jsonl",
@@ -193,12 +193,12 @@ def planned(case, output, machine_file):
     }
 
 
-def table(rows, options):
+def format_table(rows, options):
     """Planned beside measured, with the share of cases within 10% and 30%."""
     lines = [
         "# Plans beside measurements",
         "",
-        f"`posttrain plan` on {processor()}, one thread, seconds of processor time; commit {commit()}. Written by "
+        f"`posttrain plan` on {describe_processor()}, one thread, seconds of processor time; commit {read_commit()}. Written by "
         "`tests/benchmarks/plan_accuracy.py`, whose first lines say what is measured.",
         "",
         "| case | parameters | memory: planned | measured (VmHWM) | ratio | peak in | step: planned [interval] "
@@ -226,13 +226,13 @@ def table(rows, options):
 # -- the measurement ---------------------------------------------------------------------------------------------------
 
 
-def folder_of(case, output):
+def name_folder(case, output):
     return output / "models" / f"{case['millions']}M-{case['vocabulary']}"
 
 
-def built(case, output):
+def build_model(case, output):
     """Write the case's model, random weights and the tokenizer of `inputs`, in a process of its own."""
-    folder = folder_of(case, output)
+    folder = name_folder(case, output)
     if (folder / "model.safetensors").exists():
         return
     code = (
@@ -269,9 +269,9 @@ def build(folder, millions, vocabulary):
     inputs.make_tokenizer(vocabulary).save_pretrained(folder)
 
 
-def measured(name, output, options):
+def run_case(name, output, options):
     command = ["-m", "plan_accuracy", "--output", str(output), "--measure", name]
-    return {**json.loads(run_python(command, 1)), "commit": commit()}
+    return {**json.loads(run_python(command, 1)), "commit": read_commit()}
 
 
 def measure(case, output):
@@ -283,7 +283,7 @@ def measure(case, output):
     from rl_core.machine_memory import measure_peak_resident_bytes
 
     torch.set_num_threads(1)
-    makers = {"sft": sft, "reward_model": reward_model, "preference": preference, "policy": policy}
+    makers = {"sft": make_sft_step, "reward_model": reward_model, "preference": make_preference_step, "policy": make_policy_step}
     trainer = makers[case["stage"]](case, output)
     clock, seconds = getattr(time, CLOCK), []
     for number in range(STEPS):
@@ -291,25 +291,25 @@ def measure(case, output):
         trainer.step()
         if number:
             seconds.append(clock() - began)
-    found = {"peak_bytes": measure_peak_resident_bytes(), "seconds": statistics.median(seconds)}
+    result = {"peak_bytes": measure_peak_resident_bytes(), "seconds": statistics.median(seconds)}
     if case["stage"] == "preference":
         began = clock()
-        references(trainer.model, case)
-        found["seconds"] += (clock() - began) / STEPS
-    print(json.dumps(found), file=answers, flush=True)
+        compute_references(trainer.model, case)
+        result["seconds"] += (clock() - began) / STEPS
+    print(json.dumps(result), file=answers, flush=True)
 
 
-def loaded(case, output):
+def load_model(case, output):
     """(model with adapters where the case has them, the model's settings)."""
     from rl_core.models import causal_lm
     from rl_core.settings import LoraSettings, ModelSettings
 
-    folder = folder_of(case, output)
+    folder = name_folder(case, output)
     settings = ModelSettings(path=str(folder), lora=LoraSettings() if case["lora"] else None)
     return causal_lm.load_model(folder, settings)[0], settings
 
 
-def random_rows(case, count):
+def draw_rows(case, count):
     import numpy as np
 
     return (
@@ -317,20 +317,20 @@ def random_rows(case, count):
     )
 
 
-def sft(case, output):
+def make_sft_step(case, output):
     from rl_core.settings import SFTSettings
     from rl_core.trainers.sft import SFTTrainer
 
-    model, _ = loaded(case, output)
+    model, _ = load_model(case, output)
     settings = SFTSettings(**case["settings"])
-    rows = random_rows(case, settings.batch_size * STEPS)
+    rows = draw_rows(case, settings.batch_size * STEPS)
     mask = [False] * PROMPT + [True] * (case["length"] - PROMPT)
     return SFTTrainer(model, inputs.PAD, [(row, mask) for row in rows], [], settings, 0)
 
 
-def sides(case, count):
+def draw_sides(case, count):
     """Pairs of rows with a common beginning of PROMPT tokens."""
-    rows = random_rows(case, 2 * count)
+    rows = draw_rows(case, 2 * count)
     return [
         (one, one[:PROMPT] + other[PROMPT:])
         for one, other in zip(rows[::2], rows[1::2], strict=True)
@@ -342,15 +342,15 @@ def reward_model(case, output):
     from rl_core.settings import ModelSettings, RewardModelSettings
     from rl_core.trainers.reward_model import RewardModelTrainer
 
-    folder = folder_of(case, output)
+    folder = name_folder(case, output)
     model, _ = heads.create_reward_model(folder, ModelSettings(path=str(folder)))
     settings = RewardModelSettings(**case["settings"])
     return RewardModelTrainer(
-        model, inputs.PAD, sides(case, settings.batch_size * STEPS), [], settings, 0
+        model, inputs.PAD, draw_sides(case, settings.batch_size * STEPS), [], settings, 0
     )
 
 
-def pairs_of(case):
+def make_pairs(case):
     from rl_core.data.pairs import PairSide, PreferencePair
 
     def side(row):
@@ -358,32 +358,32 @@ def pairs_of(case):
 
     return [
         PreferencePair(side(one), side(other))
-        for one, other in sides(case, case["settings"]["batch_size"] * STEPS)
+        for one, other in draw_sides(case, case["settings"]["batch_size"] * STEPS)
     ]
 
 
-def preference(case, output):
+def make_preference_step(case, output):
     from rl_core.settings import PreferenceSettings
     from rl_core.trainers.preference import PreferenceTrainer
 
-    model, _ = loaded(case, output)
+    model, _ = load_model(case, output)
     return PreferenceTrainer(
-        model, inputs.PAD, pairs_of(case), [], PreferenceSettings(**case["settings"]), 0
+        model, inputs.PAD, make_pairs(case), [], PreferenceSettings(**case["settings"]), 0
     )
 
 
-def references(model, case):
+def compute_references(model, case):
     """Log-probs of all pairs, as the trainer computes them."""
     from rl_core.settings import PreferenceSettings
     from rl_core.trainers.preference import compute_reference_logprobs
 
     settings = PreferenceSettings(**case["settings"])
     return compute_reference_logprobs(
-        model, pairs_of(case), pad_id=inputs.PAD, max_tokens=settings.micro_batch_tokens
+        model, make_pairs(case), pad_id=inputs.PAD, max_tokens=settings.micro_batch_tokens
     )
 
 
-def policy(case, output):
+def make_policy_step(case, output):
     from speed.episodes import Characters, Sums
 
     from rl_core.inference.engine import create_rollout_backend
@@ -391,13 +391,13 @@ def policy(case, output):
     from rl_core.settings import PolicySettings, SamplingSettings
     from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
-    model, _ = loaded(case, output)
+    model, _ = load_model(case, output)
     settings = PolicySettings(
         **{**case["settings"], "sampling": SamplingSettings(**case["settings"]["sampling"])}
     )
     reference = None
     if settings.kl_coef > 0:
-        reference = model if case["lora"] else loaded(case, output)[0]
+        reference = model if case["lora"] else load_model(case, output)[0]
     return PolicyGradientTrainer(
         model,
         reference,

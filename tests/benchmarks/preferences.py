@@ -58,33 +58,33 @@ PEOPLE = {
 TIE = 0.5  # difference below which a person sees none
 
 
-def quality(seed: int) -> dict[str, float]:
+def draw_quality(seed: int) -> dict[str, float]:
     """Hidden weight of each word."""
     rng = random.Random(f"quality {seed}")
     return {word: rng.gauss(0, 1) for word in WORDS}
 
 
-def items_of(count: int, seed: int) -> list[RatedItem]:
+def draw_items(count: int, seed: int) -> list[RatedItem]:
     """Pairs of answers of six words."""
     rng = random.Random(f"items {seed}")
-    found: dict[str, RatedItem] = {}
-    while len(found) < count:
+    items: dict[str, RatedItem] = {}
+    while len(items) < count:
         answers = tuple(" ".join(rng.choices(WORDS, k=6)) for _ in range(2))
         item = RatedItem(
             f"Write six words, number {rng.randrange(50)}.", answers, ("model", "model")
         )
         if answers[0] != answers[1]:
-            found.setdefault(item.id, item)
-    return list(found.values())
+            items.setdefault(item.id, item)
+    return list(items.values())
 
 
-def difference(item: RatedItem, weights: dict[str, float]) -> float:
+def compute_difference(item: RatedItem, weights: dict[str, float]) -> float:
     """Quality of the first answer minus that of the second."""
     first, second = (sum(weights[word] for word in str(answer).split()) for answer in item.answers)
     return first - second
 
 
-def rate(
+def rate_items(
     room: RatingSession, labels: int, weights: dict[str, float], people: Sequence[str], seed: int
 ) -> None:
     """Have the people rate in turn, until the room has so many ratings."""
@@ -96,7 +96,7 @@ def rate(
             if shown["question"] is None or len(room.journal) >= labels:
                 continue
             item = known[shown["question"]["item"]]
-            gap = difference(item, weights)
+            gap = compute_difference(item, weights)
             noise = PEOPLE[name] * np.log(1 / (u := rng.uniform(1e-9, 1 - 1e-9)) - 1)
             felt = gap + float(noise)
             question = room.order.choose_next_question(name)
@@ -108,7 +108,7 @@ def rate(
             )
 
 
-def trained_accuracy(
+def measure_reward_accuracy(
     rows: Path, policy: Path, weights: dict[str, float], test: list[RatedItem], **options: Any
 ) -> float:
     """Share of noise-free pairs that a reward model, trained on the data file, orders rightly."""
@@ -130,49 +130,49 @@ def trained_accuracy(
     ]
     scores = np.array(heads.score_rows(training.model, ids, pad_id=renderer.pad_id))
     right = (scores[0::2] > scores[1::2]) == np.array(
-        [difference(item, weights) > 0 for item in test]
+        [compute_difference(item, weights) > 0 for item in test]
     )
     return float(right.mean())
 
 
-def base_policy(folder: Path, seed: int) -> Path:
+def make_base_policy(folder: Path, seed: int) -> Path:
     """A nano policy with random weights, and a tokenizer that knows the words."""
     texts = [f"Write six words, number 1. {' '.join(WORDS)}"] * 4
     settings = ModelSettings(preset="nano", vocab_size=420, context=128, device="cpu")
     return rl_core.create_policy(texts, settings, seed=seed).save(folder / "policy")
 
 
-def from_labels(seed: int, counts: Sequence[int]) -> dict[str, Any]:
+def measure_label_counts(seed: int, counts: Sequence[int]) -> dict[str, Any]:
     """Accuracy by number of labels of three people, each of them alone, and agreement."""
-    weights, found = quality(seed), {"seed": seed}
-    test = items_of(500, seed + 1000)
+    weights, results = draw_quality(seed), {"seed": seed}
+    test = draw_items(500, seed + 1000)
     with tempfile.TemporaryDirectory() as name:
-        policy = base_policy(Path(name), seed)
+        policy = make_base_policy(Path(name), seed)
         for people in (tuple(PEOPLE), *((one,) for one in PEOPLE)):
             key = "all three" if len(people) > 1 else people[0]
             for count in counts if len(people) > 1 else counts[-1:]:
                 folder = Path(name) / f"{key} {count}"
                 settings = RatingSettings(choose="random", overlap=0.2, repeat=0.05)
-                room = RatingSession(folder, items_of(3000, seed), settings, seed=seed)
-                rate(room, count, weights, people, seed)
+                room = RatingSession(folder, draw_items(3000, seed), settings, seed=seed)
+                rate_items(room, count, weights, people, seed)
                 room.write_data_file()
-                accuracy = trained_accuracy(room.rows_file, policy, weights, test)
-                found.setdefault(key, {})[count] = accuracy
+                accuracy = measure_reward_accuracy(room.rows_file, policy, weights, test)
+                results.setdefault(key, {})[count] = accuracy
                 if len(people) > 1:
                     alpha = room.compute_agreement()
-                    found.setdefault("alpha", {})[count] = [alpha.alpha, alpha.low, alpha.high]
-                    found["alpha by rater"] = {one.rater: one.alpha for one in alpha.raters}
+                    results.setdefault("alpha", {})[count] = [alpha.alpha, alpha.low, alpha.high]
+                    results["alpha by rater"] = {one.rater: one.alpha for one in alpha.raters}
                 print(seed, key, count, f"{accuracy:.3f}", flush=True)
-    return found
+    return results
 
 
-def start_of_raters(folder: Path, items: list[RatedItem], first: int, seed: int) -> Path:
+def make_start(folder: Path, items: list[RatedItem], first: int, seed: int) -> Path:
     """The first labels, at random, and the reward model that they give: in `start/` and `reward/` of the folder."""
-    policy = base_policy(folder, seed)
+    policy = make_base_policy(folder, seed)
     room = RatingSession(
         folder / "start", items, RatingSettings(choose="random", overlap=0.0), seed=seed
     )
-    rate(room, first, quality(seed), ["usual"], seed)
+    rate_items(room, first, draw_quality(seed), ["usual"], seed)
     room.write_data_file()
     settings = RewardModelSettings(
         epochs=6.0, batch_size=32, learning_rate=2e-3, checkpoint_every=0
@@ -189,11 +189,11 @@ def start_of_raters(folder: Path, items: list[RatedItem], first: int, seed: int)
     return policy
 
 
-def accuracy_of_choice(
+def measure_choice(
     start: Path, choose: Literal["uncertainty", "random"], labels: int, seed: int
 ) -> float:
     """Held-out accuracy from so many labels in all, of which those after the first ones were chosen in this way."""
-    items = items_of(3000, seed)
+    items = draw_items(3000, seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "ratings.jsonl").write_bytes((start / "start" / "ratings.jsonl").read_bytes())
@@ -202,12 +202,12 @@ def accuracy_of_choice(
             posterior = build_reward_posterior(
                 items, ModelSettings(device="cpu"), policy=None, reward_model=start / "reward"
             )
-        asked = RatingSettings(choose=choose, overlap=0.0, repeat=0.0)
-        room = RatingSession(folder, items, asked, seed=seed, posterior=posterior)
-        rate(room, labels, quality(seed), ["usual"], seed)
+        settings = RatingSettings(choose=choose, overlap=0.0, repeat=0.0)
+        room = RatingSession(folder, items, settings, seed=seed, posterior=posterior)
+        rate_items(room, labels, draw_quality(seed), ["usual"], seed)
         room.write_data_file()
-        return trained_accuracy(
-            room.rows_file, start / "policy", quality(seed), items_of(500, seed + 1000)
+        return measure_reward_accuracy(
+            room.rows_file, start / "policy", draw_quality(seed), draw_items(500, seed + 1000)
         )
 
 
@@ -220,7 +220,7 @@ def main() -> None:
     arguments = parser.parse_args()
     started = time.process_time()
     results: dict[str, Any] = {}
-    results["labels"] = [from_labels(seed, arguments.counts) for seed in arguments.seeds]
+    results["labels"] = [measure_label_counts(seed, arguments.counts) for seed in arguments.seeds]
     results["processor_seconds"] = time.process_time() - started
     arguments.output.write_text(json.dumps(results, indent=1) + "\n")
 

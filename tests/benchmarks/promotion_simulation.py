@@ -30,7 +30,7 @@ SIZES = (200, 500, 1000)
 GAINS = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15)
 
 
-def evaluation(successes: Sequence[int]) -> Evaluation:
+def make_evaluation(successes: Sequence[int]) -> Evaluation:
     """An evaluation with these outcomes of episodes 0, 1, 2, ..."""
     return summarize_trajectories(
         Trajectory(
@@ -47,30 +47,30 @@ def evaluation(successes: Sequence[int]) -> Evaluation:
     )
 
 
-def passes(gate: str, episodes: int, wins: int, losses: int, attempt: int) -> bool:
+def is_promoted(gate: str, episodes: int, wins: int, losses: int, attempt: int) -> bool:
     """The gate's answer to so many better and worse episodes; it depends on nothing else."""
-    promoted, low = _decided(episodes, wins, losses, 1)
+    promoted, low = _decide(episodes, wins, losses, 1)
     if gate == "interval":
         return low > 0
     # The level falls with the attempt: what does not pass the first would pass none.
     return promoted and (
-        gate != "spend" or attempt == 1 or _decided(episodes, wins, losses, attempt)[0]
+        gate != "spend" or attempt == 1 or _decide(episodes, wins, losses, attempt)[0]
     )
 
 
 @functools.cache
-def _decided(episodes: int, wins: int, losses: int, attempt: int) -> tuple[bool, float]:
+def _decide(episodes: int, wins: int, losses: int, attempt: int) -> tuple[bool, float]:
     """Decision of the gate with its defaults, and the interval's lower bound."""
     same = episodes - wins - losses
-    ours = evaluation([1] * wins + [0] * losses + [0] * same)
-    theirs = evaluation([0] * wins + [1] * losses + [0] * same)
+    ours = make_evaluation([1] * wins + [0] * losses + [0] * same)
+    theirs = make_evaluation([0] * wins + [1] * losses + [0] * same)
     promoted, _, numbers = decide_promotion(
         ours, theirs, PromotionSettings(), 1, seed=0, attempt=attempt
     )
     return promoted, numbers["gain_low"]
 
 
-def wrong_promotions(
+def simulate_wrong_promotions(
     repetitions: int, episodes: int, seed: int, attempts: Sequence[int] = ATTEMPTS
 ) -> dict[str, dict[int, float]]:
     """Share of repetitions with a promotion within so many attempts, by gate."""
@@ -80,40 +80,40 @@ def wrong_promotions(
         difficulty = rng.beta(2, 2, episodes)
         champion = rng.random(episodes) < difficulty
         for attempt in range(1, max(attempts) + 1):
-            counts = _played(rng, difficulty, difficulty, champion)
-            anew = rng.beta(2, 2, episodes)
-            fresh = _played(rng, anew, anew, rng.random(episodes) < anew)
+            counts = _play(rng, difficulty, difficulty, champion)
+            difficulties = rng.beta(2, 2, episodes)
+            fresh = _play(rng, difficulties, difficulties, rng.random(episodes) < difficulties)
             for gate in GATES:
                 wins, losses = fresh if gate == "fresh" else counts
                 number = 1 if gate == "fresh" else attempt
-                if first[gate][repetition] > attempt and passes(
+                if first[gate][repetition] > attempt and is_promoted(
                     gate, episodes, wins, losses, number
                 ):
                     first[gate][repetition] = attempt
     return {
-        gate: {k: float((found <= k).mean()) for k in attempts} for gate, found in first.items()
+        gate: {k: float((attempts_needed <= k).mean()) for k in attempts} for gate, attempts_needed in first.items()
     }
 
 
-def _played(
+def _play(
     rng: np.random.Generator, difficulty: np.ndarray, chances: np.ndarray, champion: np.ndarray
 ) -> tuple[int, int]:
     challenger = rng.random(len(difficulty)) < chances
     return int((challenger & ~champion).sum()), int((~challenger & champion).sum())
 
 
-def power(repetitions: int, episodes: int, gain: float, seed: int) -> dict[str, float]:
+def simulate_power(repetitions: int, episodes: int, gain: float, seed: int) -> dict[str, float]:
     """Share of comparisons that find a gain of so many points, at the first, second and tenth attempt."""
     rng = np.random.default_rng([seed, episodes, round(1000 * gain)])
-    found = {"interval": 0, "1": 0, "2": 0, "10": 0}
+    counts = {"interval": 0, "1": 0, "2": 0, "10": 0}
     for _ in range(repetitions):
         difficulty = rng.beta(2, 2, episodes)
         raised = difficulty + 2 * gain * (1 - difficulty)  # in the mean 2 gain (1 - 1/2) = gain
-        wins, losses = _played(rng, difficulty, raised, rng.random(episodes) < difficulty)
-        found["interval"] += passes("interval", episodes, wins, losses, 1)
+        wins, losses = _play(rng, difficulty, raised, rng.random(episodes) < difficulty)
+        counts["interval"] += is_promoted("interval", episodes, wins, losses, 1)
         for attempt in (1, 2, 10):
-            found[str(attempt)] += passes("spend", episodes, wins, losses, attempt)
-    return {name: count / repetitions for name, count in found.items()}
+            counts[str(attempt)] += is_promoted("spend", episodes, wins, losses, attempt)
+    return {name: count / repetitions for name, count in counts.items()}
 
 
 def main() -> None:
@@ -130,7 +130,7 @@ def main() -> None:
         f"wrong promotions within so many attempts, {options.episodes} episodes, {options.repetitions} repetitions"
     )
     print("| gate | " + " | ".join(map(str, ATTEMPTS)) + " |")
-    for gate, shares in wrong_promotions(
+    for gate, shares in simulate_wrong_promotions(
         options.repetitions, options.episodes, options.seed
     ).items():
         print(
@@ -140,7 +140,7 @@ def main() -> None:
     print(f"\npower, {options.power_repetitions} repetitions: interval alone; attempt 1; 2; 10")
     for episodes in SIZES:
         for gain in GAINS:
-            found = power(options.power_repetitions, episodes, gain, options.seed)
+            found = simulate_power(options.power_repetitions, episodes, gain, options.seed)
             print(
                 f"| {episodes} | {gain:.0%} | "
                 + " | ".join(f"{share:.0%}" for share in found.values())

@@ -47,23 +47,23 @@ def main() -> None:
         parser.error("--pairs: at least 300, so that pairs are left for the browser")
     pairs = items(options.pairs)
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             "machine": platform.processor() or platform.machine(),
             "load": os.getloadavg()[0],
         }
-        room, found["opened_s"] = opened(Path(folder), pairs, options.choose)
+        room, results["opened_s"] = open_room(Path(folder), pairs, options.choose)
         with served(room) as address:
-            found["ms"] = rated(address, options.pairs)
-            found["agreement_ms"] = timed(lambda: asked(address, "agreement"))[1]
-        room, found["opened_again_s"] = opened(Path(folder), pairs, options.choose)
+            results["ms"] = measure_rating(address, options.pairs)
+            results["agreement_ms"] = time_call(lambda: request_json(address, "agreement"))[1]
+        room, results["opened_again_s"] = open_room(Path(folder), pairs, options.choose)
         with served(room) as address:
-            found["browser_ms"] = in_browser(address) if chromium.PROGRAM else None
-    print(json.dumps(found, indent=1))
+            results["browser_ms"] = measure_in_browser(address) if chromium.PROGRAM else None
+    print(json.dumps(results, indent=1))
     if options.output:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def opened(folder: Path, pairs: list[Any], choose: str) -> tuple[RatingSession, float]:
+def open_room(folder: Path, pairs: list[Any], choose: str) -> tuple[RatingSession, float]:
     """The room, and the seconds until it can ask."""
     features = np.random.default_rng(0).standard_normal((len(pairs), AXES))
     settings = RatingSettings(choose=choose, overlap=0.1, repeat=0.02)
@@ -73,11 +73,11 @@ def opened(folder: Path, pairs: list[Any], choose: str) -> tuple[RatingSession, 
         room.describe_question("dan")
         return room
 
-    room, milliseconds = timed(make)
+    room, milliseconds = time_call(make)
     return room, round(milliseconds / 1000, 2)
 
 
-def rated(address: str, pairs: int) -> dict[str, Any]:
+def measure_rating(address: str, pairs: int) -> dict[str, Any]:
     """Milliseconds of a rating with the next question, at three times of the work."""
     with httpx.Client(
         base_url=address.split("/#")[0], headers={"Authorization": f"Bearer {TOKEN}"}
@@ -97,7 +97,7 @@ def rated(address: str, pairs: int) -> dict[str, Any]:
                 "count": open_[rater]["rated"],
                 "choice": "left",
             }
-            answer, milliseconds = timed(
+            answer, milliseconds = time_call(
                 lambda body=body: client.post("/api/rate", json=body).raise_for_status().json()
             )
             open_[rater] = answer
@@ -109,10 +109,10 @@ def rated(address: str, pairs: int) -> dict[str, Any]:
         "middle tenth": spent[middle : middle + tenth],
         "last tenth": spent[-tenth:],
     }
-    return {"ratings": len(spent)} | {name: percentiles(part) for name, part in parts.items()}
+    return {"ratings": len(spent)} | {name: compute_percentiles(part) for name, part in parts.items()}
 
 
-def in_browser(address: str) -> dict[str, float]:
+def measure_in_browser(address: str) -> dict[str, float]:
     """Milliseconds from a pressed key to the next pair, of a rater who comes to a room with all these ratings."""
     with chromium.Chromium(address, size=(1280, 900)) as page:
         page.wait("(document.activeElement || {}).id == 'name'")
@@ -120,7 +120,7 @@ def in_browser(address: str) -> dict[str, float]:
             "document.getElementById('name').value = 'eve'; document.getElementById('name').form.requestSubmit()"
         )
         page.wait("!document.getElementById('task').hidden")
-        return percentiles([page.run(PRESS.format(number=number + 1)) for number in range(KEYS)])
+        return compute_percentiles([page.run(PRESS.format(number=number + 1)) for number in range(KEYS)])
 
 
 PRESS = """
@@ -134,7 +134,7 @@ new Promise(done => {{
 """
 
 
-def asked(address: str, path: str) -> Any:
+def request_json(address: str, path: str) -> Any:
     url = f"{address.split('/#')[0]}/api/{path}"
     return (
         httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
@@ -143,14 +143,14 @@ def asked(address: str, path: str) -> Any:
     )
 
 
-def timed(call: Any) -> tuple[Any, float]:
+def time_call(call: Any) -> tuple[Any, float]:
     """Its result, and its milliseconds."""
     began = time.perf_counter()
     result = call()
     return result, round(1000 * (time.perf_counter() - began), 2)
 
 
-def percentiles(spent: list[float]) -> dict[str, float]:
+def compute_percentiles(spent: list[float]) -> dict[str, float]:
     return {
         name: round(float(np.percentile(spent, share)), 1)
         for name, share in (("p50", 50), ("p99", 99))

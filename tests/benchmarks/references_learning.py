@@ -40,7 +40,7 @@ STUDENT = {
 }  # 97.5% quantile by number of seeds
 
 
-def pairs_of(seed, count):
+def make_pairs(seed, count):
     """Conversational rows: the demonstrator's look, then the right answer or another one."""
     environment, rows = environments.make_environment("pixel_grid"), []
     seeds, rng = environment.seeds_of("train", LEVEL), random.Random(seed)
@@ -51,12 +51,12 @@ def pairs_of(seed, count):
             right = last["content"].split()[-1]
             others = "0123456789" if right.isdigit() else COLOURS
             wrong = rng.choice([one for one in others if one != right])
-            said = {**last, "content": last["content"].removesuffix(right) + wrong}
-            rows.append({"prompt": before, "chosen": [last], "rejected": [said]})
+            wrong_look = {**last, "content": last["content"].removesuffix(right) + wrong}
+            rows.append({"prompt": before, "chosen": [last], "rejected": [wrong_look]})
     return rows
 
 
-def dpo(folder, precision, seed):
+def train_dpo(folder, precision, seed):
     policy = rl_core.load_policy(folder)
     settings = rl_core.PreferenceSettings(
         learning_rate=1e-4,
@@ -69,7 +69,7 @@ def dpo(folder, precision, seed):
     )
     settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = load_preference_pairs(
-        pairs_of(seed, 800), 0.25, policy.renderer, policy.context, seed, "dpo", None
+        make_pairs(seed, 800), 0.25, policy.renderer, policy.context, seed, "dpo", None
     )
 
     def sums(model, part):
@@ -95,7 +95,7 @@ def dpo(folder, precision, seed):
     }
 
 
-def grpo(folder, precision, seed):
+def train_grpo(folder, precision, seed):
     settings = rl_core.PolicySettings(
         kl_coef=KL_COEF,
         reference_precision=precision,
@@ -122,32 +122,32 @@ def grpo(folder, precision, seed):
     }
 
 
-PARTS = {"dpo": dpo, "grpo": grpo}
+PARTS = {"dpo": train_dpo, "grpo": train_grpo}
 
 
-def interval(values):
+def estimate_interval(values):
     """Mean and half width of the 95% interval by Student's t."""
     values = np.asarray(values, dtype=float)
     return values.mean(), STUDENT[len(values)] * values.std(ddof=1) / math.sqrt(len(values))
 
 
-def show(found, part):
+def print_table(results, part):
     """The table of one part, in Markdown."""
-    seeds = sorted({key[2] for key in found if key[0] == part})
+    seeds = sorted({key[2] for key in results if key[0] == part})
     names = [
-        name for name in next(found[key] for key in found if key[0] == part) if name != "heldout"
+        name for name in next(results[key] for key in results if key[0] == part) if name != "heldout"
     ]
     print(f"\n| {part} | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
     for precision in PRECISIONS:
         cells = []
         for name in names:
-            values = [found[part, precision, seed][name] for seed in seeds]
-            mean, half = interval(values)
-            gap, width = interval(
-                [v - found[part, "full", s][name] for v, s in zip(values, seeds, strict=True)]
+            values = [results[part, precision, seed][name] for seed in seeds]
+            mean, half = estimate_interval(values)
+            gap, width = estimate_interval(
+                [v - results[part, "full", s][name] for v, s in zip(values, seeds, strict=True)]
             )
-            beside = "" if precision == "full" else f" ({gap:+.4f} ± {width:.4f})"
-            cells.append(f"{mean:.4f} ± {half:.4f}{beside}")
+            difference = "" if precision == "full" else f" ({gap:+.4f} ± {width:.4f})"
+            cells.append(f"{mean:.4f} ± {half:.4f}{difference}")
         print(f"| {precision} | " + " | ".join(cells) + " |")
 
 
@@ -157,28 +157,28 @@ def main():
     parser.add_argument("output", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--part", choices=sorted(PARTS))
-    given = parser.parse_args()
-    given.output.mkdir(parents=True, exist_ok=True)
-    results = given.output / "results.jsonl"
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    results = options.output / "results.jsonl"
     lines = results.read_text().splitlines() if results.is_file() else []
-    found = {
+    results_by_run = {
         (row["part"], row["precision"], row["seed"]): row["numbers"]
         for row in map(json.loads, lines)
     }
-    parts = [given.part] if given.part else sorted(PARTS)
+    parts = [options.part] if options.part else sorted(PARTS)
     for part in parts:
-        for seed in range(given.seeds):
+        for seed in range(options.seeds):
             for precision in PRECISIONS:
-                if (part, precision, seed) not in found:
-                    numbers = found[part, precision, seed] = PARTS[part](
-                        given.folder, precision, seed
+                if (part, precision, seed) not in results_by_run:
+                    numbers = results_by_run[part, precision, seed] = PARTS[part](
+                        options.folder, precision, seed
                     )
                     row = {"part": part, "precision": precision, "seed": seed, "numbers": numbers}
                     print(json.dumps(row), flush=True)
                     with results.open("a") as file:
                         file.write(json.dumps(row) + "\n")
     for part in parts:
-        show(found, part)
+        print_table(results_by_run, part)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def run_jobs(options):
     return {name: job for name, job in jobs.items() if fnmatch.fnmatch(name, options.only)}
 
 
-def variables():
+def build_environment():
     """Environment of a process with one thread."""
     return {
         **os.environ,
@@ -109,7 +109,7 @@ def measure(jobs, points):
         return
     log = None if "SHOW" in os.environ else subprocess.DEVNULL
     with subprocess.Popen(
-        command, env=variables(), stdout=subprocess.PIPE, text=True, stderr=log
+        command, env=build_environment(), stdout=subprocess.PIPE, text=True, stderr=log
     ) as process:
         for name in jobs:
             line = process.stdout.readline()
@@ -123,11 +123,11 @@ def measure(jobs, points):
         )
 
 
-def python(arguments, environment=()):
+def run_python(arguments, environment=()):
     """Standard output of a process of this Python with one thread."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
-        env={**variables(), **dict(environment)},
+        env={**build_environment(), **dict(environment)},
         stdout=subprocess.PIPE,
         text=True,
         stderr=subprocess.DEVNULL if "SHOW" not in os.environ else None,
@@ -136,16 +136,16 @@ def python(arguments, environment=()):
     return done.stdout
 
 
-def kept(path, make):
+def read_or_make(path, make):
     """A finished point, or a new one."""
     if path.is_file():
         return json.loads(path.read_text())
-    found = make()
-    path.write_text(json.dumps(found))
-    return found
+    result = make()
+    path.write_text(json.dumps(result))
+    return result
 
 
-def kill_runs(options, points):
+def run_kills(options, points):
     """SIGKILL to workers and drivers, synchronous and asynchronous; a temporary folder of their own."""
     for kind in ("workers", "driver"):
         for staleness in (0, 1):
@@ -166,13 +166,13 @@ def kill_runs(options, points):
                     "--seed",
                     str(options.seed),
                 ]
-                kept(
+                read_or_make(
                     points / f"{name}.json",
-                    lambda a=arguments, f=folder: last(python(a, {"TMPDIR": f}.items())),
+                    lambda a=arguments, f=folder: parse_last_line(run_python(a, {"TMPDIR": f}.items())),
                 )
 
 
-def last(text):
+def parse_last_line(text):
     """The last line of JSON: Ray's processes print beside it, and behind it."""
     return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])
 
@@ -203,15 +203,15 @@ def main():
         points,
     )
     if "kills" in options.parts:
-        kill_runs(options, points)
+        run_kills(options, points)
     from asynchrony import paper, report, validation
 
     if "simulation" in options.parts:
-        validation.predict(points)
+        validation.predict_runs(points)
     if "paper" in options.parts:
-        paper.study(lambda name, make: kept(points / f"paper-{name}.json", make))
+        paper.run_study(lambda name, make: read_or_make(points / f"paper-{name}.json", make))
     if "report" in options.parts:
-        report.write(points, options.output.resolve())
+        report.write_report(points, options.output.resolve())
     return 0
 
 

@@ -17,7 +17,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from compare_speed import commit, kept, processor, run_python, words
+from compare_speed import read_commit, read_or_make, describe_processor, run_python, parse_names
 from speed import growth
 
 # axis -> its values, the works that are measured along it, and what is fixed meanwhile
@@ -42,7 +42,7 @@ COUNTED = {"trajectories": "count", "iterations": "count"}
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--axes", type=words(tuple(AXES)), default=list(AXES))
+    parser.add_argument("--axes", type=parse_names(tuple(AXES)), default=list(AXES))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--repeats", type=int, default=3, help="measured calls of an update or a rollout"
@@ -65,7 +65,7 @@ def main():
                 print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
                 arguments = {**fixed, COUNTED.get(axis, axis): value}
                 try:
-                    point = kept(
+                    point = read_or_make(
                         output / f"points/{name}.json",
                         partial(measure, output, work, arguments, options),
                     )
@@ -75,14 +75,14 @@ def main():
                     continue
                 points.append({"axis": axis, "value": value, "work": work, **point})
     about = [
-        f"machine: {processor()}, {options.threads} thread(s), Python {sys.version.split()[0]}; "
+        f"machine: {describe_processor()}, {options.threads} thread(s), Python {sys.version.split()[0]}; "
         f"commit {', '.join(sorted({point['commit'] or '?' for point in points}))}",
         "fixed unless it is the axis: 3.2M parameters, 4 to 8 rows, 128 tokens; float32; "
         f"median of {options.repeats} calls after one that is dropped, collect and policy: one",
         "iterations are of a model of 0.04M parameters; parameters are in millions",
     ]
-    (output / "scaling.md").write_text(growth.markdown(points, about))
-    growth.picture(points, output / "scaling.png")
+    (output / "scaling.md").write_text(growth.format_report(points, about))
+    growth.draw_growth(points, output / "scaling.png")
     print((output / "scaling.md").read_text())
     return int(failures > 0)
 
@@ -96,7 +96,7 @@ def measure(output, work, arguments, options):
         ("repeats", options.repeats),
     ):
         command += [f"--{name}", str(value)]
-    return {**json.loads(run_python(command, options.threads)), "commit": commit()}
+    return {**json.loads(run_python(command, options.threads)), "commit": read_commit()}
 
 
 if __name__ == "__main__":

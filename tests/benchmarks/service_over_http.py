@@ -27,7 +27,16 @@ from rl_core.service.requests import Datum
 from rl_core.storage.atomic_files import write_json_atomic
 from tasks.config import dump_settings
 
-__all__ = ["RANKS", "SIZES", "Client", "PeerClient", "clients", "data", "peer_served", "served"]
+__all__ = [
+    "RANKS",
+    "SIZES",
+    "Client",
+    "PeerClient",
+    "draw_data",
+    "open_clients",
+    "run_peer",
+    "run_service",
+]
 
 ROOT = Path(__file__).parents[2]
 RANKS = (4, 8, 16, 32)
@@ -38,15 +47,15 @@ SIZES = {
 }  # sequences of a request, tokens of each
 
 
-def data(seed: int, size: str) -> tuple[Datum, ...]:
+def draw_data(seed: int, size: str) -> tuple[Datum, ...]:
     """Sequences of random tokens."""
     rows, tokens = SIZES[size]
-    found = np.random.default_rng(seed).integers(2, 512, (rows, tokens + 1))
-    return tuple(Datum(row[:-1], {"target_tokens": row[1:]}) for row in found)
+    tokens_BS = np.random.default_rng(seed).integers(2, 512, (rows, tokens + 1))
+    return tuple(Datum(row[:-1], {"target_tokens": row[1:]}) for row in tokens_BS)
 
 
 @contextlib.contextmanager
-def served(
+def run_service(
     folder: Path, base: Path, threads: int, batch_runs: str, name: str = "base"
 ) -> Iterator[tuple[str, str, list[int]]]:
     """Address, key and process numbers of a service of two processes, whose only base model has this name."""
@@ -108,7 +117,7 @@ wait $child
 
 
 @contextlib.contextmanager
-def peer_served(folder: Path, base: Path, python: str) -> Iterator[tuple[str, list[int]]]:
+def run_peer(folder: Path, base: Path, python: str) -> Iterator[tuple[str, list[int]]]:
     """Address and process numbers (server, engine) of SkyRL's server over the same model, by its JAX backend.
 
     Args:
@@ -229,12 +238,12 @@ class Client:
         while True:
             if self.latency:
                 await asyncio.sleep(self.latency / 2)
-            found = await self._http.post(path, body, kind)
+            reply = await self._http.post(path, body, kind)
             if self.latency:
                 await asyncio.sleep(self.latency / 2)
-            if found.status != 408:
-                assert found.status == 200, found
-                return found
+            if reply.status != 408:
+                assert reply.status == 200, reply
+                return reply
 
     async def open(self, rank: int) -> None:
         """A session and a run."""
@@ -254,10 +263,10 @@ class Client:
         """The result of a request."""
         return await self.send("retrieve_future", {"request_id": promise["request_id"]})
 
-    async def pass_(self, given: Sequence[Datum]) -> dict[str, Any]:
+    async def pass_(self, datums: Sequence[Datum]) -> dict[str, Any]:
         """A promise of a forward and backward pass."""
         self._seq += 1
-        payload = loss(self.model_id, self._seq, given).payload
+        payload = loss(self.model_id, self._seq, datums).payload
         promise: dict[str, Any] = (await self.send("forward_backward", payload)).json()
         return promise
 
@@ -276,7 +285,7 @@ class Client:
         """Updates. ahead: 0 = every result before the next request; k = up to k updates in flight behind the newest."""
         flying: list[asyncio.Task[Reply]] = []
         for step in range(steps):
-            one = asyncio.create_task(self.result(await self.pass_(data(step, size))))
+            one = asyncio.create_task(self.result(await self.pass_(draw_data(step, size))))
             if not ahead:
                 await one
             other = asyncio.create_task(self.result(await self.update()))
@@ -309,13 +318,13 @@ class PeerClient(Client):
 
 
 @contextlib.asynccontextmanager
-async def clients(
+async def open_clients(
     address: str, key: str, count: int, kind: type[Client] = Client
 ) -> AsyncIterator[list[Client]]:
     """Clients with a run each."""
-    found = [kind(address, key) for _ in range(count)]
-    for number, client in enumerate(found):
+    opened = [kind(address, key) for _ in range(count)]
+    for number, client in enumerate(opened):
         await client.open(RANKS[number % len(RANKS)])
-    yield found
-    for client in found:
+    yield opened
+    for client in opened:
         await client.close()

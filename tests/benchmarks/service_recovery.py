@@ -40,7 +40,7 @@ SHAPE = dict(
 ROWS, TOKENS, RANK = 8, 64, 32
 
 
-def data(seed: int) -> tuple[Datum, ...]:
+def draw_data(seed: int) -> tuple[Datum, ...]:
     """Sequences of random tokens."""
     rng = np.random.default_rng(seed)
     rows = rng.integers(2, 2048, (ROWS, TOKENS + 1))
@@ -69,7 +69,7 @@ def measure(folder: Path, base: Path, snapshot_steps: int, steps: int) -> dict[s
         pass
     began = time.perf_counter()
     for step in range(steps):
-        store.accept_request(loss("r", 2 * step + 1, data(step)))
+        store.accept_request(loss("r", 2 * step + 1, draw_data(step)))
         store.accept_request(update("r", 2 * step + 2))
         while worker.step(wait=0.0):
             pass

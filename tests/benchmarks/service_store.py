@@ -23,7 +23,7 @@ from typing import Any
 from posttrain.training_service.store import NewRequest, ResultBody, ServiceStore
 
 
-def work(url: str) -> None:
+def run_worker(url: str) -> None:
     """Answer whatever is asked, as one batch."""
     store, answer = ServiceStore(url), ResultBody(b"x" * 2000, "protobuf")
     while True:
@@ -68,13 +68,13 @@ class Watch:
         event.wait(60)
 
 
-def ask(
+def run_asker(
     store: ServiceStore,
     watch: Watch,
     number: int,
     pause: float,
     until: float,
-    found: list[tuple[float, float]],
+    latencies: list[tuple[float, float]],
 ) -> None:
     """One asker."""
     draw, seq = random.Random(number), 0
@@ -96,13 +96,13 @@ def ask(
         watch.wait(stored.request_id)
         answered = store.find_result(stored.request_id)
         assert answered is not None and answered.answer is not None
-        found.append((accepted - began, time.perf_counter() - began))
+        latencies.append((accepted - began, time.perf_counter() - began))
         seq += 1
         if pause:
             time.sleep(draw.expovariate(1 / pause))
 
 
-def _processor_seconds(pid: int | None) -> float:
+def _read_processor_seconds(pid: int | None) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime
 
@@ -110,25 +110,25 @@ def _processor_seconds(pid: int | None) -> float:
 def measure(url: str, askers: int, pause: float, seconds: float) -> dict[str, Any]:
     """One row."""
     store = ServiceStore(url)
-    worker = multiprocessing.get_context("spawn").Process(target=work, args=(url,), daemon=True)
+    worker = multiprocessing.get_context("spawn").Process(target=run_worker, args=(url,), daemon=True)
     worker.start()
     watch = Watch(store)
     warm: list[tuple[float, float]] = []
-    ask(store, watch, 10_000, 0.0, time.monotonic() + 3.0, warm)
-    found: list[tuple[float, float]] = []
-    used = time.process_time(), _processor_seconds(worker.pid)
+    run_asker(store, watch, 10_000, 0.0, time.monotonic() + 3.0, warm)
+    latencies: list[tuple[float, float]] = []
+    used = time.process_time(), _read_processor_seconds(worker.pid)
     until = time.monotonic() + seconds
     threads = [
-        threading.Thread(target=ask, args=(store, watch, n, pause, until, found))
+        threading.Thread(target=run_asker, args=(store, watch, n, pause, until, latencies))
         for n in range(askers)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    own, others = time.process_time() - used[0], _processor_seconds(worker.pid) - used[1]
+    asker_seconds, others = time.process_time() - used[0], _read_processor_seconds(worker.pid) - used[1]
     worker.kill()
-    accepts, whole = (sorted(values) for values in zip(*found, strict=True))
+    accepts, totals = (sorted(values) for values in zip(*latencies, strict=True))
 
     def quantile(values: list[float], share: float) -> float:
         return round(1000 * values[min(len(values) - 1, int(share * len(values)))], 2)
@@ -136,14 +136,14 @@ def measure(url: str, askers: int, pause: float, seconds: float) -> dict[str, An
     return {
         "askers": askers,
         "pause_s": pause,
-        "futures": len(found),
-        "per_second": round(len(found) / seconds, 1),
+        "futures": len(latencies),
+        "per_second": round(len(latencies) / seconds, 1),
         "accept_p50_ms": quantile(accepts, 0.5),
         "accept_p99_ms": quantile(accepts, 0.99),
-        "future_p50_ms": quantile(whole, 0.5),
-        "future_p99_ms": quantile(whole, 0.99),
-        "asker_cpu_ms": round(1000 * own / len(found), 2),
-        "worker_cpu_ms": round(1000 * others / len(found), 2),
+        "future_p50_ms": quantile(totals, 0.5),
+        "future_p99_ms": quantile(totals, 0.99),
+        "asker_cpu_ms": round(1000 * asker_seconds / len(latencies), 2),
+        "worker_cpu_ms": round(1000 * others / len(latencies), 2),
         "load": os.getloadavg()[0],
     }
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 from helpers.service import make_base
-from service_over_http import RANKS, SIZES, Client, PeerClient, clients, data, peer_served, served
+from service_over_http import RANKS, SIZES, Client, PeerClient, open_clients, draw_data, run_peer, run_service
 
 from posttrain.training_service.store import ServiceStore
 from rl_core.service.requests import AdapterConfig, CreateModel, ForwardBackward, OptimStep
@@ -68,15 +68,15 @@ class Times:
 
     def add(self, begun: Mark, middle: Mark) -> None:
         """A measurement that ends now: one after the other until `middle`, then at once."""
-        self._found.append((_between(begun, middle), _between(middle, self.mark())))
+        self._found.append((_subtract_marks(begun, middle), _subtract_marks(middle, self.mark())))
 
     def row(self, updates: int) -> dict[str, Any]:
         """Updates a second, ratios, and milliseconds of each process an update."""
         clock = [(alone[0], joint[0]) for alone, joint in self._found]
         processors = [(sum(alone[1]), sum(joint[1])) for alone, joint in self._found]
-        found: dict[str, Any] = {}
+        row: dict[str, Any] = {}
         for name, pairs in (("clock", clock), ("processors", processors)):
-            found[name] = {
+            row[name] = {
                 "alone_per_second": round(updates / median(pair[0] for pair in pairs), 1),
                 "at_once_per_second": round(updates / median(pair[1] for pair in pairs), 1),
                 "ratio": round(median(pair[0] / pair[1] for pair in pairs), 2),
@@ -84,23 +84,23 @@ class Times:
             }
         names = ("this", "server", "worker")[: len(self._processes)]
         for name, kind in (("alone_ms", 0), ("at_once_ms", 1)):
-            found[name] = {
+            row[name] = {
                 process: round(
                     1000 * median(pair[kind][1][index] for pair in self._found) / updates, 2
                 )
                 for index, process in enumerate(names)
             }
-        return found | {"load": round(os.getloadavg()[0], 1)}
+        return row | {"load": round(os.getloadavg()[0], 1)}
 
 
-def _between(begun: Mark, ended: Mark) -> Mark:
+def _subtract_marks(begun: Mark, ended: Mark) -> Mark:
     return ended[0] - begun[0], tuple(b - a for a, b in zip(begun[1], ended[1], strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------------- engine
 
 
-def engine_rows(base: Path, steps: int, repeats: int, batch_runs: str) -> Iterator[dict[str, Any]]:
+def measure_engine(base: Path, steps: int, repeats: int, batch_runs: str) -> Iterator[dict[str, Any]]:
     """Updates/s of the engine alone."""
     alone = TrainingEngine(
         ServiceEngineSettings(bases={"base": str(base)}, device="cpu", batch_runs="never")
@@ -115,7 +115,7 @@ def engine_rows(base: Path, steps: int, repeats: int, batch_runs: str) -> Iterat
     for size in SIZES:
         for count in RUNS:
             passes = [
-                ForwardBackward(model_id=str(n), data=data(n, size), loss_fn="cross_entropy")
+                ForwardBackward(model_id=str(n), data=draw_data(n, size), loss_fn="cross_entropy")
                 for n in range(count)
             ]
             updates = [OptimStep(model_id=str(n)) for n in range(count)]
@@ -144,7 +144,7 @@ def engine_rows(base: Path, steps: int, repeats: int, batch_runs: str) -> Iterat
 # ------------------------------------------------------------------------------------------------------------ service
 
 
-async def service_rows(
+async def measure_service(
     address: str,
     key: str,
     others: Sequence[int],
@@ -153,30 +153,30 @@ async def service_rows(
     kind: type[Client] = Client,
 ) -> AsyncIterator[dict[str, Any]]:
     """Updates/s of several clients, each with a pass and an update in flight."""
-    async with clients(address, key, max(RUNS), kind) as found:
+    async with open_clients(address, key, max(RUNS), kind) as opened:
         for size in SIZES:
-            await asyncio.gather(*(client.train(2, size, 1) for client in found))
+            await asyncio.gather(*(client.train(2, size, 1) for client in opened))
             for count in RUNS:
                 times = Times(others)
                 for _ in range(repeats):
                     begun = times.mark()
-                    for client in found[:count]:
+                    for client in opened[:count]:
                         await client.train(steps, size, 1)
                     middle = times.mark()
                     await asyncio.gather(
-                        *(client.train(steps, size, 1) for client in found[:count])
+                        *(client.train(steps, size, 1) for client in opened[:count])
                     )
                     times.add(begun, middle)
                 part = "service" if kind is Client else "peer"
                 yield {"part": part, "size": size, "runs": count, **times.row(count * steps)}
 
 
-async def pipelining_rows(
+async def measure_pipelining(
     address: str, key: str, steps: int, repeats: int, kind: type[Client] = Client
 ) -> AsyncIterator[dict[str, Any]]:
     """Updates/s of one client by latency."""
     part = "pipelining" if kind is Client else "peer_pipelining"
-    async with clients(address, key, 1, kind) as (client,):
+    async with open_clients(address, key, 1, kind) as (client,):
         for size in SIZES:
             await client.train(2, size, 1)
             for latency in LATENCIES:
@@ -200,15 +200,15 @@ async def pipelining_rows(
                 }
 
 
-async def futures_row(
+async def measure_futures(
     address: str, key: str, others: Sequence[int], seconds: float, kind: type[Client] = Client
 ) -> dict[str, Any]:
     """Overhead of samples of one token, asked for by many clients of one sampler."""
-    async with clients(address, key, 1, kind) as (first,):
+    async with open_clients(address, key, 1, kind) as (first,):
         body = {"session_id": first.session, "sampling_session_seq_id": 0, "base_model": "base"}
         sampler = (await first.send("create_sampling_session", body)).json()["sampling_session_id"]
         askers = [kind(address, key) for _ in range(CLIENTS)]
-        whole: list[float] = []
+        durations: list[float] = []
         promised: list[float] = []
         ids: list[
             tuple[str, float, float]
@@ -225,24 +225,24 @@ async def futures_row(
                     "prompt": prompt,
                     "sampling_params": {"max_tokens": 1, "temperature": 1.0, "seed": turn},
                 }
-                asked, begun = time.time(), time.perf_counter()
+                asked_at, begun = time.time(), time.perf_counter()
                 promise = (await client.send("asample", body)).json()
                 accepted = time.perf_counter() - begun
                 await client.result(promise)
                 took = time.perf_counter() - begun
                 if turn:  # the first opens connections
                     promised.append(accepted)
-                    whole.append(took)
-                    ids.append((promise["request_id"], asked, took))
+                    durations.append(took)
+                    ids.append((promise["request_id"], asked_at, took))
                 await asyncio.sleep(max(0.0, PAUSE - took))
 
         begun = times.mark()
         await asyncio.gather(*(ask(number, client) for number, client in enumerate(askers)))
-        _, used = _between(begun, times.mark())
+        _, used = _subtract_marks(begun, times.mark())
         for client in askers:
             await client.close()
     spent = {
-        name: round(1000 * one / len(whole), 2)
+        name: round(1000 * one / len(durations), 2)
         for name, one in zip(("this", "server", "worker"), used, strict=True)
     }
     return {
@@ -250,67 +250,67 @@ async def futures_row(
         "clients": CLIENTS,
         "every_seconds": PAUSE,
         "processor_ms": spent,
-        "whole": whole,
+        "whole": durations,
         "promised": promised,
         "ids": ids,
     }
 
 
-def overheads(folder: Path | None, row: dict[str, Any]) -> dict[str, Any]:
+def summarize_overheads(folder: Path | None, row: dict[str, Any]) -> dict[str, Any]:
     """The row with quantiles in place of single times. `overhead` is the whole without the request's own computing;
     `waiting` is the part of it in which the worker computed for others, `future` is the rest.
 
     Args:
         folder: of the service, whose store knows when it computed; None = that is not known.
     """
-    ids, whole, promised = row.pop("ids"), row.pop("whole"), row.pop("promised")
-    values: dict[str, list[float]] = {"whole": whole, "promised": promised}
+    ids, durations, promised = row.pop("ids"), row.pop("whole"), row.pop("promised")
+    values: dict[str, list[float]] = {"whole": durations, "promised": promised}
     if folder is not None:
-        served = _computed(folder, [request_id for request_id, _, _ in ids])
-        busy = _union(served)
+        served = _find_computed_spans(folder, [request_id for request_id, _, _ in ids])
+        busy = _merge_spans(served)
         values["computing"] = [finished - started for started, finished in served]
         values["overhead"] = [
-            took - own for (_, _, took), own in zip(ids, values["computing"], strict=True)
+            took - computing for (_, _, took), computing in zip(ids, values["computing"], strict=True)
         ]
         values["waiting"] = [
-            _overlap(busy, asked, one[0]) for (_, asked, _), one in zip(ids, served, strict=True)
+            _measure_overlap(busy, asked, one[0]) for (_, asked, _), one in zip(ids, served, strict=True)
         ]
         values["future"] = [
             over - wait for over, wait in zip(values["overhead"], values["waiting"], strict=True)
         ]
-    for name, found in values.items():
-        ordered = sorted(found)
+    for name, numbers in values.items():
+        ordered = sorted(numbers)
         row |= {
             f"{name}_p{share}_ms": round(1000 * ordered[int(share / 100 * len(ordered))], 2)
             for share in (50, 99)
         }
-    return row | {"futures": len(whole), "load": os.getloadavg()[0]}
+    return row | {"futures": len(durations), "load": os.getloadavg()[0]}
 
 
-def _computed(folder: Path, request_ids: Sequence[str]) -> list[tuple[float, float]]:
+def _find_computed_spans(folder: Path, request_ids: Sequence[str]) -> list[tuple[float, float]]:
     """When each request was computed, from and to, seconds since the epoch."""
     store = ServiceStore(f"sqlite:///{folder}/service.db")
-    found = []
+    spans = []
     for request_id in request_ids:
         result = store.find_result(request_id)
         assert result is not None and result.started is not None and result.finished is not None
-        found.append((result.started, result.finished))
+        spans.append((result.started, result.finished))
     store.close()
-    return found
+    return spans
 
 
-def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _merge_spans(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Spans of seconds that do not touch and cover the same time, in order."""
-    found: list[tuple[float, float]] = []
+    merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
-def _overlap(spans: Sequence[tuple[float, float]], start: float, end: float) -> float:
+def _measure_overlap(spans: Sequence[tuple[float, float]], start: float, end: float) -> float:
     """Seconds of [start, end] within spans that do not touch."""
     return sum(max(0.0, min(end, last) - max(start, first)) for first, last in spans)
 
@@ -363,33 +363,33 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(arguments.threads)
-        for row in engine_rows(base, arguments.steps, arguments.repeats, arguments.batch_runs):
+        for row in measure_engine(base, arguments.steps, arguments.repeats, arguments.batch_runs):
             note(row)
 
     async def through_http(
         place: Path | None, address: str, key: str, processes: Sequence[int], kind: type[Client]
     ) -> None:
         if "service" in parts:
-            async for row in service_rows(
+            async for row in measure_service(
                 address, key, processes, arguments.steps, arguments.repeats, kind
             ):
                 note(row)
         if "pipelining" in parts:
-            async for row in pipelining_rows(
+            async for row in measure_pipelining(
                 address, key, arguments.steps, arguments.repeats, kind
             ):
                 note(row)
         if "futures" in parts:
             note(
-                overheads(
-                    place, await futures_row(address, key, processes, arguments.seconds, kind)
+                summarize_overheads(
+                    place, await measure_futures(address, key, processes, arguments.seconds, kind)
                 )
             )
 
     if set(parts) - {"engine"}:
         place = folder / f"service-{time.time_ns()}"
         place.mkdir(parents=True)
-        with served(place, base, arguments.threads, arguments.batch_runs) as (
+        with run_service(place, base, arguments.threads, arguments.batch_runs) as (
             address,
             key,
             processes,
@@ -397,7 +397,7 @@ def main() -> None:
             asyncio.run(through_http(place, address, key, processes, Client))
         if arguments.skyrl:
             place = folder / f"skyrl-{time.time_ns()}"
-            with peer_served(place, base, os.path.abspath(arguments.skyrl)) as (address, processes):
+            with run_peer(place, base, os.path.abspath(arguments.skyrl)) as (address, processes):
                 asyncio.run(through_http(None, address, "peer", processes, PeerClient))
     facts = {
         "processor": platform.processor() or platform.machine(),

@@ -43,7 +43,7 @@ def make_model(folder: Path, preset: str) -> Path:
     return folder
 
 
-def offline(folder: Path, counts: list[int], tokens: int, threads: int) -> dict[str, float]:
+def measure_offline(folder: Path, counts: list[int], tokens: int, threads: int) -> dict[str, float]:
     """Sampled tokens a second of the offline engine by sequences at once, the best of three."""
     code = f"""
 import json, time, torch
@@ -70,15 +70,15 @@ for clients in {counts}:
 print(json.dumps(found))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(threads), capture_output=True, text=True
+        [sys.executable, "-c", code], env=build_environment(threads), capture_output=True, text=True
     )
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    speeds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return speeds
 
 
-def environment(threads: int) -> dict[str, str]:
+def build_environment(threads: int) -> dict[str, str]:
     """Variables of measured processes."""
     return {
         **os.environ,
@@ -90,7 +90,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def busy_neighbour() -> Iterator[None]:
+def run_busy_neighbour() -> Iterator[None]:
     """An interpreter that counts until the block ends, as clients and HTTP servers keep another processor busy: on
     processors that share a core's units, the engine is slower beside it."""
     child = subprocess.Popen([sys.executable, "-c", "while True: sum(i * i for i in range(1000))"])
@@ -102,13 +102,13 @@ def busy_neighbour() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def process(
+def run_process(
     command: list[str], threads: int, log: Path, ready: str, headers: dict[str, str]
 ) -> Iterator[int]:
     """A server until the block ends; its process id."""
     with log.open("wb") as out:
         child = subprocess.Popen(
-            command, env=environment(threads), stdout=out, stderr=out, start_new_session=True
+            command, env=build_environment(threads), stdout=out, stderr=out, start_new_session=True
         )
     try:
         deadline = time.monotonic() + 180
@@ -131,7 +131,7 @@ def process(
 
 
 @contextlib.contextmanager
-def served(
+def run_server(
     folder: Path, output: Path, port: int, threads: int, **settings: Any
 ) -> Iterator[tuple[str, str]]:
     """(base URL, token) of `posttrain serve`."""
@@ -156,7 +156,7 @@ def served(
         "model.device=cpu",
         *overrides,
     ]
-    with process(
+    with run_process(
         command, threads, output / f"serve-{port}.log", f"http://127.0.0.1:{port}/readyz", {}
     ):
         yield f"http://127.0.0.1:{port}/v1", (output / "serving" / "token").read_text().strip()
@@ -210,10 +210,10 @@ class Clients:
                 "max_tokens": self.tokens,
                 "temperature": 1.0,
             }
-            found = await client.post(f"{self.url}/chat/completions", json=body, headers=headers)
-            return found.status_code, found.json()["usage"][
+            reply = await client.post(f"{self.url}/chat/completions", json=body, headers=headers)
+            return reply.status_code, reply.json()["usage"][
                 "completion_tokens"
-            ] if found.status_code == 200 else 0
+            ] if reply.status_code == 200 else 0
 
         return ask
 
@@ -226,7 +226,7 @@ class Clients:
 
         async def ask(text: str) -> tuple[int, int]:
             try:
-                found = await official.chat.completions.create(
+                completion = await official.chat.completions.create(
                     model=self.model,
                     messages=[{"role": "user", "content": text}],
                     max_tokens=self.tokens,
@@ -234,13 +234,13 @@ class Clients:
                 )
             except openai.APIStatusError as error:
                 return error.status_code, 0
-            assert found.usage is not None
-            return 200, found.usage.completion_tokens
+            assert completion.usage is not None
+            return 200, completion.usage.completion_tokens
 
         return ask
 
 
-def measured(
+def measure_load(
     url: str, key: str, model: str, clients: int, tokens: int, seconds: float, official: bool
 ) -> dict[str, Any]:
     """Answers and tokens a second, and quantiles of the latency."""
@@ -258,7 +258,7 @@ def measured(
     }
 
 
-def peer(
+def measure_peer(
     folder: Path, output: Path, port: int, threads: int, counts: list[int], arguments: Any
 ) -> list[dict[str, Any]]:
     """The same load on `transformers serve`."""
@@ -280,11 +280,11 @@ def peer(
         exist_ok=True
     )  # its list of models reads the hub's cache, and fails where there is none
     os.environ.setdefault("HF_HUB_CACHE", str((output / "hub").resolve()))
-    with process(
+    with run_process(
         command, threads, output / "transformers.log", f"http://127.0.0.1:{port}/v1/models", {}
     ):
         return [
-            measured(
+            measure_load(
                 f"http://127.0.0.1:{port}/v1",
                 "none",
                 str(folder),
@@ -328,7 +328,7 @@ def main() -> None:
     folder = arguments.model or make_model(
         arguments.output / f"model-{arguments.preset}", arguments.preset
     )
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "machine": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": arguments.threads,
@@ -337,17 +337,17 @@ def main() -> None:
         "client": "openai" if arguments.official else "httpx",
     }
     threads, output = arguments.threads, arguments.output
-    found["offline"] = offline(folder, arguments.clients, arguments.tokens, threads)
-    with busy_neighbour():
-        found["offline_beside_busy"] = offline(folder, arguments.clients, arguments.tokens, threads)
-    with served(folder, output, arguments.port, threads) as (url, key):
-        found["serve"] = [
-            measured(
+    results["offline"] = measure_offline(folder, arguments.clients, arguments.tokens, threads)
+    with run_busy_neighbour():
+        results["offline_beside_busy"] = measure_offline(folder, arguments.clients, arguments.tokens, threads)
+    with run_server(folder, output, arguments.port, threads) as (url, key):
+        results["serve"] = [
+            measure_load(
                 url, key, "measured", count, arguments.tokens, arguments.seconds, arguments.official
             )
             for count in arguments.clients
         ]
-        found["overload"] = measured(
+        results["overload"] = measure_load(
             url,
             key,
             "measured",
@@ -357,12 +357,12 @@ def main() -> None:
             arguments.official,
         )
     if arguments.peer:
-        found["peer"] = peer(
+        results["peer"] = measure_peer(
             folder, output, arguments.port + 1, threads, arguments.clients, arguments
         )
-    found["load_after"] = os.getloadavg()
-    (output / "serving.json").write_text(json.dumps(found, indent=2))
-    print(json.dumps(found, indent=2))
+    results["load_after"] = os.getloadavg()
+    (output / "serving.json").write_text(json.dumps(results, indent=2))
+    print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

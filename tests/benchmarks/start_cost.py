@@ -60,7 +60,7 @@ sys.exit(code)
 """
 
 
-def measured(folder: Path) -> dict[str, object]:
+def run_pipeline(folder: Path) -> dict[str, object]:
     """One run of the pipeline; it has to succeed."""
     environment = {
         **os.environ,
@@ -83,16 +83,16 @@ def measured(folder: Path) -> dict[str, object]:
             command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=log
         )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    found = json.loads((folder / "found.json").read_text())
-    whole = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    loaded = set(found["loaded"])
+    report = json.loads((folder / "found.json").read_text())
+    total = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    loaded = set(report["loaded"])
     return {
-        "processor": round(whole, 1),
-        "own": round(found["own"], 1),
-        "children": round(whole - found["own"], 1),
-        "before_stages": {name: round(value, 1) for name, value in found["before_stages"].items()},
+        "processor": round(total, 1),
+        "own": round(report["own"], 1),
+        "children": round(total - report["own"], 1),
+        "before_stages": {name: round(value, 1) for name, value in report["before_stages"].items()},
         "wall": round(time.monotonic() - began, 1),
-        "imports": imports((folder / "imports.txt").read_text()),
+        "imports": parse_import_seconds((folder / "imports.txt").read_text()),
         "loaded": [
             name
             for name in ("torch", "transformers", "mlflow", "prefect.server.api.server")
@@ -102,7 +102,7 @@ def measured(folder: Path) -> dict[str, object]:
     }
 
 
-def imports(log: str) -> dict[str, float]:
+def parse_import_seconds(log: str) -> dict[str, float]:
     """Seconds by package from the log of `-X importtime`: of its own modules, without those that they import."""
     seconds: dict[str, float] = {}
     for line in log.splitlines():
@@ -130,8 +130,8 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "small.yaml").write_text(CONFIG)
     runs = {
-        "first": [measured(options.output)],
-        "cached": [measured(options.output) for _ in range(options.times)],
+        "first": [run_pipeline(options.output)],
+        "cached": [run_pipeline(options.output) for _ in range(options.times)],
     }
     print(json.dumps(runs, indent=1))
 

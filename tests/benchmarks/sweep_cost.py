@@ -23,7 +23,7 @@ RATES = ("1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2")
 KEY = "stages.policy.learning_rate"
 
 
-def measured(*arguments: str, folder: Path) -> dict[str, float]:
+def time_command(*arguments: str, folder: Path) -> dict[str, float]:
     """Seconds of one command; it has to succeed."""
     environment = {
         **os.environ,
@@ -49,10 +49,10 @@ def main() -> None:
     options = parser.parse_args()
     options.output.mkdir(parents=True)
     (options.output / "small.yaml").write_text(CONFIG)
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     trials = [(rate, seed) for rate in RATES for seed in range(3)][: options.by_hand]
-    found["by hand"] = [
-        measured(
+    results["by hand"] = [
+        time_command(
             "run",
             "small.yaml",
             "--set",
@@ -65,7 +65,7 @@ def main() -> None:
         )
         for rate, seed in trials
     ]
-    found["sweep"] = measured(
+    results["sweep"] = time_command(
         "sweep",
         "small.yaml",
         "--set",
@@ -80,7 +80,7 @@ def main() -> None:
         str(options.parallel),
         folder=options.output,
     )
-    found["processor"] = next(
+    results["processor"] = next(
         (
             line.partition(":")[2].strip()
             for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -88,8 +88,8 @@ def main() -> None:
         ),
         "",
     )
-    print(json.dumps(found, indent=1))
-    (options.output / "sweep_cost.json").write_text(json.dumps(found, indent=1))
+    print(json.dumps(results, indent=1))
+    (options.output / "sweep_cost.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def main(job_file: str) -> None:
     )
     made.save_pretrained(place)
     tokenizer.save_pretrained(place)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "trl": trl.__version__,
         "transformers": transformers.__version__,
         "files": {},
@@ -43,13 +43,13 @@ def main(job_file: str) -> None:
     for name, file in job["files"].items():
         read = _READERS[file["trainer"]]
         parts = [file["rows"]] if file.get("together") else [[row] for row in file["rows"]]
-        found["files"][name] = [
-            row for part in parts for row in _tried(read, place, tokenizer, part)
+        results["files"][name] = [
+            row for part in parts for row in _try(read, place, tokenizer, part)
         ]
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
-def _tried(
+def _try(
     read: Callable[..., list[Row]], place: str, tokenizer: Any, rows: list[Row]
 ) -> list[Row]:
     try:
@@ -59,48 +59,48 @@ def _tried(
         return [{"error": f"{type(error).__name__}: {line}"}] * len(rows)
 
 
-def _common(place: str) -> dict[str, Any]:
+def _build_common_options(place: str) -> dict[str, Any]:
     return dict(output_dir=place, report_to="none", use_cpu=True, bf16=False, max_length=None)
 
 
-def _sft(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
+def _collate_sft(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
     args = trl.SFTConfig(
-        **_common(place), assistant_only_loss="messages" in rows[0], eos_token=tokenizer.eos_token
+        **_build_common_options(place), assistant_only_loss="messages" in rows[0], eos_token=tokenizer.eos_token
     )
     trainer = trl.SFTTrainer(
         place, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     )
-    return [_collated(trainer, row) for row in trainer.train_dataset]
+    return [_collate(trainer, row) for row in trainer.train_dataset]
 
 
-def _collated(trainer: Any, row: Mapping[str, Any]) -> Row:
+def _collate(trainer: Any, row: Mapping[str, Any]) -> Row:
     batch = trainer.data_collator([row])
     loss = [place for place, label in enumerate(batch["labels"][0].tolist()) if label != -100]
     return {"sides": [{"ids": batch["input_ids"][0].tolist(), "loss": loss}]}
 
 
-def _dpo(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
-    args = trl.DPOConfig(**_common(place))
+def _collate_dpo(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
+    args = trl.DPOConfig(**_build_common_options(place))
     trainer = trl.DPOTrainer(
         place, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     )
     batches = [trainer.data_collator([row]) for row in trainer.train_dataset]
-    return [{"sides": [_completion(batch, 0), _completion(batch, 1)]} for batch in batches]
+    return [{"sides": [_read_completion(batch, 0), _read_completion(batch, 1)]} for batch in batches]
 
 
-def _kto(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
+def _collate_kto(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
     args = trl.KTOConfig(
-        **_common(place), loss_type="apo_zero_unpaired"
+        **_build_common_options(place), loss_type="apo_zero_unpaired"
     )  # no second data set of mismatched pairs
     trainer = trl.KTOTrainer(
         place, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     )
     return [
-        {"sides": [_completion(trainer.data_collator([row]), 0)]} for row in trainer.train_dataset
+        {"sides": [_read_completion(trainer.data_collator([row]), 0)]} for row in trainer.train_dataset
     ]
 
 
-def _completion(batch: Mapping[str, Any], side: int) -> Row:
+def _read_completion(batch: Mapping[str, Any], side: int) -> Row:
     """Tokens of one row of a batch, and those that its completion mask names."""
     real = batch["attention_mask"][side].bool()
     mask = batch["completion_mask"][side].bool()[real].tolist()
@@ -108,7 +108,7 @@ def _completion(batch: Mapping[str, Any], side: int) -> Row:
     return {"ids": batch["input_ids"][side][real].tolist(), "loss": loss}
 
 
-_READERS: dict[str, Callable[..., list[Row]]] = {"sft": _sft, "dpo": _dpo, "kto": _kto}
+_READERS: dict[str, Callable[..., list[Row]]] = {"sft": _collate_sft, "dpo": _collate_dpo, "kto": _collate_kto}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import torch
 
-from asynchrony.slow_tools import IN_PROCESS, KeptRay, make_trainer, on_ray
+from asynchrony.slow_tools import IN_PROCESS, KeptRay, make_trainer, make_ray_settings
 
 REPEATS = 12
 BEGIN_S = 25.0  # for processes to start and warm up before they are measured together
@@ -29,30 +29,30 @@ class Echo:
         return value
 
 
-def costs(options):
+def measure_costs(options):
     """Seconds of each, medians."""
-    found = {
-        **weight_costs(options.get("shape", "0.9M")),
-        **call_costs(options.get("shape", "0.9M")),
+    results = {
+        **measure_weight_update(options.get("shape", "0.9M")),
+        **measure_calls(options.get("shape", "0.9M")),
     }
-    alone = together(1, options["crowd_seconds"])
+    alone = measure_crowded_iterations(1, options["crowd_seconds"])
     crowding = [
         1.0,
         *(
-            together(count, options["crowd_seconds"]) / alone
+            measure_crowded_iterations(count, options["crowd_seconds"]) / alone
             for count in range(2, options["most"] + 1)
         ),
     ]
-    return {**found, "crowding": crowding}
+    return {**results, "crowding": crowding}
 
 
-def timed(work):
+def time_call(work):
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
-def weight_costs(shape):
+def measure_weight_update(shape):
     """A weight update, both sides in this process and one after the other; the object store is Ray's."""
     from rl_core.models.trainable_weights import collect_trainable_weights
     from rl_core.rollout_workers.weight_transfer import (
@@ -63,7 +63,7 @@ def weight_costs(shape):
     )
     from rl_core.rollout_workers.worker import RolloutWorker, WorkerSpec, read_runtime_versions
 
-    trainer, _ = make_trainer(on_ray(1), shape=shape)
+    trainer, _ = make_trainer(make_ray_settings(1), shape=shape)
     trainer.worker_group.cluster.open_cluster(0)
     team, parts, sampling = (
         trainer.worker_group,
@@ -88,7 +88,7 @@ def weight_costs(shape):
             for parameter in parts.model.parameters():
                 parameter.add_(1e-6)
         rows["publish_seconds"].append(
-            timed(
+            time_call(
                 lambda n=number: team.cluster.share_value(
                     team._build_update(
                         digest_tensors(collect_trainable_weights(parts.model)), n, sampling
@@ -96,25 +96,25 @@ def weight_costs(shape):
                 )
             )
         )
-        rows["verify_seconds"].append(timed(team._sample_trainer_probe))
-        rows["load_seconds"].append(timed(lambda: worker.load(team._update, team._probe)))
+        rows["verify_seconds"].append(time_call(team._sample_trainer_probe))
+        rows["load_seconds"].append(time_call(lambda: worker.load(team._update, team._probe)))
     return {name: statistics.median(values[2:]) for name, values in rows.items()}
 
 
-def call_costs(shape):
+def measure_calls(shape):
     """A call with a task's result to an actor and back, by its groups."""
     from rl_core.rollout_workers.worker import FinishedRolloutBatch
 
     trainer, _ = make_trainer(IN_PROCESS, shape=shape)
     trainer.step()
-    cluster = KeptRay(on_ray(1))
+    cluster = KeptRay(make_ray_settings(1))
     cluster.open_cluster(0)
     actor = cluster.create_actor(Echo, num_cpus=1)
     seconds = {}
     for count in (1, len(trainer.groups)):
         task = FinishedRolloutBatch(list(range(count)), list(trainer.groups[:count]), [])
         rows = [
-            timed(lambda t=task: cluster.fetch_result(actor.answer.remote(t)))
+            time_call(lambda t=task: cluster.fetch_result(actor.answer.remote(t)))
             for _ in range(2 * REPEATS)
         ]
         seconds[count] = statistics.median(rows[4:])
@@ -124,7 +124,7 @@ def call_costs(shape):
     return {"call_seconds": max(0.0, short - few * group), "group_seconds": group}
 
 
-def together(count, seconds):
+def measure_crowded_iterations(count, seconds):
     """Median seconds of an iteration of so many processes that train and sample in the same span."""
     job = {
         "kind": "steps",
@@ -138,9 +138,9 @@ def together(count, seconds):
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         for _ in range(count)
     ]
-    found = [json.loads(process.communicate()[0]) for process in processes]
-    begins = sorted(row["began_at"] for row in found)
+    results = [json.loads(process.communicate()[0]) for process in processes]
+    begins = sorted(row["began_at"] for row in results)
     assert all(after - before < 1.0 for before, after in pairwise(begins)), (
         "they did not begin together: raise BEGIN_S"
     )
-    return statistics.median(row["median_s"] for row in found)
+    return statistics.median(row["median_s"] for row in results)

@@ -31,7 +31,7 @@ import torch
 ITERATIONS = 8  # of each run whose driver is killed
 
 
-def leftovers():
+def list_leftovers():
     """Session folders of ours and files in shared memory."""
     from rl_core.storage.session_resources import RAY_PREFIX
 
@@ -39,20 +39,20 @@ def leftovers():
     return {str(path) for path in [*folders, *Path("/dev/shm").glob("plasma*")]}
 
 
-def processes_of(mark):
+def find_processes(mark):
     """Processes whose command line has this text, this one left out."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             text = entry.read_bytes().decode(errors="replace")
         except OSError:
             continue
         if mark in text and int(entry.parent.name) != os.getpid():
-            found.append(int(entry.parent.name))
-    return found
+            pids.append(int(entry.parent.name))
+    return pids
 
 
-def comparable(metrics):
+def drop_timings(metrics):
     return {
         name: float(value).hex() for name, value in metrics.items() if not name.startswith("perf/")
     }
@@ -98,61 +98,61 @@ class Killer(threading.Thread):
 
 def kill_workers(folder, kills, staleness, seed):
     """One run of as many iterations as the kills take."""
-    from asynchrony.slow_tools import IN_PROCESS, KeptRay, make_trainer, on_ray
+    from asynchrony.slow_tools import IN_PROCESS, KeptRay, make_trainer, make_ray_settings
 
-    before, schedule = leftovers(), folder / "schedule.jsonl"
+    before, schedule = list_leftovers(), folder / "schedule.jsonl"
     schedule.unlink(missing_ok=True)
     options = dict(
         prompts_per_iteration=4, group_size=3, learning_rate=1e-3, importance="token", mean=0.02
     )
-    trainer, close = make_trainer(on_ray(2, staleness), schedule=schedule, **options)
+    trainer, close = make_trainer(make_ray_settings(2, staleness), schedule=schedule, **options)
     team = trainer.stream or trainer.worker_group
     rows, killer = [], Killer(team, kills, random.Random(seed))
     try:
-        rows.append(comparable(trainer.step()))
+        rows.append(drop_timings(trainer.step()))
         killer.start()
         while killer.is_alive():
-            rows.append(comparable(trainer.step()))
-        found = {
+            rows.append(drop_timings(trainer.step()))
+        results = {
             "kills": killer.done,
             "lost": team.lost_workers,
             "replayed_groups": team.replayed_groups,
         }
         if trainer.stream is not None:
-            used = learned(schedule)
-            whole = sorted([*used, *(ticket.number for ticket in team._list_open_tasks())])
-            found["each_group_once"] = whole == list(range(team._next_number)) and len(
+            used = list_learned_groups(schedule)
+            numbers = sorted([*used, *(ticket.number for ticket in team._list_open_tasks())])
+            results["each_group_once"] = numbers == list(range(team._next_number)) and len(
                 used
             ) == 4 * len(rows)
-            found["stale_groups"] = team.stale_groups
+            results["stale_groups"] = team.stale_groups
     finally:
         close()
         KeptRay.end()
-    found["left_over"] = sorted(leftovers() - before)
+    results["left_over"] = sorted(list_leftovers() - before)
     if staleness:
         from rl_core.rollout_workers.async_worker_group import ScheduleReplay
 
-        again, _ = make_trainer(on_ray(2, staleness), schedule=None, **options)
+        again, _ = make_trainer(make_ray_settings(2, staleness), schedule=None, **options)
         again.stream = ScheduleReplay(schedule, again.stream.config, staleness)
     else:
         again, _ = make_trainer(IN_PROCESS, **options)
     same = 0
     for row in rows:
-        other = comparable(again.step())
+        other = drop_timings(again.step())
         same += all(
             other[name] == row.get(name)
             for name in other
             if not name.startswith("policy/staleness")
         )
     return {
-        **found,
+        **results,
         "iterations": len(rows),
         "equal_iterations": same,
         "equal_weights": weights_of(again) == weights_of(trainer),
     }
 
 
-def learned(schedule):
+def list_learned_groups(schedule):
     """Numbers of the groups that were learned from: of an iteration that was computed twice, the last time."""
     from rl_core.rollout_workers.async_worker_group import read_schedule
 
@@ -167,7 +167,7 @@ def learned(schedule):
 # -------------------------------------------------------------------------------------------------------------- driver
 
 
-def stage(folder, rollouts):
+def finish_stage(folder, rollouts):
     """The policy stage from its last checkpoint to its end: what a killed driver did."""
     from helpers import policy_stage
 
@@ -187,15 +187,15 @@ def kill_driver(folder, kills, staleness, seed):
     """Runs of the stage, one after the other, each killed at random moments until it ends."""
     from helpers import policy_stage
 
-    generator, before = random.Random(seed), leftovers()
+    generator, before = random.Random(seed), list_leftovers()
     if not (folder / "base").exists():
         policy_stage.save_base(folder / "base", "tiny")
     rollouts = {"workers": "ray", "count": 1}
     rollouts |= {"max_staleness": staleness} if staleness else {}
     run_stage(folder / "whole", {"independent": True})
     took = run_stage(folder / "whole-ray", rollouts)
-    digest = digest_of(folder / "whole")
-    assert staleness or digest_of(folder / "whole-ray") == digest
+    digest = digest_model(folder / "whole")
+    assert staleness or digest_model(folder / "whole-ray") == digest
     done, runs, equal, lingering, once = 0, 0, 0, 0, 0
     while done < kills:
         place = folder / f"run-{runs}"
@@ -208,19 +208,19 @@ def kill_driver(folder, kills, staleness, seed):
                 process.send_signal(signal.SIGKILL)
                 process.wait()
                 done += 1
-                lingering += len(waited_for())
+                lingering += len(wait_for_processes())
         assert process.returncode == 0, place
         runs += 1
         if staleness:
-            used = learned(place / "schedule.jsonl")
+            used = list_learned_groups(place / "schedule.jsonl")
             once += len(used) == len(set(used)) == 3 * ITERATIONS
             run_stage(
                 folder / f"again-{runs}",
                 {**rollouts, "replay_schedule": str(place / "schedule.jsonl")},
             )
-            equal += digest_of(folder / f"again-{runs}") == digest_of(place)
+            equal += digest_model(folder / f"again-{runs}") == digest_model(place)
         else:
-            equal += digest_of(place) == digest
+            equal += digest_model(place) == digest
         print(
             json.dumps({"kills": done, "runs": runs, "equal": equal, "lingering": lingering}),
             flush=True,
@@ -231,7 +231,7 @@ def kill_driver(folder, kills, staleness, seed):
         "equal": equal,
         "each_group_once": once,
         "lingering": lingering,
-        "left_over": sorted(leftovers() - before),
+        "left_over": sorted(list_leftovers() - before),
     }
 
 
@@ -256,20 +256,20 @@ def run_stage(place, rollouts):
     return time.monotonic() - began
 
 
-def digest_of(place):
+def digest_model(place):
     return hashlib.sha256((place / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
-def waited_for(seconds=20.0):
+def wait_for_processes(seconds=20.0):
     """Processes of Ray that still run so long after their driver was killed."""
     from rl_core.storage.session_resources import RAY_PREFIX
 
     end = time.monotonic() + seconds
     while (
-        found := processes_of(f"{tempfile.gettempdir()}/{RAY_PREFIX}")
+        pids := find_processes(f"{tempfile.gettempdir()}/{RAY_PREFIX}")
     ) and time.monotonic() < end:
         time.sleep(0.2)
-    return found
+    return pids
 
 
 def main():
@@ -283,11 +283,11 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.kind == "stage":
-        return stage(options.folder, options.rollouts)
+        return finish_stage(options.folder, options.rollouts)
     options.folder.mkdir(parents=True, exist_ok=True)
     do = {"workers": kill_workers, "driver": kill_driver}[options.kind]
-    found = do(options.folder, options.kills, options.staleness, options.seed)
-    print(json.dumps({"kind": options.kind, "staleness": options.staleness, **found}))
+    results = do(options.folder, options.kills, options.staleness, options.seed)
+    print(json.dumps({"kind": options.kind, "staleness": options.staleness, **results}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from asynchrony.slow_tools import KeptRay
 WARM_UP = 2
 
 
-def busy_cores(seconds=0.5):
+def count_busy_cores(seconds=0.5):
     """Cores of this machine that others keep busy, before anything of ours runs."""
 
     def read():
@@ -32,17 +32,17 @@ def busy_cores(seconds=0.5):
     return (read() - before) / 100 / seconds
 
 
-def layout_of(options):
-    from asynchrony.slow_tools import IN_PROCESS, on_ray
+def build_layout(options):
+    from asynchrony.slow_tools import IN_PROCESS, make_ray_settings
 
     if not options["workers"]:
         return IN_PROCESS
-    return on_ray(
+    return make_ray_settings(
         options["workers"], options.get("staleness", 0), partial=options.get("partial", "keep")
     )
 
 
-def steps(options):
+def measure_steps(options):
     """Iterations after the warm-up, for `seconds`; at least `least`."""
     from asynchrony.slow_tools import make_trainer
     from rl_core.timing import collect_seconds
@@ -50,7 +50,7 @@ def steps(options):
     began = time.monotonic()
     more = {"sampling": {"rejoin": options.get("rejoin", "together")}, **options.get("trainer", {})}
     trainer, close = make_trainer(
-        layout_of(options), shape=options.get("shape", "0.9M"), mean=options["mean"], **more
+        build_layout(options), shape=options.get("shape", "0.9M"), mean=options["mean"], **more
     )
     rows, ends = [], []
     try:
@@ -81,12 +81,12 @@ def steps(options):
     }
 
 
-def learning(options):
+def measure_learning(options):
     """Success of each iteration on the letters task, from the same untrained model."""
-    from asynchrony.slow_tools import IN_PROCESS, SlowTools, make_trainer, on_ray
+    from asynchrony.slow_tools import IN_PROCESS, SlowTools, make_trainer, make_ray_settings
 
     rollouts = (
-        on_ray(options["workers"], options["staleness"]) if options["staleness"] else IN_PROCESS
+        make_ray_settings(options["workers"], options["staleness"]) if options["staleness"] else IN_PROCESS
     )
     task = SlowTools(options["mean"], 3, noise=0.0)
     trainer, close = make_trainer(
@@ -101,11 +101,11 @@ def learning(options):
         shape="0.1M",
         ends=100,
     )
-    found = []
+    rows = []
     try:
         for _ in range(options["iterations"]):
             row = trainer.step()
-            found.append(
+            rows.append(
                 [
                     row["reward/mean"],
                     row.get("policy/staleness_mean", 0.0),
@@ -114,21 +114,21 @@ def learning(options):
             )
     finally:
         close()
-    return {"rows": found, "stale_groups": row.get("perf/stale_groups", 0.0)}
+    return {"rows": rows, "stale_groups": row.get("perf/stale_groups", 0.0)}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for line in sys.argv[1:]:
-        given = json.loads(line)
-        others = busy_cores()
-        if given["kind"] == "costs":
-            from asynchrony.costs import costs as measure
-        elif given["kind"] == "parts":
-            from asynchrony.parts import parts as measure
+        job = json.loads(line)
+        others = count_busy_cores()
+        if job["kind"] == "costs":
+            from asynchrony.costs import measure_costs as measure
+        elif job["kind"] == "parts":
+            from asynchrony.parts import measure_parts as measure
         else:
-            measure = {"steps": steps, "learning": learning}[given["kind"]]
-        result = measure(given)
-        print(json.dumps({**given, **result, "others": round(others, 2)}), flush=True)
+            measure = {"steps": measure_steps, "learning": measure_learning}[job["kind"]]
+        result = measure(job)
+        print(json.dumps({**job, **result, "others": round(others, 2)}), flush=True)
     if KeptRay.kept is not None:
         KeptRay.kept.close()

@@ -38,7 +38,7 @@ SMALL, LARGE = (0.375, 0.5, 0.625, 0.75), (0.5, 0.75, 0.875, 0.9375)  # shares o
 TAILS = (0.0, 0.6, 1.2)
 
 
-def rows_of(found, **about):
+def build_rows(comparison, **about):
     return [
         {
             **about,
@@ -53,11 +53,11 @@ def rows_of(found, **about):
             "trainer_busy": one.run.trainer_share,
             "stale_groups": one.run.stale_groups,
         }
-        for one in found
+        for one in comparison
     ]
 
 
-def comparisons():
+def list_comparisons():
     """(name, arguments of compare_shares, columns of its rows)."""
     for task, gpus, bounds, shares, iterations in (
         ("reasoning", 8, BOUNDS, SMALL, ITERATIONS),
@@ -76,7 +76,7 @@ def comparisons():
             (layout, TASKS[task], gpus, bounds, shares, iterations),
             {"study": BASE, "task": task},
         )
-    for study, task, layout, rates in variants():
+    for study, task, layout, rates in list_variants():
         name = f"{task}-{study.replace(' ', '-')}"
         yield (
             name,
@@ -85,7 +85,7 @@ def comparisons():
         )
 
 
-def variants():
+def list_variants():
     """(name, task, changes of the layout, rates) of one thing changed on 96 + 32 GPUs."""
     for sigma in TAILS:
         rates = ClusterRates(**COMMON, tokens=LogNormalSpread(mean=4000, sigma=sigma, most=32768))
@@ -98,10 +98,10 @@ def variants():
         yield "a run of the engine ends before the next", task, {"refill": False}, TASKS[task]
 
 
-def study(kept):
+def run_study(read_or_make):
     """All rows. `kept`: a finished comparison, or a new one."""
     rows = []
-    for name, (layout, rates, gpus, bounds, shares, iterations), about in comparisons():
+    for name, (layout, rates, gpus, bounds, shares, iterations), about in list_comparisons():
         began = time.monotonic()
 
         def compare(
@@ -113,11 +113,11 @@ def study(kept):
             n=iterations,
             about=about,
         ):
-            found = compare_gpu_shares(
+            comparison = compare_gpu_shares(
                 ClusterLayout(**layout), rates, gpus, staleness=bounds, shares=shares, iterations=n
             )
-            return rows_of(found, gpus=gpus, **about)
+            return build_rows(comparison, gpus=gpus, **about)
 
-        rows += kept(name, compare)
+        rows += read_or_make(name, compare)
         print(f"{time.monotonic() - began:6.0f} s  {name}", flush=True)
     return rows

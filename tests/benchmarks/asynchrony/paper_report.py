@@ -10,14 +10,14 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from asynchrony.paper import BASE, FEW, variants
+from asynchrony.paper import BASE, FEW, list_variants
 
 PUBLISHED = (1.3, 2.8)  # speed-ups over synchronous training, see docs/benchmarks/scale.md
 COLOURS = {0: "#7f7f7f", 1: "#1f77b4", 2: "#2ca02c", 4: "#ff7f0e", 8: "#d62728"}
 TASKS = ("reasoning", "agent")
 
 
-def table(header, rows):
+def format_table(header, rows):
     return "\n".join(
         [
             "| " + " | ".join(header) + " |",
@@ -31,12 +31,12 @@ def split_of(row):
     return f"{row['workers']} + {row['trainers']}"
 
 
-def fastest(rows):
+def find_fastest(rows):
     """The row with the largest speed-up; None = there is no row."""
     return max(rows, key=lambda row: row["speed_up"], default=None)
 
 
-def by_share(rows):
+def format_shares(rows):
     """Speed-up of every share of the GPUs (rows) at every bound (columns)."""
     bounds = sorted({row["bound"] for row in rows})
     lines = []
@@ -44,21 +44,21 @@ def by_share(rows):
         of_task = [row for row in rows if row["task"] == task and not row["shared"]]
         for gpus in sorted({row["gpus"] for row in of_task}):
             for split in dict.fromkeys(split_of(row) for row in of_task if row["gpus"] == gpus):
-                found = {
+                by_bound = {
                     row["bound"]: row
                     for row in of_task
                     if row["gpus"] == gpus and split_of(row) == split
                 }
                 cells = (
-                    f"{found[bound]['speed_up']:.2f}" if bound in found else "-" for bound in bounds
+                    f"{by_bound[bound]['speed_up']:.2f}" if bound in by_bound else "-" for bound in bounds
                 )
                 lines.append([task, str(gpus), split, *cells])
-    return table(
+    return format_table(
         ["task", "GPUs", "rollouts + training", *(f"bound {bound}" for bound in bounds)], lines
     )
 
 
-def by_bound(rows):
+def format_bounds(rows):
     """The fastest share of each bound, and how busy both sides are; first the GPUs that do both in turns."""
     lines = []
     for task in TASKS:
@@ -68,7 +68,7 @@ def by_bound(rows):
             for bound in sorted({row["bound"] for row in of_task if row["gpus"] == gpus}):
                 wanted = (gpus, bound, False)
                 chosen.append(
-                    fastest(
+                    find_fastest(
                         row
                         for row in of_task
                         if (row["gpus"], row["bound"], row["shared"]) == wanted
@@ -101,12 +101,12 @@ def by_bound(rows):
         "trainers busy",
         "groups played again",
     ]
-    return table(header, lines)
+    return format_table(header, lines)
 
 
-def by_variant(rows):
+def format_variants(rows):
     """Speed-up of the base on 96 + 32 GPUs, and with one thing changed."""
-    split, changes = "96 + 32", [(study, task) for study, task, _, _ in variants()]
+    split, changes = "96 + 32", [(study, task) for study, task, _, _ in list_variants()]
     lines = []
     for task in TASKS:
         for study in [BASE, *(study for study, of in changes if of == task)]:
@@ -134,10 +134,10 @@ def by_variant(rows):
         "workers busy",
         *(f"bound {bound} (workers / trainers busy)" for bound in FEW),
     ]
-    return table(header, lines)
+    return format_table(header, lines)
 
 
-def draw(rows, path):
+def draw_speed_ups(rows, path):
     """Speed-up against the number of GPUs (fastest share), and against the share of 128 GPUs."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.9), sharey=True)
     for axis, task in zip(axes, TASKS, strict=False):
@@ -145,7 +145,7 @@ def draw(rows, path):
         gpus = sorted({row["gpus"] for row in of_task})
         for bound, colour in COLOURS.items():
             chosen = [
-                fastest(r for r in of_task if (r["gpus"], r["bound"]) == (count, bound))
+                find_fastest(r for r in of_task if (r["gpus"], r["bound"]) == (count, bound))
                 for count in gpus
             ]
             chosen = [row for row in chosen if row is not None]
@@ -186,7 +186,7 @@ def draw(rows, path):
     plt.close(figure)
 
 
-def paper(points: Path, output: Path) -> str:
+def report_paper(points: Path, output: Path) -> str:
     """Tables of the simulated clusters, and scale_paper.png; empty where nothing was simulated."""
     every = [
         row for path in sorted(points.glob("paper-*.json")) for row in json.loads(path.read_text())
@@ -194,5 +194,5 @@ def paper(points: Path, output: Path) -> str:
     rows = [row for row in every if row["study"] == BASE]
     if not rows:
         return ""
-    draw(rows, output / "scale_paper.png")
-    return "\n\n".join([by_share(rows), by_bound(rows), by_variant(every)])
+    draw_speed_ups(rows, output / "scale_paper.png")
+    return "\n\n".join([format_shares(rows), format_bounds(rows), format_variants(every)])

@@ -17,7 +17,7 @@ import numpy as np
 from asynchrony.slow_tools import ENDS, IN_PROCESS, make_trainer
 
 
-def parts(options):
+def measure_parts(options):
     """Rows of what was counted and how long it took, and the lengths of turns; see `fitted`."""
     decode, update, sizes = [], [], []
     for mean, ends, prompts in product(options["means"], (ENDS, 3 * ENDS), options["prompts"]):
@@ -30,7 +30,7 @@ def parts(options):
             seed=prompts,
             sampling={"rejoin": "ready"},
         )
-        with counts(trainer) as counted:
+        with count_rollout_work(trainer) as counted:
             trainer.step()
             for _ in range(options["repeats"]):
                 counted.clear()
@@ -53,48 +53,48 @@ def parts(options):
 
 
 @contextmanager
-def counts(trainer):
+def count_rollout_work(trainer):
     """Counter of a trainer's rollouts inside: steps of the engine, joins, seconds of processors."""
     from rl_core.inference import engine
     from rl_core.inference.engine import EngineRun
 
-    found = Counter()
+    counts = Counter()
 
     class CountingRun(EngineRun):
         def _start_sequences(self, slots):
-            found["joins"] += bool(slots)
+            counts["joins"] += bool(slots)
             super()._start_sequences(slots)
 
         def _sample_one_token(self, n, to_append):
-            found["joins"] += bool(to_append)
-            found["steps"] += 1
+            counts["joins"] += bool(to_append)
+            counts["steps"] += 1
             super()._sample_one_token(n, to_append)
 
         def _sample_steps(self, n, steps):
             before = self._sampled[:n].copy()
             super()._sample_steps(n, steps)
-            found["steps"] += int((self._sampled[:n] - before).max())
+            counts["steps"] += int((self._sampled[:n] - before).max())
 
     play = trainer._play_round
 
     def counting(*arguments):
         began = time.process_time()
         groups = play(*arguments)
-        found["seconds"] += time.process_time() - began
+        counts["seconds"] += time.process_time() - began
         return groups
 
     trainer._play_round = counting
     engine.EngineRun = CountingRun
     try:
-        yield found
+        yield counts
     finally:
         engine.EngineRun = EngineRun
 
 
-def fitted(rounds):
+def fit_parts(rounds):
     """Seconds of each part, by least squares over the rows of several rounds."""
-    step, row, turn, join = solve([row for found in rounds for row in found["decode_rows"]])
-    fixed, token = solve([row for found in rounds for row in found["update_rows"]])
+    step, row, turn, join = solve([row for round_ in rounds for row in round_["decode_rows"]])
+    fixed, token = solve([row for round_ in rounds for row in round_["update_rows"]])
     return {
         "step_seconds": step,
         "row_seconds": row,

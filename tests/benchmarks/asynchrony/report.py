@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from asynchrony.paper_report import paper, table
+from asynchrony.paper_report import report_paper, format_table
 
 MS = (0, 50, 500)
 WORKERS = (1, 2, 4)
@@ -30,21 +30,21 @@ def load(points: Path, name: str):
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def write(points: Path, output: Path) -> None:
+def write_report(points: Path, output: Path) -> None:
     """scale.md, and a picture of each part that was run."""
     parts = [
-        steps(points, output),
-        overhead(points),
-        learning(points, output),
-        kills(points),
-        simulation(points, output),
-        paper(points, output),
+        report_steps(points, output),
+        report_overhead(points),
+        report_learning(points, output),
+        report_kills(points),
+        report_simulation(points, output),
+        report_paper(points, output),
     ]
     (output / "scale.md").write_text("\n\n".join(part for part in parts if part) + "\n")
     print((output / "scale.md").read_text())
 
 
-def steps(points, output):
+def report_steps(points, output):
     """Iterations a second."""
     rows, drawn = [], {}
     for ms in MS:
@@ -84,16 +84,16 @@ def steps(points, output):
         "in process",
         *(f"{LABELS[kind]}, 1 / 2 / 4 workers" for kind in ("sync", "ready", "async")),
     ]
-    return "Iterations a second:\n\n" + table(header, rows)
+    return "Iterations a second:\n\n" + format_table(header, rows)
 
 
-def overhead(points):
+def report_overhead(points):
     """One worker on Ray beside the trainer's own process, 27M parameters."""
     runs = {
         workers: [load(points, f"overhead-{workers}-{turn}") for turn in range(9)]
         for workers in (0, 1)
     }
-    runs = {workers: [run for run in found if run] for workers, found in runs.items()}
+    runs = {workers: [run for run in results if run] for workers, results in runs.items()}
     if not all(runs.values()):
         return ""
     rows = []
@@ -122,16 +122,16 @@ def overhead(points):
         "of them weights",
         "update",
     ]
-    return table(header, rows) + f"\n\nOverhead: {ray / alone - 1:+.1%}."
+    return format_table(header, rows) + f"\n\nOverhead: {ray / alone - 1:+.1%}."
 
 
-def learning(points, output):
+def report_learning(points, output):
     """Success at several bounds."""
     curves = {}
     for staleness in (0, 1, 4):
-        found = [load(points, f"learning-{staleness}-{seed}") for seed in range(9)]
-        if found := [run["rows"] for run in found if run]:
-            curves[staleness] = np.array(found)
+        results = [load(points, f"learning-{staleness}-{seed}") for seed in range(9)]
+        if results := [run["rows"] for run in results if run]:
+            curves[staleness] = np.array(results)
     if not curves:
         return ""
     figure, axis = plt.subplots(figsize=(6, 3.6))
@@ -172,34 +172,34 @@ def learning(points, output):
         "staleness of a token, mean",
         "largest",
     ]
-    return table(header, rows)
+    return format_table(header, rows)
 
 
-def kills(points):
+def report_kills(points):
     """Kills of workers and drivers."""
     rows = []
     for kind in ("workers", "driver"):
         for staleness in (0, 1):
-            if (found := load(points, f"kills-{kind}-{staleness}")) is None:
+            if (result := load(points, f"kills-{kind}-{staleness}")) is None:
                 continue
             mode = f"max_staleness {staleness}" if staleness else "synchronous"
             if kind == "workers":
-                same = f"{found['equal_iterations']} of {found['iterations']} iterations, weights {found['equal_weights']}"
-                once = str(found.get("each_group_once", "-"))
+                same = f"{result['equal_iterations']} of {result['iterations']} iterations, weights {result['equal_weights']}"
+                once = str(result.get("each_group_once", "-"))
             else:
                 same, once = (
-                    f"{found['equal']} of {found['runs']} runs",
-                    str(found["each_group_once"] or "-"),
+                    f"{result['equal']} of {result['runs']} runs",
+                    str(result["each_group_once"] or "-"),
                 )
             rows.append(
                 [
                     kind,
                     mode,
-                    str(found["kills"]),
+                    str(result["kills"]),
                     same,
                     once,
-                    str(found.get("replayed_groups", "-")),
-                    str(len(found["left_over"]) + found.get("lingering", 0)),
+                    str(result.get("replayed_groups", "-")),
+                    str(len(result["left_over"]) + result.get("lingering", 0)),
                 ]
             )
     header = [
@@ -211,17 +211,17 @@ def kills(points):
         "groups played again",
         "left behind",
     ]
-    return table(header, rows) if rows else ""
+    return format_table(header, rows) if rows else ""
 
 
-def simulation(points, output):
+def report_simulation(points, output):
     """Simulated beside measured iterations."""
-    found = load(points, "simulation")
-    if found is None:
+    simulation = load(points, "simulation")
+    if simulation is None:
         return ""
     figure, axis = plt.subplots(figsize=(4.6, 4.2))
     for kind, colour in COLOURS.items():
-        chosen = [row for row in found["rows"] if row["name"].startswith(f"{kind}-")]
+        chosen = [row for row in simulation["rows"] if row["name"].startswith(f"{kind}-")]
         if chosen:
             axis.plot(
                 [row["measured"] for row in chosen],
@@ -232,8 +232,8 @@ def simulation(points, output):
             )
     ends = np.array(
         [
-            min(row["measured"] for row in found["rows"]) * 0.8,
-            max(row["measured"] for row in found["rows"]) * 1.25,
+            min(row["measured"] for row in simulation["rows"]) * 0.8,
+            max(row["measured"] for row in simulation["rows"]) * 1.25,
         ]
     )
     axis.plot(ends, ends, color="black", linewidth=0.8)
@@ -249,6 +249,6 @@ def simulation(points, output):
     figure.savefig(output / "scale_simulation.png", dpi=110)
     rows = [
         [row["name"], f"{row['measured']:.3f}", f"{row['simulated']:.3f}", f"{row['error']:+.1%}"]
-        for row in found["rows"]
+        for row in simulation["rows"]
     ]
-    return table(["run", "measured, s an iteration", "simulated", "error"], rows)
+    return format_table(["run", "measured, s an iteration", "simulated", "error"], rows)

@@ -56,7 +56,7 @@ SHAPES = {  # by their parameters
 }
 
 
-def tool_seconds(seed, turn, text, mean):
+def draw_tool_seconds(seed, turn, text, mean):
     """Seconds of a tool call: log-normal, by what was asked for, so the same wherever the episode is played."""
     normal = np.random.default_rng([seed, turn, zlib.crc32(text.encode())]).standard_normal()
     return mean * math.exp(SIGMA * normal - SIGMA**2 / 2)
@@ -83,7 +83,7 @@ class SlowToolEpisode(Episode):
         self.right += text[:1].lower() in "abcdefghijklm" if text else False
         if self.acted < self.turns:
             if self.mean:
-                time.sleep(tool_seconds(self.seed, self.acted, text, self.mean))
+                time.sleep(draw_tool_seconds(self.seed, self.acted, text, self.mean))
             return Step(messages=[{"role": "user", "content": "more"}])
         reward = self.right / self.turns + self.noise * zlib.crc32(text.encode()) / 2**32
         return Step(reward=reward, terminated=True, success=self.right == self.turns)
@@ -192,7 +192,7 @@ def make_trainer(
     return trainer, trainer.worker_group.close
 
 
-def on_ray(count, staleness=0, **more):
+def make_ray_settings(count, staleness=0, **more):
     """Settings of so many workers."""
     return RolloutSettings(workers="ray", count=count, max_staleness=staleness, **more)
 
@@ -204,7 +204,7 @@ class KeptRay(RayCluster):
 
     def open_cluster(self, num_bytes):
         if KeptRay.kept is None:
-            KeptRay.kept = RayCluster(on_ray(max(4, self._settings.count)))
+            KeptRay.kept = RayCluster(make_ray_settings(max(4, self._settings.count)))
             KeptRay.kept.open_cluster(max(num_bytes, 300_000_000))
         self._ray = KeptRay.kept._ray
 

@@ -7,15 +7,15 @@ import time
 
 import torch
 
-from asynchrony.one_run import busy_cores
-from asynchrony.slow_tools import KeptRay, make_trainer, on_ray
+from asynchrony.one_run import count_busy_cores
+from asynchrony.slow_tools import KeptRay, make_trainer, make_ray_settings
 
 if __name__ == "__main__":
     shape = sys.argv[1] if len(sys.argv) > 1 else "27M"
-    others = busy_cores()
+    others = count_busy_cores()
     torch.set_num_threads(1)
-    trainer, close = make_trainer(on_ray(1), shape=shape)
-    team, sampling, wall, own = trainer.worker_group, trainer.settings.sampling, [], []
+    trainer, close = make_trainer(make_ray_settings(1), shape=shape)
+    team, sampling, wall, trainer_seconds = trainer.worker_group, trainer.settings.sampling, [], []
     for _ in range(8):
         with torch.no_grad():
             for parameter in trainer.policy.parameters():
@@ -23,15 +23,15 @@ if __name__ == "__main__":
         began, spent = time.perf_counter(), time.process_time()
         team.send_weights(sampling)
         wall.append(time.perf_counter() - began)
-        own.append(time.process_time() - spent)
-    found = {
+        trainer_seconds.append(time.process_time() - spent)
+    results = {
         "shape": shape,
         "bytes": team.sent_bytes,
         "seconds": wall,
         "median_s": statistics.median(wall[1:]),
     }
     print(
-        json.dumps({**found, "trainer_processor_s": statistics.median(own[1:]), "others": others})
+        json.dumps({**results, "trainer_processor_s": statistics.median(trainer_seconds[1:]), "others": others})
     )
     close()
     KeptRay.kept.close()

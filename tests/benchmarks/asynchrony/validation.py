@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asynchrony.parts import fitted
+from asynchrony.parts import fit_parts
 from posttrain.planning.simulation import simulate_run
 from posttrain.planning.simulation_inputs import ClusterLayout, RolloutSizeDistributions
 from rl_core.settings.planning import ClusterRates, LogNormalSpread
@@ -29,19 +29,19 @@ class Measured:
         return generator.choice(self.values, shape)
 
 
-def rates_of(points: Path) -> tuple[ClusterRates, Measured, tuple[float, ...]]:
+def read_rates(points: Path) -> tuple[ClusterRates, Measured, tuple[float, ...]]:
     """Durations of the parts, each measured apart from the runs that are predicted, and how crowded cores slow down."""
     parts, costs = (
         [json.loads(path.read_text()) for path in sorted(points.glob(f"{kind}-0.9M-*.json"))]
         for kind in ("parts", "costs")
     )
-    medians = {name: float(np.median([found[name] for found in costs])) for name in TRANSPORT}
-    crowding = np.median([found["crowding"] for found in costs], axis=0).tolist()
-    tokens = [size for found in parts for size in found["turn_tokens"]]
-    return ClusterRates(**fitted(parts), **medians, turns=3), Measured(tokens), tuple(crowding)
+    medians = {name: float(np.median([point[name] for point in costs])) for name in TRANSPORT}
+    crowding = np.median([point["crowding"] for point in costs], axis=0).tolist()
+    tokens = [size for point in parts for size in point["turn_tokens"]]
+    return ClusterRates(**fit_parts(parts), **medians, turns=3), Measured(tokens), tuple(crowding)
 
 
-def predicted(
+def simulate_iteration(
     name: str, mean: float, rates: ClusterRates, tokens: Measured, crowding: tuple[float, ...]
 ) -> float:
     """Seconds of an iteration of one of the runs of `scale.py --parts steps`."""
@@ -72,19 +72,19 @@ def predicted(
     )
 
 
-def predict(points: Path) -> list[dict]:
+def predict_runs(points: Path) -> list[dict]:
     """Rows (name, measured, simulated, error) of every run; kept in simulation.json."""
-    rates, tokens, crowding = rates_of(points)
+    rates, tokens, crowding = read_rates(points)
     rows = []
     for path in sorted(points.glob("*-*ms.json")):
         run = json.loads(path.read_text())
-        found = predicted(path.stem, run["mean"], rates, tokens, crowding)
-        error = found / run["iteration_s"] - 1
+        seconds = simulate_iteration(path.stem, run["mean"], rates, tokens, crowding)
+        error = seconds / run["iteration_s"] - 1
         rows.append(
-            {"name": path.stem, "measured": run["iteration_s"], "simulated": found, "error": error}
+            {"name": path.stem, "measured": run["iteration_s"], "simulated": seconds, "error": error}
         )
         print(
-            f"{path.stem:18s} measured {run['iteration_s']:7.3f}  simulated {found:7.3f}  {error:+.1%}"
+            f"{path.stem:18s} measured {run['iteration_s']:7.3f}  simulated {seconds:7.3f}  {error:+.1%}"
         )
     (points / "simulation.json").write_text(
         json.dumps({"rates": {**vars(rates), "tokens": None, "tools": None}, "rows": rows})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from claimed.policy_runs import Arm, critic
+from claimed.policy_runs import Arm, make_critic
 from claimed.tasks import CHAINS
 from rl_core.settings import (
     CurriculumStage,
@@ -31,7 +31,7 @@ class Part:
 TOOL_USE = RewardSettings(tool_use=ToolUseSettings(misuse=1.0, max_calls=3, excess=0.2))
 TWICE: dict[str, Any] = dict(epochs=2, minibatches=2, learning_rate=3e-4)
 ROUGH: dict[str, Any] = dict(
-    algorithm="ppo", epochs=4, minibatches=2, learning_rate=2e-3, critic=critic()
+    algorithm="ppo", epochs=4, minibatches=2, learning_rate=2e-3, critic=make_critic()
 )
 ROLLBACK = RollbackSettings(
     window=3,
@@ -51,7 +51,7 @@ MIXES = (
 )
 
 
-def weighted(iterations: int, **weights: float) -> Arm:
+def weigh_extra_rewards(iterations: int, **weights: float) -> Arm:
     """Extra rewards at these weights beside the task's."""
     name = (
         ", ".join(f"{component} {weight:g}" for component, weight in weights.items())
@@ -60,13 +60,13 @@ def weighted(iterations: int, **weights: float) -> Arm:
     return Arm(name, dict(rewards={"task": 1.0, **weights}, reward_options=TOOL_USE), iterations)
 
 
-def each_alone(iterations: int) -> list[Arm]:
+def list_single_rewards(iterations: int) -> list[Arm]:
     """Each extra reward by itself, at two weights."""
     names = ("coherence", "curiosity", "tool_use")
-    return [weighted(iterations, **{name: weight}) for name in names for weight in (0.05, 0.3)]
+    return [weigh_extra_rewards(iterations, **{name: weight}) for name in names for weight in (0.05, 0.3)]
 
 
-def by_stage(iterations: int) -> Arm:
+def build_staged_weights(iterations: int) -> Arm:
     """The weights of configs/curriculum.yaml, which change after a third and after two thirds of the iterations."""
     third = iterations // 3
     weights: tuple[dict[str, float], ...] = (
@@ -88,7 +88,7 @@ def by_stage(iterations: int) -> Arm:
     return Arm("by stage, as in curriculum.yaml", settings, iterations)
 
 
-def scheduled(name: str, iterations: int, *, shares: bool) -> Arm:
+def build_schedule(name: str, iterations: int, *, shares: bool) -> Arm:
     """Levels that get harder by success, or at fixed shares of the iterations."""
     stages = []
     for number, mix in enumerate(MIXES):
@@ -102,12 +102,12 @@ def scheduled(name: str, iterations: int, *, shares: bool) -> Arm:
     return Arm(name, dict(curriculum=tuple(stages)), iterations)
 
 
-def of_levels(levels: dict[str, float]) -> dict[str, Any]:
+def build_fixed_levels(levels: dict[str, float]) -> dict[str, Any]:
     """One stage of these levels, to the end."""
     return dict(curriculum=(CurriculumStage(name="all", levels=levels),))
 
 
-def longer_by_success(threshold: float) -> tuple[CurriculumStage, ...]:
+def build_growing_levels(threshold: float) -> tuple[CurriculumStage, ...]:
     """One level of `looks` after the other, each left at this success of two iterations."""
     left = (ExitCondition(window=2, threshold=threshold),)
     return tuple(
@@ -120,7 +120,7 @@ def longer_by_success(threshold: float) -> tuple[CurriculumStage, ...]:
     )
 
 
-def kept_at(target: float, **options: Any) -> dict[str, Any]:
+def penalize_kl(target: float, **options: Any) -> dict[str, Any]:
     """KL term in the loss, starting from a weight that is too small."""
     return dict(kl_coef=0.01, kl_target=target, **options)
 
@@ -130,19 +130,19 @@ PARTS: dict[str, Part] = {
         "coherence, curiosity and use of tools as extra rewards",
         "grid",
         (
-            weighted(30),
-            *each_alone(30),
-            weighted(30, coherence=0.05, curiosity=0.05, tool_use=0.05),
-            by_stage(30),
+            weigh_extra_rewards(30),
+            *list_single_rewards(30),
+            weigh_extra_rewards(30, coherence=0.05, curiosity=0.05, tool_use=0.05),
+            build_staged_weights(30),
         ),
     ),
     "maze": Part(
         "the same where a policy can go round in circles",
         "maze",
         (
-            weighted(20),
-            *each_alone(20),
-            weighted(20, coherence=0.05, curiosity=0.05, tool_use=0.05),
+            weigh_extra_rewards(20),
+            *list_single_rewards(20),
+            weigh_extra_rewards(20, coherence=0.05, curiosity=0.05, tool_use=0.05),
         ),
     ),
     "start": Part(
@@ -150,28 +150,28 @@ PARTS: dict[str, Part] = {
         "grid, hard unknown",
         (
             Arm("all levels at once"),
-            scheduled("curriculum by success", 30, shares=False),
-            scheduled("fixed schedule", 30, shares=True),
-            Arm("hard alone", of_levels({"hard": 1})),
+            build_schedule("curriculum by success", 30, shares=False),
+            build_schedule("fixed schedule", 30, shares=True),
+            Arm("hard alone", build_fixed_levels({"hard": 1})),
         ),
     ),
     "chain": Part(
         "a start that is never rewarded on the hard level",
         "looks",
         (
-            Arm("12 questions alone", of_levels({"12": 1}), 60),
+            Arm("12 questions alone", build_fixed_levels({"12": 1}), 60),
             Arm(
                 "nine in ten of 12 questions",
-                of_levels(dict.fromkeys(CHAINS[:-1], 1) | {"12": 54}),
+                build_fixed_levels(dict.fromkeys(CHAINS[:-1], 1) | {"12": 54}),
                 60,
             ),
             Arm("all levels at once", {}, 60),
-            Arm("curriculum by success", dict(curriculum=longer_by_success(0.5)), 60),
+            Arm("curriculum by success", dict(curriculum=build_growing_levels(0.5)), 60),
             Arm(
-                "half of it: nine in ten", of_levels(dict.fromkeys(CHAINS[:-1], 1) | {"12": 54}), 30
+                "half of it: nine in ten", build_fixed_levels(dict.fromkeys(CHAINS[:-1], 1) | {"12": 54}), 30
             ),
             Arm("half of it: all levels at once", {}, 30),
-            Arm("half of it: curriculum", dict(curriculum=longer_by_success(0.5)), 30),
+            Arm("half of it: curriculum", dict(curriculum=build_growing_levels(0.5)), 30),
         ),
     ),
     "rollback": Part(
@@ -214,11 +214,11 @@ PARTS: dict[str, Part] = {
         "KL controllers, target 0.03 nats per token",
         "cells",
         (
-            Arm("fixed 0.01", kept_at(0.03), 50),
+            Arm("fixed 0.01", penalize_kl(0.03), 50),
             Arm("fixed 0.1", dict(kl_coef=0.1), 50),
-            Arm("adaptive", kept_at(0.03, kl_controller="adaptive", kl_horizon=128), 50),
-            Arm("banded 1.2", kept_at(0.03, kl_controller="banded"), 50),
-            Arm("banded 1.5", kept_at(0.03, kl_controller="banded", kl_band=WIDER), 50),
+            Arm("adaptive", penalize_kl(0.03, kl_controller="adaptive", kl_horizon=128), 50),
+            Arm("banded 1.2", penalize_kl(0.03, kl_controller="banded"), 50),
+            Arm("banded 1.5", penalize_kl(0.03, kl_controller="banded", kl_band=WIDER), 50),
         ),
     ),
     "values": Part(
@@ -228,16 +228,16 @@ PARTS: dict[str, Part] = {
             Arm("reinforce", dict(algorithm="reinforce")),
             Arm(
                 "reinforce, learned baseline",
-                dict(algorithm="reinforce", critic=critic(), gae_lambda=1.0),
+                dict(algorithm="reinforce", critic=make_critic(), gae_lambda=1.0),
             ),
-            Arm("ppo", dict(algorithm="ppo", critic=critic())),
-            Arm("ppo, values clipped", dict(algorithm="ppo", critic=critic(value_clip_eps=0.2))),
-            Arm("ppo, shared head", dict(algorithm="ppo", critic=critic(kind="shared"))),
+            Arm("ppo", dict(algorithm="ppo", critic=make_critic())),
+            Arm("ppo, values clipped", dict(algorithm="ppo", critic=make_critic(value_clip_eps=0.2))),
+            Arm("ppo, shared head", dict(algorithm="ppo", critic=make_critic(kind="shared"))),
             Arm(
                 "ppo, shared head 0.1",
-                dict(algorithm="ppo", critic=critic(kind="shared", value_coef=0.1)),
+                dict(algorithm="ppo", critic=make_critic(kind="shared", value_coef=0.1)),
             ),
-            Arm("ppo, two epochs", dict(algorithm="ppo", critic=critic(), **TWICE)),
+            Arm("ppo, two epochs", dict(algorithm="ppo", critic=make_critic(), **TWICE)),
         ),
         threshold=0.85,
     ),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
+def estimate_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean, lower and upper bound of the 95% interval by Student's t; one value has no bounds (nan)."""
     mean = statistics.fmean(values)
     if len(values) not in STUDENT:
@@ -19,19 +19,19 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def gap(values: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
+def estimate_gap(values: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
     """Interval of the differences to the base, seed by seed."""
-    return interval([a - b for a, b in zip(values, base, strict=True)])
+    return estimate_interval([a - b for a, b in zip(values, base, strict=True)])
 
 
-def verdict(low: float, high: float) -> str:
+def describe_gap(low: float, high: float) -> str:
     """Words for an interval of a difference that is claimed to be above 0."""
     if math.isnan(low):
         return "one seed"
     return "true" if low > 0 else "refuted: worse" if high < 0 else "not shown"
 
 
-def shown(values: tuple[float, float, float], scale: float = 1.0, digits: int = 1) -> str:
+def format_interval(values: tuple[float, float, float], scale: float = 1.0, digits: int = 1) -> str:
     """Text of an interval."""
     mean, low, high = (value * scale for value in values)
     bounds = "" if math.isnan(low) else f" [{low:.{digits}f}, {high:.{digits}f}]"

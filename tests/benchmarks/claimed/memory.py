@@ -30,11 +30,11 @@ ROWS, TOKENS, WORDS = (
 STATUS = Path("/proc/self/status")
 
 
-def runs(output):
+def list_runs(output):
     """Arms and their measurement."""
 
     def measured(arm, seed):
-        folder = model_folder(output)
+        folder = find_model(output)
         here = Path(__file__).resolve().parents[1]
         done = subprocess.run(
             [sys.executable, "-m", "claimed.memory", str(folder), arm, str(seed)],
@@ -50,7 +50,7 @@ def runs(output):
     return {arm: lambda seed, arm=arm: measured(arm, seed) for arm in ARMS}
 
 
-def model_folder(output):
+def find_model(output):
     """The model, made where it is not there yet."""
     import rl_core
     from rl_core.settings import ModelSettings
@@ -82,7 +82,7 @@ def model_folder(output):
     return folder
 
 
-def resident(name):
+def read_resident_bytes(name):
     """VmRSS or VmHWM of this process, bytes."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name))
     return 1024 * int(line.split()[1])
@@ -120,7 +120,7 @@ def measure(folder, arm, seed):
         checkpoint_every=0,
         learning_rate=1e-4,
     )
-    before = resident("VmRSS")
+    before = read_resident_bytes("VmRSS")
     trainer = rl_core.sft(policy, rows, heldout=0, settings=settings, seed=seed).trainer
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     seconds, losses = [], []
@@ -129,7 +129,7 @@ def measure(folder, arm, seed):
         losses.append(trainer.step()["train/loss"])
         seconds.append(time.process_time() - started)
     return {
-        "peak": resident("VmHWM") - before,
+        "peak": read_resident_bytes("VmHWM") - before,
         "seconds": sum(seconds[1:]) / 2,
         "loss": losses[0],
         "trainable": sum(p.numel() for p in policy.model.parameters() if p.requires_grad),

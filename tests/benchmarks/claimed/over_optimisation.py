@@ -13,7 +13,7 @@ import os
 
 from claimed.arms import critic
 from claimed.policy_runs import Arm, train_arm
-from claimed.tasks import TASKS, start_of
+from claimed.tasks import TASKS, find_start
 from rl_core.settings import RewardSettings
 
 TASK, ITERATIONS, QUESTIONS, PAIRS = "cells", 80, 300, 500
@@ -53,18 +53,18 @@ ARMS = (
 )
 
 
-def runs(output):
+def list_runs(output):
     """Arms and their measurement."""
 
     def measured(arm, seed):
-        folder = reward_model_of(output, seed)
+        folder = find_reward_model(output, seed)
         row = train_arm(output, TASK, dataclasses.replace(arm, reward_model=folder), seed)
         return row | {"reward_model": json.loads((folder / "accuracy.json").read_text())}
 
     return {arm.name: lambda seed, arm=arm: measured(arm, seed) for arm in ARMS}
 
 
-def reward_model_of(output, seed):
+def find_reward_model(output, seed):
     """Folder of the seed's reward model, made where it is not there yet."""
     import shutil
 
@@ -82,7 +82,7 @@ def reward_model_of(output, seed):
     if folder.is_dir():
         return folder
     task = TASKS[TASK]
-    environment, policy = task.build_prompt(), rl_core.load_policy(start_of(TASK, output))
+    environment, policy = task.build_prompt(), rl_core.load_policy(find_start(TASK, output))
     seeds, rng = environment.seeds_of("train", task.levels[0]), np.random.default_rng(seed)
     requests = [
         EpisodeRequest(task.levels[0], int(seeds[int(rng.integers(len(seeds)))]))
@@ -108,7 +108,7 @@ def reward_model_of(output, seed):
         checkpoint_every=0,
     )
     model, tokenizer = heads.create_reward_model(
-        start_of(TASK, output), ModelSettings(device="cpu"), seed=seed
+        find_start(TASK, output), ModelSettings(device="cpu"), seed=seed
     )
     recipe = recipe_of(model, policy.renderer.pad_id, train, heldout, settings, seed)
     for _ in range(recipe.trainer.total_steps):

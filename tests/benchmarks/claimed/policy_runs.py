@@ -11,7 +11,7 @@ from typing import Any
 
 import rl_core
 from claimed.results import Row
-from claimed.tasks import TASKS, Task, start_of
+from claimed.tasks import TASKS, Task, find_start
 from rl_core.evaluation import evaluate
 from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import CriticSettings, LoraSettings, ModelSettings, PolicySettings
@@ -70,7 +70,7 @@ class Arm:
 def train_arm(output: Path, task_name: str, arm: Arm, seed: int) -> Row:
     """Train from the task's start, and judge."""
     task = TASKS[task_name]
-    source: Any = start_of(task_name, output)
+    source: Any = find_start(task_name, output)
     if arm.lora is not None:
         source = ModelSettings(path=str(source), lora=arm.lora, device="cpu")
     environment = task.build_prompt()
@@ -90,14 +90,14 @@ def train_arm(output: Path, task_name: str, arm: Arm, seed: int) -> Row:
         for name in KEPT:
             curves.setdefault(name, []).append(metrics.get(name))
         if arm.judged_every and iteration % arm.judged_every == 0:
-            success = judge(training.policy, task, environment, held_out[1], seed)[0]
+            success = evaluate_episodes(training.policy, task, environment, held_out[1], seed)[0]
             looks.append((iteration, statistics.fmean(success)))
             if looks[-1][1] >= max(look[1] for look in looks):
                 weights = copy.deepcopy(training.model.state_dict())
-    row = outcome(training.policy, task, environment, held_out, seed)
+    row = measure_outcome(training.policy, task, environment, held_out, seed)
     if weights is not None:  # what stopping at the best look would have kept
         training.model.load_state_dict(weights)
-        row["best"] = judge(training.policy, task, environment, held_out[0], 1000 + seed)[0]
+        row["best"] = evaluate_episodes(training.policy, task, environment, held_out[0], 1000 + seed)[0]
     row["curves"] = {
         name: values
         for name, values in curves.items()
@@ -108,14 +108,14 @@ def train_arm(output: Path, task_name: str, arm: Arm, seed: int) -> Row:
     return row
 
 
-def outcome(policy: Any, task: Task, environment: Any, held_out: HeldOut, seed: int) -> Row:
+def measure_outcome(policy: Any, task: Task, environment: Any, held_out: HeldOut, seed: int) -> Row:
     """Successes on the reported episodes by level, on validation, and how they were played."""
     reported, validation = held_out
-    success, played = judge(policy, task, environment, reported, 1000 + seed)
+    success, played = evaluate_episodes(policy, task, environment, reported, 1000 + seed)
     return {
         "success": success,
         "levels": [request.level for request in reported],
-        "validation": judge(policy, task, environment, validation, seed)[0],
+        "validation": evaluate_episodes(policy, task, environment, validation, seed)[0],
         "turns": played.turns_mean,
         "tool_calls": played.tool_calls_mean,
         "misuse": played.misuse_rate,
@@ -123,13 +123,13 @@ def outcome(policy: Any, task: Task, environment: Any, held_out: HeldOut, seed: 
     }
 
 
-def judge(
+def evaluate_episodes(
     policy: Any, task: Task, environment: Any, requests: Requests, seed: int
 ) -> tuple[list[int], Any]:
     """Success of each episode, played once at temperature 1; and the evaluation."""
     backend = policy.backend()
     backend.refresh()
-    found = evaluate(
+    evaluation = evaluate(
         environment,
         backend,
         policy.renderer,
@@ -138,10 +138,10 @@ def judge(
         sampling=task.sampling,
         seed=seed,
     )
-    return [episode.successes for episode in found.episodes], found
+    return [episode.successes for episode in evaluation.episodes], evaluation
 
 
-def iterations_to(row: Row, level: float) -> int | None:
+def count_iterations_to(row: Row, level: float) -> int | None:
     """Iterations until the mean training success of `WINDOW` of them reaches a level; None = never."""
     curve = row["curves"]["train/success_rate"]
     for end in range(WINDOW, len(curve) + 1):
@@ -150,7 +150,7 @@ def iterations_to(row: Row, level: float) -> int | None:
     return None
 
 
-def critic(**options: Any) -> CriticSettings:
+def make_critic(**options: Any) -> CriticSettings:
     """A critic at the rate of the benchmarks."""
-    own = {} if options.get("kind") == "shared" else {"learning_rate": 1e-3}
-    return CriticSettings(**{**own, **options})
+    defaults = {} if options.get("kind") == "shared" else {"learning_rate": 1e-3}
+    return CriticSettings(**{**defaults, **options})

@@ -11,19 +11,19 @@ import shutil
 FIRST, COUNTS = 150, (250, 400, 600)
 
 
-def runs(output):
+def list_runs(output):
     """Arms and their measurement."""
 
     def measured(choose, labels, seed):
-        from preferences import accuracy_of_choice
+        from preferences import measure_choice
 
         return {
-            "accuracy": accuracy_of_choice(start_of_seed(output, seed), choose, labels, seed),
+            "accuracy": measure_choice(find_start(output, seed), choose, labels, seed),
             "labels": labels,
         }
 
     return {
-        arm_of(choose, labels): lambda seed, choose=choose, labels=labels: measured(
+        name_arm(choose, labels): lambda seed, choose=choose, labels=labels: measured(
             choose, labels, seed
         )
         for labels in COUNTS
@@ -31,20 +31,20 @@ def runs(output):
     }
 
 
-def arm_of(choose, labels):
+def name_arm(choose, labels):
     """Name of an arm."""
     return f"{choose} {labels}"
 
 
-def start_of_seed(output, seed):
+def find_start(output, seed):
     """First labels and their reward model, made where they are not there yet."""
-    from preferences import items_of, start_of_raters
+    from preferences import draw_items, make_start
 
     folder = output / "starts" / f"raters-{seed}"
     if not folder.is_dir():
         made = folder.with_name(folder.name + ".part")
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
-        start_of_raters(made, items_of(3000, seed), FIRST, seed)
+        make_start(made, draw_items(3000, seed), FIRST, seed)
         os.rename(made, folder)
     return folder

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from claimed import memory, over_optimisation, rating_choice, thought_variance
 from claimed.arms import PARTS, Part
-from claimed.intervals import gap, interval, shown, verdict
-from claimed.policy_runs import GROUP, PROMPTS, iterations_to
+from claimed.intervals import estimate_gap, estimate_interval, format_interval, describe_gap
+from claimed.policy_runs import GROUP, PROMPTS, count_iterations_to
 from claimed.results import Results, Row
 from claimed.tasks import TASKS
 
@@ -22,29 +22,29 @@ def write_report(output: Path, results: Results, seeds: int) -> str:
     lines = []
     for name, part in PARTS.items():
         if results.of(name, part.arms[0].name, seeds):
-            lines += [f"## {name}: {part.title}", "", *policy_table(name, part, results, seeds), ""]
-            lines += kl_table(name, part, results, seeds) if name == "kl" else []
+            lines += [f"## {name}: {part.title}", "", *format_policies(name, part, results, seeds), ""]
+            lines += format_kl(name, part, results, seeds) if name == "kl" else []
     lines += (
-        memory_table(results, seeds) + over_table(results, seeds) + thought_table(results, seeds)
+        format_memory(results, seeds) + format_over_optimisation(results, seeds) + format_thoughts(results, seeds)
     )
-    lines += rating_table(results, seeds)
+    lines += format_ratings(results, seeds)
     text = "\n".join(lines) + "\n"
     output.mkdir(parents=True, exist_ok=True)
     (output / "claims.md").write_text(text)
     return text
 
 
-def success(row: Row, key: str = "success") -> float:
+def read_success(row: Row, key: str = "success") -> float:
     """Share of successes, in percent."""
     return 100 * statistics.fmean(row[key])
 
 
-def each(rows: Sequence[Row], key: str = "success") -> str:
+def format_percentages(rows: Sequence[Row], key: str = "success") -> str:
     """Percentages of the single seeds."""
-    return ", ".join(f"{success(row, key):.1f}" for row in rows)
+    return ", ".join(f"{read_success(row, key):.1f}" for row in rows)
 
 
-def policy_table(name: str, part: Part, results: Results, seeds: int) -> list[str]:
+def format_policies(name: str, part: Part, results: Results, seeds: int) -> list[str]:
     """Success of each arm, beside the first one."""
     base = results.of(name, part.arms[0].name, seeds)
     levels = [
@@ -67,29 +67,29 @@ def policy_table(name: str, part: Part, results: Results, seeds: int) -> list[st
         rows = results.of(name, arm.name, seeds)
         if not rows:
             continue
-        cells = [arm.name, f"{shown(interval([success(row) for row in rows]))}%", each(rows)]
-        cells.append(f"{statistics.fmean(success(row, 'validation') for row in rows):.1f}%")
+        cells = [arm.name, f"{format_interval(estimate_interval([read_success(row) for row in rows]))}%", format_percentages(rows)]
+        cells.append(f"{statistics.fmean(read_success(row, 'validation') for row in rows):.1f}%")
         for level in by_level:
-            found = [
+            values = [
                 ok
                 for row in rows
                 for ok, at in zip(row["success"], row["levels"], strict=True)
                 if at == level
             ]
-            cells.append(f"{100 * statistics.fmean(found):.1f}%")
+            cells.append(f"{100 * statistics.fmean(values):.1f}%")
         if arm is part.arms[0] or len(rows) != len(base):
             cells += ["", ""]
         else:
-            beside = gap([success(row) for row in rows], [success(row) for row in base])
-            cells += [shown(beside), verdict(*beside[1:])]
+            difference = estimate_gap([read_success(row) for row in rows], [read_success(row) for row in base])
+            cells += [format_interval(difference), describe_gap(*difference[1:])]
         if part.threshold:
-            reached = [iterations_to(row, part.threshold) for row in rows]
+            reached = [count_iterations_to(row, part.threshold) for row in rows]
             cells.append(", ".join("never" if n is None else str(n * EPISODES) for n in reached))
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", *behaviour_table(name, part, results, seeds)]
+    return [*lines, "", *format_behaviour(name, part, results, seeds)]
 
 
-def behaviour_table(name: str, part: Part, results: Results, seeds: int) -> list[str]:
+def format_behaviour(name: str, part: Part, results: Results, seeds: int) -> list[str]:
     """Play of the policies, and effects of the updates: means over the seeds."""
     last = {
         "policy/entropy": "entropy",
@@ -132,7 +132,7 @@ def behaviour_table(name: str, part: Part, results: Results, seeds: int) -> list
     return lines
 
 
-def kl_table(name: str, part: Part, results: Results, seeds: int) -> list[str]:
+def format_kl(name: str, part: Part, results: Results, seeds: int) -> list[str]:
     """KL of the last iterations beside its target."""
     target = 0.03
     lines = [
@@ -152,15 +152,15 @@ def kl_table(name: str, part: Part, results: Results, seeds: int) -> list[str]:
             )
             numbers = ", ".join(f"{mean:.4f}" for mean in means)
             lines.append(
-                f"| {arm.name} | {shown(interval(means), digits=4)} | {numbers} | {inside:.0%} | {coefs:.3g} |"
+                f"| {arm.name} | {format_interval(estimate_interval(means), digits=4)} | {numbers} | {inside:.0%} | {coefs:.3g} |"
             )
     return [*lines, ""]
 
 
-def memory_table(results: Results, seeds: int) -> list[str]:
+def format_memory(results: Results, seeds: int) -> list[str]:
     """Memory and processor time of an optimizer step."""
-    found = {arm: rows for arm in memory.ARMS if (rows := results.of("memory", arm, seeds))}
-    if not found:
+    rows_by_arm = {arm: rows for arm in memory.ARMS if (rows := results.of("memory", arm, seeds))}
+    if not rows_by_arm:
         return []
     lines = [
         "## memory: an optimizer step of 26M parameters, 8 rows of about 240 tokens",
@@ -168,24 +168,24 @@ def memory_table(results: Results, seeds: int) -> list[str]:
         "| arm | trained weights | peak above the loaded model, MB [95%] | processor s of a step [95%] |",
         "|---|---|---|---|",
     ]
-    for arm, rows in found.items():
+    for arm, rows in rows_by_arm.items():
         peaks, seconds = (
-            interval([row["peak"] / 1e6 for row in rows]),
-            interval([row["seconds"] for row in rows]),
+            estimate_interval([row["peak"] / 1e6 for row in rows]),
+            estimate_interval([row["seconds"] for row in rows]),
         )
         lines.append(
-            f"| {arm} | {rows[0]['trainable']:,} | {shown(peaks, digits=0)} | {shown(seconds, digits=2)} |"
+            f"| {arm} | {rows[0]['trainable']:,} | {format_interval(peaks, digits=0)} | {format_interval(seconds, digits=2)} |"
         )
     return [*lines, ""]
 
 
-def over_table(results: Results, seeds: int) -> list[str]:
+def format_over_optimisation(results: Results, seeds: int) -> list[str]:
     """True success of PPO against reward models."""
     name, arms = "over-optimisation", over_optimisation.ARMS
     base = results.of(name, arms[0].name, seeds)
     if not base:
         return []
-    stopped = [success(row, "best") for row in base]
+    stopped = [read_success(row, "best") for row in base]
     right = ", ".join(f"{row['reward_model']['accuracy']:.3f}" for row in base)
     lines = [
         f"## {name}: PPO against a reward model (held-out accuracy {right})",
@@ -196,18 +196,18 @@ def over_table(results: Results, seeds: int) -> list[str]:
     ]
     for arm in arms:
         if rows := results.of(name, arm.name, seeds):
-            ends, best = [success(row) for row in rows], [success(row, "best") for row in rows]
-            beside = gap(ends, stopped) if len(rows) == len(base) else None
+            ends, best = [read_success(row) for row in rows], [read_success(row, "best") for row in rows]
+            difference = estimate_gap(ends, stopped) if len(rows) == len(base) else None
             score = statistics.fmean(row["curves"]["reward/mean"][-1] for row in rows)
             lines.append(
-                f"| {arm.name} | {shown(interval(ends))}% | {each(rows)} | {shown(interval(best))}% | "
-                f"{each(rows, 'best')} | {shown(beside) if beside else ''} | "
-                f"{verdict(*beside[1:]) if beside else ''} | {score:.2f} |"
+                f"| {arm.name} | {format_interval(estimate_interval(ends))}% | {format_percentages(rows)} | {format_interval(estimate_interval(best))}% | "
+                f"{format_percentages(rows, 'best')} | {format_interval(difference) if difference else ''} | "
+                f"{describe_gap(*difference[1:]) if difference else ''} | {score:.2f} |"
             )
     return [*lines, ""]
 
 
-def thought_table(results: Results, seeds: int) -> list[str]:
+def format_thoughts(results: Results, seeds: int) -> list[str]:
     """Variance of the thoughts' gradient."""
     rows = results.of("thoughts", "variance", seeds)
     if not rows:
@@ -227,29 +227,29 @@ def thought_table(results: Results, seeds: int) -> list[str]:
         explained = statistics.fmean(kind[name]["explained"] for kind in kinds)
         numbers = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         lines.append(
-            f"| {name} | {shown(interval(ratios), digits=2)} | {numbers} | {noise:.2f} | {explained:.2f} |"
+            f"| {name} | {format_interval(estimate_interval(ratios), digits=2)} | {numbers} | {noise:.2f} | {explained:.2f} |"
         )
     return [*lines, ""]
 
 
-def rating_table(results: Results, seeds: int) -> list[str]:
+def format_ratings(results: Results, seeds: int) -> list[str]:
     """Accuracy by labels, chosen by uncertainty and at random."""
     lines = []
     for labels in rating_choice.COUNTS:
-        found = {
+        accuracies = {
             choose: {row["seed"]: 100 * row["accuracy"] for row in rows}
             for choose in ("uncertainty", "random")
-            if (rows := results.of("ratings", rating_choice.arm_of(choose, labels), seeds))
+            if (rows := results.of("ratings", rating_choice.name_arm(choose, labels), seeds))
         }
-        both = sorted(set(found.get("uncertainty", {})) & set(found.get("random", {})))
+        both = sorted(set(accuracies.get("uncertainty", {})) & set(accuracies.get("random", {})))
         if both:
             chosen, drawn = (
-                [found[choose][seed] for seed in both] for choose in ("uncertainty", "random")
+                [accuracies[choose][seed] for seed in both] for choose in ("uncertainty", "random")
             )
-            beside = gap(chosen, drawn)
+            difference = estimate_gap(chosen, drawn)
             lines.append(
-                f"| {labels} | {shown(interval(chosen))}% | {shown(interval(drawn))}% | {shown(beside)} | "
-                f"{verdict(*beside[1:])} | {len(both)} |"
+                f"| {labels} | {format_interval(estimate_interval(chosen))}% | {format_interval(estimate_interval(drawn))}% | {format_interval(difference)} | "
+                f"{describe_gap(*difference[1:])} | {len(both)} |"
             )
     if not lines:
         return []

@@ -34,8 +34,8 @@ class Results:
 
     def fill_slots(self, part: str, arm: str, seed: int, measure: Callable[[], Row]) -> Row:
         """The result, measured where it is not there, with the processor seconds that it took."""
-        if (found := self.find(part, arm, seed)) is not None:
-            return found
+        if (result := self.find(part, arm, seed)) is not None:
+            return result
         started = time.process_time()
         row = {"part": part, "arm": arm, "seed": seed, **measure()}
         row["processor_seconds"] = time.process_time() - started

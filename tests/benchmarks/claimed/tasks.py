@@ -118,7 +118,7 @@ TASKS: dict[str, Task] = {
 }
 
 
-def start_of(name: str, output: Path, seed: int = 0) -> Path:
+def find_start(name: str, output: Path, seed: int = 0) -> Path:
     """Folder of the task's SFT model, made where it is not there yet."""
     task, folder = (
         TASKS[name],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from claimed.tasks import TASKS, start_of
+from claimed.tasks import TASKS, find_start
 
 WARMUP, BATCHES, EPISODES = 30, 40, 32
 KINDS = {
@@ -22,7 +22,7 @@ KINDS = {
 }
 
 
-def runs(output):
+def list_runs(output):
     """One run a seed, of all kinds on the same rollouts."""
     return {"variance": lambda seed: measure(output, seed)}
 
@@ -35,7 +35,7 @@ def measure(output, seed):
     from rl_core.thoughts.trainer import ThoughtsTrainer
 
     task = TASKS["reckoning"]
-    policy = rl_core.load_policy(start_of("reckoning", output))
+    policy = rl_core.load_policy(find_start("reckoning", output))
     common = dict(
         iterations=WARMUP + BATCHES,
         episodes_per_iteration=EPISODES,
@@ -74,30 +74,30 @@ def measure(output, seed):
         for name, trainer in trainers.items():
             advantages, metrics = trainer._compute_advantages(episodes, rewards)
             if batch >= WARMUP:
-                gradients[name].append(gradient_of(trainer, episodes, plan, advantages))
+                gradients[name].append(compute_gradient(trainer, episodes, plan, advantages))
                 explained[name].append(metrics["train/explained_variance"])
-    found = {}
+    kinds = {}
     for name, rows in gradients.items():
         stacked = torch.stack(rows).double()
         mean = stacked.mean(0)
         variance = float((stacked - mean).square().sum() / (len(rows) - 1))
-        found[name] = {
+        kinds[name] = {
             "variance": variance,
             "signal": float(mean.square().sum()) - variance / len(rows),
             "explained": sum(explained[name]) / len(explained[name]),
         }
-    return {"kinds": found}
+    return {"kinds": kinds}
 
 
-def gradient_of(trainer, episodes, plan, advantages):
+def compute_gradient(trainer, episodes, plan, advantages):
     """Gradient of the thoughts' term, flat; nothing is updated."""
-    found = []
+    gradients = []
 
     def apply(batches, loss):
         trainer.model.zero_grad()
         for batch in batches:
             loss(batch)[0].backward()
-        found.append(
+        gradients.append(
             torch.cat(
                 [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
             ).clone()
@@ -105,9 +105,9 @@ def gradient_of(trainer, episodes, plan, advantages):
         trainer.model.zero_grad()
         return {}
 
-    own, trainer.optimizer_step.apply = trainer.optimizer_step.apply, apply
+    original, trainer.optimizer_step.apply = trainer.optimizer_step.apply, apply
     try:
         trainer._update(episodes, plan, advantages)
     finally:
-        trainer.optimizer_step.apply = own
-    return found[0]
+        trainer.optimizer_step.apply = original
+    return gradients[0]

@@ -17,12 +17,12 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import TrainRow, build_batches
 from rl_core.settings import SamplingSettings
 from speed import inputs, ours
-from speed.episodes import Scripted, ends, ragged_sequences
+from speed.episodes import Scripted, list_end_ids, make_ragged_sequences
 
 LOGPROB_LIMIT, LOSS_LIMIT = 1e-4, 1e-5
 
 
-def greedy_differences(folder, rows):
+def count_greedy_differences(folder, rows):
     """Greedy tokens of the engine that differ from those of `generate`, each prompt alone there."""
     model, tokenizer = ours.load(folder)
     engine = create_rollout_backend(
@@ -32,7 +32,7 @@ def greedy_differences(folder, rows):
         "the engine does not know this model, so there would be nothing to compare"
     )
     prompts = [
-        ours.text_ids(tokenizer, row["prompt"]) for row in inputs.read(folder, "prompts")[:rows]
+        ours.encode_text(tokenizer, row["prompt"]) for row in inputs.read(folder, "prompts")[:rows]
     ]
     sequences = [Scripted(prompt, 0, limit=inputs.MAX_NEW) for prompt in prompts]
     engine.run_sequences(
@@ -55,13 +55,13 @@ def greedy_differences(folder, rows):
     return differences
 
 
-def logprob_gap(folder):
+def measure_logprob_gap(folder):
     """Largest difference between the engine's log-probabilities and the trainer's, over ragged episodes."""
     model, tokenizer = ours.load(folder)
     engine = create_rollout_backend(
-        model.eval(), eos_ids=ends(len(tokenizer)), pad_id=inputs.PAD, max_length=512
+        model.eval(), eos_ids=list_end_ids(len(tokenizer)), pad_id=inputs.PAD, max_length=512
     )
-    sequences = ragged_sequences(folder, tokenizer, 0, count=16)
+    sequences = make_ragged_sequences(folder, tokenizer, 0, count=16)
     engine.run_sequences(
         sequences, SamplingSettings(max_completion_tokens=sequences[0].limit, slots=8)
     )
@@ -74,30 +74,30 @@ def logprob_gap(folder):
     return gap
 
 
-def loss_gaps(folder):
+def measure_loss_gaps(folder):
     """By stage: our loss of the first step minus the plain one's, absolute."""
     model, tokenizer = ours.load(folder)
     model.eval()
-    sft = ours.sft_rows(folder, tokenizer)[: inputs.BATCH["sft"]]
+    sft = ours.encode_sft_rows(folder, tokenizer)[: inputs.BATCH["sft"]]
     tokens = sum(sum(mask) for _, mask in sft)
     width = max(len(ids) for ids, _ in sft)
     plain = {
-        "sft": -sum(float(plain_logprobs(model, ids, mask, width)) for ids, mask in sft) / tokens
+        "sft": -sum(float(compute_logprobs(model, ids, mask, width)) for ids, mask in sft) / tokens
     }
     pairs = ours.make_pairs(folder, tokenizer, inputs.BATCH["reward"])
     scorer, _ = ours.heads.load_reward_model(folder / "reward_model", ours.CPU)
     scorer.eval()
     width = max(len(ids) for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids))
     margins = [
-        plain_score(scorer, p.chosen_ids, width) - plain_score(scorer, p.rejected_ids, width)
+        compute_score(scorer, p.chosen_ids, width) - compute_score(scorer, p.rejected_ids, width)
         for p in pairs
     ]
     plain["reward"] = float(-functional.logsigmoid(torch.stack(margins)).mean())
-    found = {"sft": ours.sft_trainer(folder).step(), "reward": ours.reward_trainer(folder).step()}
-    return {stage: abs(metrics["train/loss"] - plain[stage]) for stage, metrics in found.items()}
+    ours_by_stage = {"sft": ours.make_sft_trainer(folder).step(), "reward": ours.make_reward_trainer(folder).step()}
+    return {stage: abs(metrics["train/loss"] - plain[stage]) for stage, metrics in ours_by_stage.items()}
 
 
-def plain_inputs(ids, width):
+def build_inputs(ids, width):
     room = width - len(ids)
     return {
         "input_ids": torch.tensor([list(ids) + [inputs.PAD] * room]),
@@ -106,17 +106,17 @@ def plain_inputs(ids, width):
 
 
 @torch.no_grad()
-def plain_logprobs(model, ids, mask, width):
+def compute_logprobs(model, ids, mask, width):
     """Summed over the tokens that carry loss, from the whole row of logits."""
-    log_p_SV = model(**plain_inputs(ids, width)).logits[0].double().log_softmax(-1)
+    log_p_SV = model(**build_inputs(ids, width)).logits[0].double().log_softmax(-1)
     places = [place for place, carries in enumerate(mask) if carries]
     return log_p_SV[[place - 1 for place in places], [ids[place] for place in places]].sum()
 
 
 @torch.no_grad()
-def plain_score(model, ids, width):
+def compute_score(model, ids, width):
     """From the last real token."""
-    states_SH = model.model(**plain_inputs(ids, width)).last_hidden_state[0]
+    states_SH = model.model(**build_inputs(ids, width)).last_hidden_state[0]
     return model.score(states_SH[len(ids) - 1])[0].double()
 
 
@@ -126,17 +126,17 @@ def main():
     parser.add_argument("--rows", type=int, default=16, help="prompts that are decoded greedily")
     options = parser.parse_args()
     torch.manual_seed(0)
-    gaps = loss_gaps(options.folder)
+    gaps = measure_loss_gaps(options.folder)
     count = options.rows * inputs.MAX_NEW
-    found = [
+    results = [
         (
             f"greedy tokens of the engine that differ from `generate` ({count})",
-            greedy_differences(options.folder, options.rows),
+            count_greedy_differences(options.folder, options.rows),
             0,
         ),
         (
             "log-probabilities, engine against trainer, nats",
-            logprob_gap(options.folder),
+            measure_logprob_gap(options.folder),
             LOGPROB_LIMIT,
         ),
         *(
@@ -145,7 +145,7 @@ def main():
         ),
     ]
     print(
-        json.dumps([{"what": what, "value": value, "limit": limit} for what, value, limit in found])
+        json.dumps([{"what": what, "value": value, "limit": limit} for what, value, limit in results])
     )
 
 

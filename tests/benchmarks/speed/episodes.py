@@ -39,7 +39,7 @@ class Sums(Environment):
     def __init__(self, folder, seed):
         super().__init__()
         rows = inputs.read(folder, "prompts")
-        self._rows = as_drawn(rows, compute_sequence_seed(seed, "order", LEVEL) % 2**63)
+        self._rows = order_as_drawn(rows, compute_sequence_seed(seed, "order", LEVEL) % 2**63)
 
     @property
     def tools(self):
@@ -52,7 +52,7 @@ class Sums(Environment):
         return range(len(self._rows))
 
 
-def as_drawn(rows, seed):
+def order_as_drawn(rows, seed):
     """Rows put where `DataOrder` of this seed draws them in the order in which they are given."""
     placed = list(rows)
     for row, index in zip(rows, DataOrder(len(rows), len(rows), seed).next_batch(), strict=True):
@@ -117,7 +117,7 @@ class Scripted:
         self.loss_mask += [is_sampled] * len(ids)
 
 
-def ragged_sequences(folder: Path, tokenizer, step, count=64):
+def make_ragged_sequences(folder: Path, tokenizer, step, count=64):
     """Episodes of 1 to TURNS turns with observations of 4 to 48 tokens; those of a step are always the same."""
     rng = np.random.default_rng([inputs.SEED, step])
     rows = inputs.read(folder, "prompts")[step * count :][:count]
@@ -134,6 +134,6 @@ def ragged_sequences(folder: Path, tokenizer, step, count=64):
     return sequences
 
 
-def ends(vocabulary):
+def list_end_ids(vocabulary):
     """The tokens that end an action there; the actions of a random model are then of 1 to about 80 tokens."""
     return list(range(10, vocabulary, ENDS_EVERY))

@@ -62,7 +62,7 @@ class Rates:
     copy_bytes: float  # read and written
 
 
-def adamw_seconds(shape, rates):
+def compute_adamw_seconds(shape, rates):
     """Reads weight, gradient and two moments, writes weight and moments."""
     size = 4 * shape.parameters
     return (
@@ -72,7 +72,7 @@ def adamw_seconds(shape, rates):
     )
 
 
-def decode_seconds(shape, rates, rows, new, prompt, unique):
+def compute_decode_seconds(shape, rates, rows, new, prompt, unique):
     """`new` tokens for `rows` prompts of `prompt` tokens each, of which `unique` differ."""
     context = sum(prompt + index for index in range(new))
     flops = rows * (
@@ -82,13 +82,13 @@ def decode_seconds(shape, rates, rows, new, prompt, unique):
     return max(compute, new * 4 * (shape.trunk + shape.head) / rates.read_bytes)
 
 
-def floor_rates(shape, rates, rows):
+def compute_floor_rates(shape, rates, rows):
     """Tokens per second at the floor, by stage: all real tokens; for generate_RxN, new tokens.
 
     Args:
         rows: as `inputs.make_rows` gives them; the lengths are their means. Episodes have no floor here.
     """
-    adam, train = adamw_seconds(shape, rates), rates.train_flops
+    adam, train = compute_adamw_seconds(shape, rates), rates.train_flops
 
     def batch(lengths, head_tokens, size):
         """Forward FLOPs and tokens of a mean batch."""
@@ -116,9 +116,9 @@ def floor_rates(shape, rates, rows):
     count = inputs.BATCH["grpo"]
     policy, policy_tokens = batch([prompt + new] * count, count * new, count)
     values, _ = batch([prompt + new] * count, 0, count)
-    grouped = decode_seconds(shape, rates, count, new, prompt, count // inputs.GROUP)
-    alone = decode_seconds(shape, rates, count, new, prompt, count)
-    found = {
+    grouped = compute_decode_seconds(shape, rates, count, new, prompt, count // inputs.GROUP)
+    alone = compute_decode_seconds(shape, rates, count, new, prompt, count)
+    floors = {
         "sft": sft_tokens / (3 * sft / train + adam),  # backward costs two forwards
         "reward": pair_tokens / (3 * scores / train + adam),
         "dpo": pair_tokens / (4 * dpo / train + adam),  # and the reference's forward
@@ -129,12 +129,12 @@ def floor_rates(shape, rates, rows):
     }
     for size in (32, 64):
         for length in (64, 256):
-            seconds = decode_seconds(shape, rates, size, length, prompt, size)
-            found[f"generate_{size}x{length}"] = size * length / seconds
-    return found
+            seconds = compute_decode_seconds(shape, rates, size, length, prompt, size)
+            floors[f"generate_{size}x{length}"] = size * length / seconds
+    return floors
 
 
-def best_seconds(work, passes, seconds=0.25, least=5):
+def measure_best_seconds(work, passes, seconds=0.25, least=5):
     """The quickest call over `passes` spells of `seconds` each."""
     work()
     best = float("inf")
@@ -179,17 +179,17 @@ def measure(config, passes):
             def multiply(x=x, weight=weight, result=result):
                 torch.mm(x, weight.t(), out=result)
 
-            spent += times * best_seconds(multiply, passes, 0.06)
+            spent += times * measure_best_seconds(multiply, passes, 0.06)
             work += times * 2 * rows * width * out
         return work / spent
 
     def read():
         block = torch.ones(shape.parameters)
-        return 4 * block.numel() / best_seconds(block.sum, passes, 0.15, 3)
+        return 4 * block.numel() / measure_best_seconds(block.sum, passes, 0.15, 3)
 
     def copy():
         source, target = torch.ones(2**27), torch.empty(2**27)  # 512 MiB each: no cache holds them
-        return 8 * source.numel() / best_seconds(lambda: target.copy_(source), passes, 0.4, 3)
+        return 8 * source.numel() / measure_best_seconds(lambda: target.copy_(source), passes, 0.4, 3)
 
     by_rows = [flops(rows) for rows in (MATRIX_ROWS, 32, 64)]
     return Rates(
@@ -210,8 +210,8 @@ def main():
     others = Others([])
     rates = measure(config, options.passes)
     rows = {name: inputs.read(options.folder, name) for name in ("sft", "pairs", "prompts")}
-    found = {"rates": asdict(rates), "tokens_per_s": floor_rates(Shape.of(config), rates, rows)}
-    print(json.dumps({**found, "others_cpu": others.cores()}))
+    results = {"rates": asdict(rates), "tokens_per_s": compute_floor_rates(Shape.of(config), rates, rows)}
+    print(json.dumps({**results, "others_cpu": others.cores()}))
 
 
 if __name__ == "__main__":

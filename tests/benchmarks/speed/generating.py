@@ -7,7 +7,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speed import inputs
-from speed.episodes import ends, ragged_sequences
+from speed.episodes import list_end_ids, make_ragged_sequences
 
 
 def run(stage, folder, steps, gate):
@@ -22,13 +22,13 @@ def run(stage, folder, steps, gate):
         if kind == "generate":
             tokens = generate(model, tokenizer, folder, *map(int, shape.split("x")))
         else:
-            sequences = ragged_sequences(folder, tokenizer, taken)
-            play(model, sequences, ends(len(tokenizer)))
+            sequences = make_ragged_sequences(folder, tokenizer, taken)
+            play(model, sequences, list_end_ids(len(tokenizer)))
             tokens = sum(sequence.sampled for sequence in sequences)
         gate.done(tokens)
 
 
-def left_padded(rows):
+def pad_left(rows):
     """Ids and mask of token rows, padding on the left."""
     width = max(map(len, rows))
     ids = torch.tensor([[inputs.PAD] * (width - len(row)) + list(row) for row in rows])
@@ -41,7 +41,7 @@ def generate(model, tokenizer, folder, rows, new):
     prompts = [
         tokenizer(row["prompt"])["input_ids"] for row in inputs.read(folder, "prompts")[:rows]
     ]
-    batch = left_padded(prompts)
+    batch = pad_left(prompts)
     with torch.no_grad():
         out = model.generate(
             **batch,
@@ -59,7 +59,7 @@ def play(model, sequences, end_ids):
     """Every turn of all sequences that go on is one call, which reads all of their tokens again."""
     active, is_end = list(sequences), set(end_ids)
     while active:
-        batch = left_padded([sequence.prompt_ids + sequence.completion_ids for sequence in active])
+        batch = pad_left([sequence.prompt_ids + sequence.completion_ids for sequence in active])
         rooms = [sequence.limit - len(sequence.completion_ids) for sequence in active]
         with torch.no_grad():
             out = model.generate(

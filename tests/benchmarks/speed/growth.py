@@ -42,22 +42,22 @@ class Fit:
         return cls(uv / uu, r_squared, (v[-1] - v[-2]) / (u[-1] - u[-2]))
 
 
-def grouped(points):
+def group_points(points):
     """(axis, work) -> its points in the order of their values."""
-    found = {}
+    groups = {}
     for point in points:
-        found.setdefault((point["axis"], point["work"]), []).append(point)
-    return {key: sorted(part, key=lambda point: point["value"]) for key, part in found.items()}
+        groups.setdefault((point["axis"], point["work"]), []).append(point)
+    return {key: sorted(part, key=lambda point: point["value"]) for key, part in groups.items()}
 
 
-def markdown(points, about):
+def format_report(points, about):
     """The table of fits, then every point."""
     text = ["# How cost grows", "", *[f"- {entry}" for entry in about], ""]
     text += [
         "| against | work | range | seconds ~ x^ [last two], R2 | expected | memory ~ x^ [last two] | expected |"
     ]
     text += ["|---|---|---|---|---|---|---|"]
-    for (axis, work), part in grouped(points).items():
+    for (axis, work), part in group_points(points).items():
         xs = [point["value"] for point in part]
         cells = []
         for name, expected in zip(("seconds", "memory_mb"), EXPECTED[axis, work], strict=True):
@@ -73,7 +73,7 @@ def markdown(points, about):
         "| against | work | x | seconds | memory, MB above the imports | peak RSS, MB | others' cores |",
     ]
     text += ["|---|---|---|---|---|---|---|"]
-    for (axis, work), part in grouped(points).items():
+    for (axis, work), part in group_points(points).items():
         for point in part:
             others = "-" if point["others_cpu"] is None else f"{point['others_cpu']:.2f}"
             text.append(
@@ -83,14 +83,14 @@ def markdown(points, about):
     return "\n".join(text) + "\n"
 
 
-def picture(points, file):
+def draw_growth(points, file):
     """Seconds above, memory below, one column for each axis; both logarithmic, so that a power law is a line."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    parts = grouped(points)
+    parts = group_points(points)
     axes = list(dict.fromkeys(axis for axis, _ in parts))
     figure, grid = pyplot.subplots(
         2, len(axes), figsize=(3.6 * len(axes), 6.4), squeeze=False, layout="constrained"

@@ -45,7 +45,7 @@ MAX_PROMPT, MAX_NEW, MAX_LENGTH = 32, 64, 256
 LEARNING_RATE, BETAS = 1e-5, (0.9, 0.999)
 
 
-def sums(rng, terms):
+def draw_sum(rng, terms):
     """A sum to do, its working, and the result: '7+5+4=', '7+5=12; 12+4=16 # 16', 16."""
     numbers = [rng.randint(1, 999) for _ in range(terms)]
     lines, total = [], numbers[0]
@@ -60,12 +60,12 @@ def make_rows(seed=SEED, count=ROWS):
     rng = random.Random(seed)
     rows = {"sft": [], "pairs": [], "prompts": []}
     for _ in range(count):
-        prompt, completion, _ = sums(rng, rng.choice([2, 2, 2, 3, 3, 4, 5, 6, 8, 10]))
+        prompt, completion, _ = draw_sum(rng, rng.choice([2, 2, 2, 3, 3, 4, 5, 6, 8, 10]))
         rows["sft"].append({"prompt": prompt, "completion": completion})
-        prompt, chosen, total = sums(rng, rng.choice([2, 2, 3, 3, 4, 5, 6]))
+        prompt, chosen, total = draw_sum(rng, rng.choice([2, 2, 3, 3, 4, 5, 6]))
         rejected = f"{chosen.rpartition('#')[0]}# {total + rng.choice([-10, -1, 1, 10])}"
         rows["pairs"].append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
-        prompt, _, total = sums(rng, rng.choice([2, 3, 4, 5]))
+        prompt, _, total = draw_sum(rng, rng.choice([2, 3, 4, 5]))
         rows["prompts"].append({"prompt": prompt, "answer": str(total)})
     return rows
 
@@ -154,7 +154,7 @@ def build(folder, size):
     return place
 
 
-def read(place, name):
+def read(folder, name):
     """Rows of one file."""
-    with (Path(place) / f"{name}.jsonl").open() as file:
+    with (Path(folder) / f"{name}.jsonl").open() as file:
         return [json.loads(line) for line in file]

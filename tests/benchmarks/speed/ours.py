@@ -26,7 +26,7 @@ from rl_core.trainers.preference import PreferenceTrainer, compute_reference_log
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from speed import inputs
-from speed.episodes import Characters, Scripted, Sums, as_drawn, ends, ragged_sequences
+from speed.episodes import Characters, Scripted, Sums, order_as_drawn, list_end_ids, make_ragged_sequences
 
 CPU = ModelSettings(device="cpu")
 TRAINING = dict(
@@ -55,15 +55,15 @@ def make_step(stage, folder, steps):
     """
     kind, _, shape = stage.partition("_")
     if kind == "generate":
-        return generate_step(folder, *map(int, shape.split("x")))
+        return make_generate_step(folder, *map(int, shape.split("x")))
     makers = {
-        "sft": sft_step,
-        "reward": reward_step,
-        "dpo": dpo_step,
-        "episodes": episodes_step,
-        "ppo": ppo_step,
-        "grpo": functools.partial(grpo_step, epochs=1),
-        "grpo4": functools.partial(grpo_step, epochs=4),
+        "sft": make_sft_step,
+        "reward": make_reward_step,
+        "dpo": make_dpo_step,
+        "episodes": make_episodes_step,
+        "ppo": make_ppo_step,
+        "grpo": functools.partial(make_grpo_step, epochs=1),
+        "grpo4": functools.partial(make_grpo_step, epochs=4),
     }
     return makers[kind](folder, steps)
 
@@ -73,18 +73,18 @@ def load(folder):
     return causal_lm.load_model(folder / "model", CPU)
 
 
-def text_ids(tokenizer, text):
+def encode_text(tokenizer, text):
     """Token ids of a prompt."""
     return tokenizer(text)["input_ids"]
 
 
-def sft_rows(folder, tokenizer):
+def encode_sft_rows(folder, tokenizer):
     """(ids, loss mask) of every row, loss on the completion and its end."""
     rows = []
     for row in inputs.read(folder, "sft"):
         prompt, completion = (
-            text_ids(tokenizer, row["prompt"]),
-            [*text_ids(tokenizer, row["completion"]), inputs.EOS],
+            encode_text(tokenizer, row["prompt"]),
+            [*encode_text(tokenizer, row["completion"]), inputs.EOS],
         )
         rows.append((prompt + completion, [False] * len(prompt) + [True] * len(completion)))
     return rows
@@ -94,43 +94,43 @@ def make_pairs(folder, tokenizer, count=None):
     """Pairs in the order of the file."""
     pairs = []
     for row in inputs.read(folder, "pairs")[:count]:
-        prompt = text_ids(tokenizer, row["prompt"])
-        sides = [[*text_ids(tokenizer, row[name]), inputs.EOS] for name in ("chosen", "rejected")]
+        prompt = encode_text(tokenizer, row["prompt"])
+        sides = [[*encode_text(tokenizer, row[name]), inputs.EOS] for name in ("chosen", "rejected")]
         pairs.append(PreferencePair(*(PairSide(prompt, ids, [True] * len(ids)) for ids in sides)))
     return pairs
 
 
-def sft_trainer(folder):
+def make_sft_trainer(folder):
     """On all rows."""
     model, tokenizer = load(folder)
-    rows = as_drawn(sft_rows(folder, tokenizer), inputs.SEED)
+    rows = order_as_drawn(encode_sft_rows(folder, tokenizer), inputs.SEED)
     settings = SFTSettings(batch_size=inputs.BATCH["sft"], **TRAINING)
     return SFTTrainer(model, inputs.PAD, rows, [], settings, inputs.SEED)
 
 
-def sft_step(folder, _steps):
-    return _tokens_and_loss(sft_trainer(folder))
+def make_sft_step(folder, _steps):
+    return _read_tokens_and_loss(make_sft_trainer(folder))
 
 
-def reward_trainer(folder):
+def make_reward_trainer(folder):
     """On all pairs."""
     model, tokenizer = heads.load_reward_model(folder / "reward_model", CPU)
-    pairs = as_drawn(
+    pairs = order_as_drawn(
         [(p.chosen_ids, p.rejected_ids) for p in make_pairs(folder, tokenizer)], inputs.SEED
     )
     settings = RewardModelSettings(batch_size=inputs.BATCH["reward"], center_coef=0.0, **TRAINING)
     return RewardModelTrainer(model, inputs.PAD, pairs, [], settings, inputs.SEED)
 
 
-def reward_step(folder, _steps):
-    return _tokens_and_loss(reward_trainer(folder))
+def make_reward_step(folder, _steps):
+    return _read_tokens_and_loss(make_reward_trainer(folder))
 
 
-def dpo_trainer(folder, steps):
+def make_dpo_trainer(folder, steps):
     """On the pairs of these steps; and seconds (wall, processor) that their reference log-probabilities took."""
     batch = inputs.BATCH["dpo"]
     model, tokenizer = load(folder)
-    pairs = as_drawn(make_pairs(folder, tokenizer, steps * batch), inputs.SEED)
+    pairs = order_as_drawn(make_pairs(folder, tokenizer, steps * batch), inputs.SEED)
     settings = PreferenceSettings(batch_size=batch, **TRAINING)
     budget = settings.micro_batch_tokens
     compute_reference_logprobs(
@@ -144,14 +144,14 @@ def dpo_trainer(folder, steps):
     ), paid
 
 
-def dpo_step(folder, steps):
+def make_dpo_step(folder, steps):
     """The reference is computed once per pair, before training: every step is charged its share."""
-    trainer, (wall, cpu) = dpo_trainer(folder, steps)
-    step = _tokens_and_loss(trainer)
+    trainer, (wall, cpu) = make_dpo_trainer(folder, steps)
+    step = _read_tokens_and_loss(trainer)
     return lambda: (*step(), {"wall_s": wall / steps, "cpu_s": cpu / steps})
 
 
-def _tokens_and_loss(trainer):
+def _read_tokens_and_loss(trainer):
     def step():
         metrics = trainer.step()
         return int(metrics["train/tokens"]), metrics["train/loss"]
@@ -159,7 +159,7 @@ def _tokens_and_loss(trainer):
     return step
 
 
-def policy_step(folder, steps, settings, *, eos_ids, reference=None, scorer=None):
+def make_policy_step(folder, steps, settings, *, eos_ids, reference=None, scorer=None):
     """One iteration of the policy trainer."""
     model, tokenizer = load(folder)
     trainer = PolicyGradientTrainer(
@@ -191,7 +191,7 @@ def policy_step(folder, steps, settings, *, eos_ids, reference=None, scorer=None
     return step
 
 
-def grpo_step(folder, steps, *, epochs):
+def make_grpo_step(folder, steps, *, epochs):
     settings = PolicySettings(
         algorithm="grpo",
         iterations=steps,
@@ -202,10 +202,10 @@ def grpo_step(folder, steps, *, epochs):
         sampling=SamplingSettings(max_completion_tokens=inputs.MAX_NEW),
         **TRAINING,
     )
-    return policy_step(folder, steps, settings, eos_ids=(inputs.EOS,))
+    return make_policy_step(folder, steps, settings, eos_ids=(inputs.EOS,))
 
 
-def ppo_step(folder, steps):
+def make_ppo_step(folder, steps):
     """Every completion runs to the limit, as the peer's does: it stops at no token."""
     settings = PolicySettings(
         algorithm="ppo",
@@ -220,7 +220,7 @@ def ppo_step(folder, steps):
         **TRAINING,
     )
     scorer, _ = heads.load_reward_model(folder / "reward_model", CPU)
-    return policy_step(
+    return make_policy_step(
         folder,
         steps,
         settings,
@@ -230,13 +230,13 @@ def ppo_step(folder, steps):
     )
 
 
-def generate_step(folder, rows, new):
+def make_generate_step(folder, rows, new):
     """`rows` completions of exactly `new` tokens."""
     model, tokenizer = load(folder)
     engine = create_rollout_backend(
         model.eval(), eos_ids=(), pad_id=inputs.PAD, max_length=inputs.MAX_PROMPT + new
     )
-    prompts = [text_ids(tokenizer, row["prompt"]) for row in inputs.read(folder, "prompts")[:rows]]
+    prompts = [encode_text(tokenizer, row["prompt"]) for row in inputs.read(folder, "prompts")[:rows]]
     sampling = SamplingSettings(max_completion_tokens=new, slots=rows)
 
     def step():
@@ -247,17 +247,17 @@ def generate_step(folder, rows, new):
     return step
 
 
-def episodes_step(folder, _steps):
+def make_episodes_step(folder, _steps):
     """Ragged episodes of several turns; tokens are those that the policy sampled."""
     model, tokenizer = load(folder)
     engine = create_rollout_backend(
-        model.eval(), eos_ids=ends(len(tokenizer)), pad_id=inputs.PAD, max_length=512
+        model.eval(), eos_ids=list_end_ids(len(tokenizer)), pad_id=inputs.PAD, max_length=512
     )
     taken = 0
 
     def step():
         nonlocal taken
-        sequences = ragged_sequences(folder, tokenizer, taken)
+        sequences = make_ragged_sequences(folder, tokenizer, taken)
         engine.run_sequences(
             sequences,
             SamplingSettings(max_completion_tokens=sequences[0].limit, slots=len(sequences)),

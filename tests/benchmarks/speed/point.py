@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from speed import inputs
-from speed.protocol import Others, peak_mb
+from speed.protocol import Others, read_peak_mb
 
 PROMPT = 32
 SHAPES = {  # parameters in millions -> hidden, layers, heads, key/value heads, inner
@@ -46,7 +46,7 @@ def make_model(millions):
     return LlamaForCausalLM(inputs.make_config(shape, context=4096)).float()
 
 
-def update(options):
+def prepare_update(options):
     """A function that takes one step."""
     import numpy as np
 
@@ -59,7 +59,7 @@ def update(options):
     return SFTTrainer(make_model(options.parameters), inputs.PAD, rows, [], settings, 0).step
 
 
-def rollout(options):
+def prepare_rollout(options):
     """A function that decodes all rows."""
     import numpy as np
 
@@ -77,7 +77,7 @@ def rollout(options):
     )
 
 
-def collect_many(options):
+def prepare_collection(options):
     """A function that collects `count` rollouts and keeps them."""
     from rl_core.inference.engine import create_rollout_backend
     from rl_core.rollouts.collect import collect_rollouts
@@ -97,7 +97,7 @@ def collect_many(options):
     )
 
 
-def policy(options):
+def prepare_policy(options):
     """A function that trains for `count` iterations."""
     from rl_core.inference.engine import create_rollout_backend
     from rl_core.rewards.orchestrator import RewardOrchestrator
@@ -135,7 +135,7 @@ def policy(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    makers = {"update": update, "rollout": rollout, "collect": collect_many, "policy": policy}
+    makers = {"update": prepare_update, "rollout": prepare_rollout, "collect": prepare_collection, "policy": prepare_policy}
     parser.add_argument("work", choices=makers)
     parser.add_argument("--folder", type=Path, required=True, help="inputs of the small size")
     parser.add_argument("--parameters", type=int, choices=SHAPES, default=3, help="millions")
@@ -159,7 +159,7 @@ def main():
     import rl_core.trainers.sft  # noqa: F401
 
     torch.set_num_threads(options.threads)
-    base, work = peak_mb(), makers[options.work](options)
+    base, work = read_peak_mb(), makers[options.work](options)
     others, seconds, once = (
         Others([]),
         [],
@@ -171,7 +171,7 @@ def main():
         if once or repeat:  # the first warms up
             seconds.append(time.perf_counter() - began)
         del result
-    peak = peak_mb()
+    peak = read_peak_mb()
     found = {"seconds": statistics.median(seconds), "peak_mb": peak, "memory_mb": peak - base}
     print(json.dumps({**found, "others_cpu": others.cores()}), file=answers, flush=True)
 

@@ -23,7 +23,7 @@ class WorkerFailed(Exception):
     """A worker ended, hung, or answered with something else."""
 
 
-def peak_mb():
+def read_peak_mb():
     """Highest resident memory of this process, MB. Not ru_maxrss, which after exec still holds the parent's."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -61,7 +61,7 @@ class Gate:
         wall = time.perf_counter() - self._started[0] + wall_s
         cpu = time.process_time() - self._started[1] + cpu_s
         self._say(
-            {"wall_s": wall, "cpu_s": cpu, "tokens": tokens, "loss": loss, "peak_mb": peak_mb()}
+            {"wall_s": wall, "cpu_s": cpu, "tokens": tokens, "loss": loss, "peak_mb": read_peak_mb()}
         )
 
 
@@ -97,7 +97,7 @@ class Worker:
 
     def cpu_s(self):
         """Processor seconds of the process so far; 0 where /proc has none."""
-        return process_cpu_s(self.process.pid)
+        return read_process_cpu_s(self.process.pid)
 
     def stop(self):
         """End it; one that does not go by itself is killed."""
@@ -127,7 +127,7 @@ class Worker:
         return f"{self._log}: {' / '.join(text[-3:]) or 'nothing on stderr'}"
 
 
-def process_cpu_s(pid):
+def read_process_cpu_s(pid):
     """Processor seconds of a process, its threads included."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -136,7 +136,7 @@ def process_cpu_s(pid):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def machine_cpu_s():
+def read_machine_cpu_s():
     """Processor seconds that all programs used since boot, stolen ones included; None where /proc has none."""
     try:
         line = Path("/proc/stat").read_text().splitlines()[0]
@@ -154,15 +154,15 @@ class Others:
         self._start = self._now()
 
     def _now(self):
-        own = time.process_time() + sum(worker.cpu_s() for worker in self._workers)
-        return time.perf_counter(), machine_cpu_s(), own
+        own_seconds = time.process_time() + sum(worker.cpu_s() for worker in self._workers)
+        return time.perf_counter(), read_machine_cpu_s(), own_seconds
 
     def cores(self):
         """None where it cannot be told."""
-        (began, busy, own), (now, busy_now, own_now) = self._start, self._now()
+        (began, busy, own_before), (now, busy_now, own_now) = self._start, self._now()
         if busy is None or now <= began:
             return None
-        return round(max(0.0, (busy_now - busy - (own_now - own)) / (now - began)), 2)
+        return round(max(0.0, (busy_now - busy - (own_now - own_before)) / (now - began)), 2)
 
 
 def take_turns(sides, steps, warmup):
@@ -177,6 +177,6 @@ def take_turns(sides, steps, warmup):
         for name in sides if index % 2 == 0 else reversed(sides):
             answers[name].append(sides[name].step())
     return tuple(
-        {name: found[part] for name, found in answers.items()}
+        {name: steps_by_part[part] for name, steps_by_part in answers.items()}
         for part in (slice(warmup), slice(warmup, None))
     )

@@ -65,16 +65,16 @@ class Line:
         return WANTED[self.stage.partition("_")[0]][0 if self.size == "small" else 1]
 
 
-def rates_of(steps, time="wall_s"):
+def compute_rates(steps, time="wall_s"):
     """Tokens per second of each step."""
     return [step["tokens"] / step[time] for step in steps]
 
 
-def line_of(case, floor_rate):
+def summarize_case(case, floor_rate):
     """One case as a line. `floor_rate`: tokens per second at the floor, or None."""
     sides = {name: case["sides"][name]["steps"] for name in SIDES}
-    rates = {name: rates_of(steps) for name, steps in sides.items()}
-    cpu = {name: statistics.median(rates_of(steps, "cpu_s")) for name, steps in sides.items()}
+    rates = {name: compute_rates(steps) for name, steps in sides.items()}
+    cpu = {name: statistics.median(compute_rates(steps, "cpu_s")) for name, steps in sides.items()}
     spreads = {name: Spread.of(values) for name, values in rates.items()}
     losses = [(a["loss"], b["loss"]) for a, b in zip(sides["ours"], sides["peer"], strict=True)]
     known = [abs(a - b) for a, b in losses if a is not None and b is not None]
@@ -99,7 +99,7 @@ def line_of(case, floor_rate):
     )
 
 
-def markdown(processor, lines, checks, about, notes):
+def format_report(processor, lines, checks, about, notes):
     """The whole report.
 
     Args:
@@ -120,7 +120,7 @@ def markdown(processor, lines, checks, about, notes):
             text += [
                 f"## {size}, {threads} thread{'s' if threads > 1 else ''}",
                 "",
-                *_rows(lines, size, threads),
+                *_format_rows(lines, size, threads),
                 "",
             ]
     if checks:
@@ -128,7 +128,7 @@ def markdown(processor, lines, checks, about, notes):
     return "\n".join(text)
 
 
-def _rows(lines, size, threads):
+def _format_rows(lines, size, threads):
     yield (
         "| stage | ours, tokens/s | peer, tokens/s | ratio [pairs] | wanted | by processor time | "
         "times the floor: ours (at most), peer | peak MB: ours, peer | seconds to start | others' cores |"
@@ -137,7 +137,7 @@ def _rows(lines, size, threads):
     for line in lines:
         if (line.size, line.threads) != (size, threads):
             continue
-        rates = " | ".join(_rate(line.rates[name]) for name in SIDES)
+        rates = " | ".join(_format_rate(line.rates[name]) for name in SIDES)
         ours, theirs = (line.floor[name] for name in SIDES)
         floors = "-" if ours is None else f"{ours:.1f} ({WANTED_FLOOR[size]:g}), {theirs:.1f}"
         peaks = ", ".join(f"{line.peak_mb[name]:,.0f}" for name in SIDES)
@@ -150,15 +150,15 @@ def _rows(lines, size, threads):
         )
 
 
-def _rate(spread):
+def _format_rate(spread):
     return f"{spread.median:,.0f} [{spread.low:,.0f}, {spread.high:,.0f}]"
 
 
 def _check_rows(lines, checks):
     yield "| model | what | found | limit | |"
     yield "|---|---|---|---|---|"
-    for size, found in checks.items():
-        for check in found:
+    for size, size_checks in checks.items():
+        for check in size_checks:
             verdict = "holds" if check["value"] <= check["limit"] else "FAILS"
             yield f"| {size} | {check['what']} | {check['value']:.2g} | {check['limit']:g} | {verdict} |"
         for line in lines:
@@ -170,7 +170,7 @@ def _check_rows(lines, checks):
                 yield f"| {size} | {what} | {line.loss_gap:.2g} | | {rows} |"
 
 
-def picture(lines, file):
+def draw_ratios(lines, file):
     """Ratios as bars with the range of the pairs, what is wanted as a mark; one panel for each size and threads."""
     import matplotlib
 

@@ -27,7 +27,7 @@ class Counter:
         inner = trainer.compute_loss
 
         def counted(model, batch, *args, **kwargs):
-            self.tokens += real_tokens(batch)
+            self.tokens += count_real_tokens(batch)
             out = inner(model, batch, *args, **kwargs)
             self.loss = float((out[0] if isinstance(out, tuple) else out).detach())
             return out
@@ -39,7 +39,7 @@ class Counter:
         return tokens, self.loss
 
 
-def real_tokens(batch):
+def count_real_tokens(batch):
     """Tokens that are no padding."""
     if "prompt_mask" in batch:
         return int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
@@ -69,7 +69,7 @@ def run(stage, folder, steps, gate):
     epochs = 4 if stage == "grpo4" else 1
     with tempfile.TemporaryDirectory() as output:
         if stage == "ppo":
-            trainer = ppo_trainer(folder, tokenizer, rows, output, steps)
+            trainer = make_ppo_trainer(folder, tokenizer, rows, output, steps)
             mean = sum(len(row["prompt"]) for row in rows) / len(
                 rows
             )  # it shuffles, and tells no one
@@ -95,7 +95,7 @@ def run(stage, folder, steps, gate):
         trainer.train()
 
 
-def common_options(stage, output):
+def build_common_options(stage, output):
     return dict(
         output_dir=output,
         per_device_train_batch_size=inputs.BATCH[stage],
@@ -116,18 +116,18 @@ def common_options(stage, output):
     )
 
 
-def policy(folder):
+def load_policy(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
 
 
-def scorer(folder):
+def load_scorer(folder):
     return AutoModelForSequenceClassification.from_pretrained(
         folder / "reward_model", dtype=torch.float32, num_labels=1
     )
 
 
 def make_trainer(stage, folder, tokenizer, rows, output, steps, epochs):
-    options = common_options(stage, output)
+    options = build_common_options(stage, output)
     # one step more than is asked for: the loop then waits at its end, instead of ending by itself
     options["max_steps"] = (steps + 1) * epochs
     data = datasets.Dataset.from_list(rows)
@@ -135,12 +135,12 @@ def make_trainer(stage, folder, tokenizer, rows, output, steps, epochs):
         options |= {"max_length": inputs.MAX_LENGTH, "train_sampling_strategy": "sequential"}
     shared = {"train_dataset": data, "processing_class": tokenizer}
     if stage == "sft":
-        return trl.SFTTrainer(model=policy(folder), args=trl.SFTConfig(**options), **shared)
+        return trl.SFTTrainer(model=load_policy(folder), args=trl.SFTConfig(**options), **shared)
     if stage == "reward":
-        return trl.RewardTrainer(model=scorer(folder), args=trl.RewardConfig(**options), **shared)
+        return trl.RewardTrainer(model=load_scorer(folder), args=trl.RewardConfig(**options), **shared)
     if stage == "dpo":
         args = trl.DPOConfig(**options)
-        return trl.DPOTrainer(model=policy(folder), ref_model=policy(folder), args=args, **shared)
+        return trl.DPOTrainer(model=load_policy(folder), ref_model=load_policy(folder), args=args, **shared)
 
     def reward(prompts, completions, answer, **_):
         return [inputs.score(text, right) for text, right in zip(completions, answer, strict=True)]
@@ -154,16 +154,16 @@ def make_trainer(stage, folder, tokenizer, rows, output, steps, epochs):
         beta=0.0,
         shuffle_dataset=False,
     )
-    return trl.GRPOTrainer(model=policy(folder), reward_funcs=reward, args=args, **shared)
+    return trl.GRPOTrainer(model=load_policy(folder), reward_funcs=reward, args=args, **shared)
 
 
-def ppo_trainer(folder, tokenizer, rows, output, steps):
+def make_ppo_trainer(folder, tokenizer, rows, output, steps):
     """The experimental PPO of TRL 1.12: a reward model, a separate value model, one epoch of one minibatch."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     batch = inputs.BATCH["ppo"]
     args = PPOConfig(
-        **common_options("ppo", output),
+        **build_common_options("ppo", output),
         total_episodes=(steps + 1) * batch,
         num_ppo_epochs=1,
         num_mini_batches=1,
@@ -179,10 +179,10 @@ def ppo_trainer(folder, tokenizer, rows, output, steps):
     return PPOTrainer(
         args=args,
         processing_class=tokenizer,
-        model=policy(folder),
-        ref_model=policy(folder),
-        reward_model=scorer(folder),
-        value_model=scorer(folder),
+        model=load_policy(folder),
+        ref_model=load_policy(folder),
+        reward_model=load_scorer(folder),
+        value_model=load_scorer(folder),
         train_dataset=data,
         eval_dataset=data.select(range(batch)),
     )

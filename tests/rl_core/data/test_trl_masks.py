@@ -24,7 +24,7 @@ def sequences(file, renderer):
 def test_tokens_and_loss_tokens_are_trl_s_or_differ_for_a_reason(renderer, file):
     theirs = recorded()["files"][file.name]
     found = {
-        format_table.difference(a, b)
+        format_table.describe_difference(a, b)
         for a, b in zip(sequences(file, renderer), theirs, strict=True)
     }
     if file.name in format_table.REASONS:
@@ -34,7 +34,7 @@ def test_tokens_and_loss_tokens_are_trl_s_or_differ_for_a_reason(renderer, file)
 
 
 def test_most_formats_that_trl_takes_are_equal():
-    equal = [file.name for file, _, differences, _ in format_table.rows() if not any(differences)]
+    equal = [file.name for file, _, differences, _ in format_table.read_format_rows() if not any(differences)]
     assert {
         "messages",
         "messages_tools",
@@ -54,7 +54,7 @@ def test_text_differs_by_the_first_label_alone(renderer):
 
 
 def test_the_table_of_the_document_is_that_of_this_version():
-    assert format_table.PAGE.read_text() == format_table.page(), (
+    assert format_table.PAGE.read_text() == format_table.render_page(), (
         "python tests/benchmarks/format_table.py write"
     )
 
