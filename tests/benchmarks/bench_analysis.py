@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_analysis.py [COUNT ...]        default: 10000 100000 1000000 trajectories in all
 
-Each size runs in a process of its own, whose peak of resident memory is then that size's alone. Files are written to
+Each size runs in a separate process, whose peak of resident memory is then that size's alone. Files are written to
 a temporary folder (--folder), one at a time, and removed. The rate counts reading, checking, counting, pairing, drawing
 and writing the report.
 """
@@ -27,7 +27,7 @@ KINDS = ("colour", "digit", "count", "larger", "pointer")
 
 
 def main() -> None:
-    """Run every size in a process of its own and print a table."""
+    """Run every size in a separate process and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure(folder: Path, count: int) -> dict[str, float]:
-    """Analyse both files in `folder`; seconds and megabytes."""
+    """Analyse both files in `folder`; return seconds and megabytes."""
     sys.path.insert(0, str(ROOT))
     from rl_core.analysis import analyze
     from rl_core.settings import AnalysisSettings
@@ -91,7 +91,7 @@ def generate(path: Path, count: int, model: str) -> int:
 
 
 def make_trajectory(draw: random.Random, number: int, skill: float) -> dict[str, object]:
-    """One line: looks with tools, some of them misused or repeated, then an answer."""
+    """Make one line: looks with tools, some of them misused or repeated, then an answer."""
     level, depth = LEVELS[number % 3]
     target = COLOURS[number % 6]
     turns = [make_look(draw, skill) for _ in range(depth + (draw.random() > skill))]
@@ -126,12 +126,14 @@ def make_trajectory(draw: random.Random, number: int, skill: float) -> dict[str,
 
 
 def make_look(draw: random.Random, skill: float) -> dict[str, object]:
-    """One tool call that shows a cell, or misuse."""
+    """Make one tool call that shows a cell, or misuse."""
     row, column = draw.randint(1, 8), draw.randint(1, 8)
     if draw.random() > 0.8 + skill / 5:
         return make_turn(f"zom {row}", None, "error: there is no tool 'zom'", 4, is_error=True)
     call = {"name": "zoom", "arguments": {"row": row, "column": column}}
-    return make_turn(f"zoom {row} {column}", call, f"{draw.randint(0, 9)} {draw.choice(COLOURS)}", 6)
+    return make_turn(
+        f"zoom {row} {column}", call, f"{draw.randint(0, 9)} {draw.choice(COLOURS)}", 6
+    )
 
 
 def make_turn(
@@ -142,7 +144,7 @@ def make_turn(
     *,
     is_error: bool = False,
 ) -> dict[str, object]:
-    """One turn as it stands in trajectories.jsonl."""
+    """Make one turn as it stands in trajectories.jsonl."""
     return {
         "action": action,
         "tool_call": call,

@@ -21,14 +21,14 @@ FILE = "weights"
 
 
 def time_call(work: Callable[[], object]) -> float:
-    """Duration of a call."""
+    """Return the duration of a call."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 def publish(folder: Path, data: bytes) -> None:
-    """A folder with one file, as a checkpoint's: hashed in memory, synced, renamed."""
+    """Publish a folder with one file, as a checkpoint is: hashed in memory, synced, renamed."""
 
     def write(temporary: Path) -> dict[str, str]:
         write_folder_file(temporary / FILE, data)
@@ -37,14 +37,14 @@ def publish(folder: Path, data: bytes) -> None:
     publish_folder(folder, write)
 
 
-def measure(place: Path, size: int, repeats: int) -> dict[str, float]:
-    """Median seconds of `size` bytes: written, hashed, published, read and verified."""
+def measure(base_folder: Path, size: int, repeats: int) -> dict[str, float]:
+    """Return median seconds of `size` bytes: written, hashed, published, read and verified."""
     data = bytes(range(256)) * (size // 256)
     seconds: dict[str, list[float]] = {"write": [], "hash": [], "publish": [], "read": []}
-    folder = place / "version"
+    folder = base_folder / "version"
     for _ in range(repeats):
-        seconds["write"].append(time_call(lambda: write_folder_file(place / "plain", data)))
-        (place / "plain").unlink()
+        seconds["write"].append(time_call(lambda: write_folder_file(base_folder / "plain", data)))
+        (base_folder / "plain").unlink()
         seconds["hash"].append(time_call(lambda: digest_bytes(data)))
         seconds["publish"].append(time_call(lambda: publish(folder, data)))
         seconds["read"].append(

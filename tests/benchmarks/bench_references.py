@@ -64,7 +64,7 @@ def record_row(output, **row):
 
 
 def make_base_model(output, rows, steps):
-    """A policy that has learned the answers of 1,800 questions."""
+    """Train a policy on the answers of 1,800 questions."""
     folder = output / "base"
     if not folder.is_dir():
         texts = [f"{row['question']} {row['answer']}" for row in rows]
@@ -117,7 +117,9 @@ def compute_kl_and_nll(model, other, rows):
                 count + len(kl),
             )
             for index, logprobs in enumerate((p, q)):
-                nlls[index] -= float(logprobs.gather(1, targets[place : place + len(kl), None]).sum())
+                nlls[index] -= float(
+                    logprobs.gather(1, targets[place : place + len(kl), None]).sum()
+                )
             place += len(kl)
     return {
         "kl_mean": total / count,
@@ -129,7 +131,7 @@ def compute_kl_and_nll(model, other, rows):
 
 
 def compare_sizes(output):
-    """Bytes and peak memory of a Llama of 139M parameters, each precision in a process of its own."""
+    """Measure bytes and peak memory of a Llama of 139M parameters, each precision in a separate process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = output / "large"
@@ -175,7 +177,7 @@ class AnonymousMemory:
             self.largest = max(self.largest, self.now())
 
     def growth(self):
-        """(at the peak, now), bytes."""
+        """Return the growth in bytes: (at the peak, now)."""
         self._stop.set()
         self._thread.join()
         return self.largest - self.start, self.now() - self.start
@@ -240,7 +242,7 @@ def compare_text_kl(output, folder, questions, pairs):
 
 
 def train_dpo(output, folder, rows, runs):
-    """DPO whose reference log-probabilities come from a model in few bits; the policy starts in full precision."""
+    """Run DPO whose reference log-probabilities come from a quantized model; the policy starts in full precision."""
     probe = rl_core.load_policy(folder)
     rows = [
         row
@@ -268,7 +270,9 @@ def train_dpo(output, folder, rows, runs):
             )
             for part in (pairs.train, pairs.heldout)
         )
-        recipe = build_preference_recipe(policy, pairs.train, pairs.heldout, settings, seed, references)
+        recipe = build_preference_recipe(
+            policy, pairs.train, pairs.heldout, settings, seed, references
+        )
         outcome = recipe.run(settings)
         policy_logprobs = compute_reference_logprobs(
             policy.model, pairs.heldout, pad_id=policy.renderer.pad_id, max_tokens=8192
@@ -301,7 +305,7 @@ def train_dpo(output, folder, rows, runs):
 
 
 def share_digits(trajectories):
-    """Share of the answer's characters that are digits."""
+    """Return the share of the answer's characters that are digits."""
     texts = [trajectory.turns[-1].action for trajectory in trajectories]
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in texts]
 

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/bench_safety.py demo --set stages.policy.iterations=40 --markdown FILE
 
-Every function that only safety needs is timed from within, on the run's own thread and on others; a function within
-another one counts for the outer one alone. Checkpoints count as a whole, the copy of the state included; of other
+Every function that only safety needs is timed from within, on the run's thread and on others; a function within
+another one counts for the outer one alone. All of a checkpoint counts, the copy of the state included; of other
 published folders, what their writer computes (token ids, reference log-probabilities) does not count.
 """
 
@@ -36,7 +36,7 @@ class Timer:
         self._guard = threading.Lock()
 
     def timed(self, group: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with its time counted."""
+        """Return the function with its time counted."""
 
         @functools.wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
@@ -57,7 +57,7 @@ class Timer:
         return call
 
     def published(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`publish_folder`, with its time counted but for that of the writer it is given."""
+        """Return `publish_folder` with its time counted, except that of the writer it is passed."""
 
         def publish(final: Any, write: Callable[..., Any], *others: Any) -> Any:
             if getattr(self._inside, "on", False):
@@ -122,7 +122,7 @@ def time_safety_functions(timer: Timer) -> None:
 
 
 def replace_everywhere(function: Callable[..., Any], call: Callable[..., Any]) -> None:
-    """`call` in place of a function, in every module that has imported it."""
+    """Replace a function by `call` in every module that has imported it."""
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is function:
@@ -130,7 +130,7 @@ def replace_everywhere(function: Callable[..., Any], call: Callable[..., Any]) -
 
 
 def format_table(timer: Timer, wall: float) -> str:
-    """Markdown: seconds and shares by group."""
+    """Format seconds and shares by group as Markdown."""
     groups = dict.fromkeys(group for group, _ in timer.seconds)
     lines = [
         "| | calls | seconds waited | share | seconds on other threads |",
@@ -150,7 +150,9 @@ def format_table(timer: Timer, wall: float) -> str:
         )
     )
     for group, calls, waited, background in rows:
-        lines.append(f"| {group} | {calls:,} | {waited:.2f} | {waited / wall:.2%} | {background:.2f} |")
+        lines.append(
+            f"| {group} | {calls:,} | {waited:.2f} | {waited / wall:.2%} | {background:.2f} |"
+        )
     return "\n".join(lines) + f"\n\nOf {wall:.1f} s in all.\n"
 
 

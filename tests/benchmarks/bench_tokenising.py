@@ -4,9 +4,9 @@
     python tests/benchmarks/bench_tokenising.py --memory 1000000 [--processes 2] [--word-level] --folder DIR
 
 The first prints rows a second and of processor time for both ways, which give the same ids and masks. The old way
-checks the length of every row and makes its ids again afterwards, as lists; each pass has a renderer of its own, as
-stages have. The second writes a file of so many rows, reads, tokenises and splits it by the Python API in a process of
-its own, draws the batches of a hundred thousand rows from it, and prints the largest resident memory. Rows are of words
+checks the length of every row and makes its ids again afterwards, as lists; each pass has a separate renderer, as
+stages have. The second writes a file of so many rows, reads, tokenises and splits it by the Python API in a separate
+process, draws the batches of a hundred thousand rows from it, and prints the largest resident memory. Rows are of words
 drawn at random; their tokenizer is a byte-level BPE of 4096 entries trained on the same words. With --word-level a word
 is a token, which is made ten times as fast; the text of a row, whose memory is measured, is half as long again.
 """
@@ -44,7 +44,7 @@ LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 
 def make_words(count: int = 3000, seed: int = 0) -> list[str]:
-    """Made words, the earlier ones more common by Zipf's law where `sentence` draws them."""
+    """Make words; `make_sentence` draws earlier ones more often by Zipf's law."""
     rng = random.Random(seed)
     return [
         "".join(rng.choices(LETTERS, range(26, 0, -1), k=rng.randint(2, 9))) for _ in range(count)
@@ -52,7 +52,7 @@ def make_words(count: int = 3000, seed: int = 0) -> list[str]:
 
 
 def make_sentence(rng: random.Random, known: list[str], count: int) -> str:
-    """So many words."""
+    """Draw a sentence of `count` words."""
     return (
         " ".join(known[min(int(rng.paretovariate(0.7)) - 1, len(known) - 1)] for _ in range(count))
         + "."
@@ -60,7 +60,7 @@ def make_sentence(rng: random.Random, known: list[str], count: int) -> str:
 
 
 def make_row(rng: random.Random, known: list[str], tokens: int, turns: int) -> dict[str, Any]:
-    """A conversation; a third of its words in the user's turns. A word is about 1.45 tokens."""
+    """Make a conversation with a third of its words in the user's turns. A word is about 1.45 tokens."""
     count = max(1, round(tokens / 1.45 / turns / 3))
     messages = []
     for _ in range(turns):
@@ -70,10 +70,11 @@ def make_row(rng: random.Random, known: list[str], tokens: int, turns: int) -> d
 
 
 def make_quick_rows(count: int, tokens: int, known: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of one turn, of so many words, put together of the same thousand sentences; no two are equal."""
+    """Make rows of one turn of so many words from the same thousand sentences; no two are equal."""
     rng = random.Random(3)
     questions, answers = (
-        [make_sentence(rng, known, size) for _ in range(1000)] for size in (tokens // 3, 2 * tokens // 3)
+        [make_sentence(rng, known, size) for _ in range(1000)]
+        for size in (tokens // 3, 2 * tokens // 3)
     )
     for number in range(count):
         prompt = f"{known[number % 3000]} {known[number // 3000 % 3000]} {rng.choice(questions)}"
@@ -82,7 +83,7 @@ def make_quick_rows(count: int, tokens: int, known: list[str]) -> Iterator[dict[
 
 
 def make_word_tokenizer() -> ChatRenderer:
-    """A tokenizer with a token a word."""
+    """Make a tokenizer with a token per word."""
     bpe = train_tokenizer(["a"], 300)
     special = [PAD_TOKEN, END_TOKEN, *(f"<|{role}|>" for role in ROLES)]
     vocabulary = {
@@ -101,13 +102,15 @@ def make_word_tokenizer() -> ChatRenderer:
 
 
 def make_renderer() -> ChatRenderer:
-    """A tokenizer trained on the words, and its renderer."""
+    """Make a tokenizer trained on the words, and its renderer."""
     rng, known = random.Random(1), make_words()
-    return ChatRenderer(train_tokenizer([make_sentence(rng, known, 200) for _ in range(2000)], 4096))
+    return ChatRenderer(
+        train_tokenizer([make_sentence(rng, known, 200) for _ in range(2000)], 4096)
+    )
 
 
 def encode_one_by_one(rows: list[dict[str, Any]], tokenizer: Any) -> list[Any]:
-    """The old way: a length of each row, then its ids as lists."""
+    """Encode rows the old way: the length of each row, then its ids as lists."""
     encoded: list[Any] = []
     for wanted in ("lengths", "ids"):
         renderer = ChatRenderer(tokenizer)
@@ -122,7 +125,7 @@ def encode_one_by_one(rows: list[dict[str, Any]], tokenizer: Any) -> list[Any]:
 
 
 def time_call(work: Any) -> tuple[Any, float, float]:
-    """Result, seconds, and processor seconds of this process and the children that have ended."""
+    """Return result, seconds, and processor seconds of this process and the children that have ended."""
     before, started = os.times(), time.perf_counter()
     result = work()
     after = os.times()
@@ -178,7 +181,7 @@ def compare_speed(options: argparse.Namespace) -> None:
 
 
 def measure_memory(options: argparse.Namespace) -> None:
-    """Write the file, and read it in a process of its own."""
+    """Write the file, and read it in a separate process."""
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rows.jsonl"
@@ -197,9 +200,12 @@ def measure_memory(options: argparse.Namespace) -> None:
 
 
 def read_rows(options: argparse.Namespace) -> None:
-    """One reading, and batches of some of the rows."""
+    """Read the rows once, and draw batches of some of them."""
     torch.set_num_threads(options.processes)
-    renderer, path = make_word_tokenizer() if options.word_level else make_renderer(), Path(options.read)
+    renderer, path = (
+        make_word_tokenizer() if options.word_level else make_renderer(),
+        Path(options.read),
+    )
     print(f"peak {read_peak_gib():.2f} GiB before the first row", flush=True)
     split, wall, spent = time_call(
         lambda: load_conversations(path, 0.1, renderer, CONTEXT, 0, "all", path.parent / "tokens")
@@ -207,7 +213,8 @@ def read_rows(options: argparse.Namespace) -> None:
     rows = split.train
     print(
         f"{len(rows):,} rows to train on, {len(split.heldout):,} held out, {rows.num_tokens:,} tokens; "
-        f"{wall:.0f} s, {spent:.0f} s of processors; peak {read_peak_gib():.2f} GiB, largest child {read_peak_gib(True):.2f}",
+        f"{wall:.0f} s, {spent:.0f} s of processors; peak {read_peak_gib():.2f} GiB, "
+        f"largest child {read_peak_gib(True):.2f}",
         flush=True,
     )
     order = DataOrder(len(rows), 32, 0)
@@ -220,7 +227,7 @@ def read_rows(options: argparse.Namespace) -> None:
 
 
 def read_peak_gib(children: bool = False) -> float:
-    """Largest resident memory so far in GiB."""
+    """Return the largest resident memory so far in GiB."""
     return (
         resource.getrusage(resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF).ru_maxrss
         / 2**20

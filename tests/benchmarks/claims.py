@@ -2,7 +2,7 @@
 
     python tests/benchmarks/claims.py --output DIR [--parts rollback,kl,...] [--seeds 3] [--only 'ppo*']
 
-Every run is DIR/results/PART/ARM-SEED.json; what is there is not run again, so the whole can be cut off anywhere. One
+Every run is DIR/results/PART/ARM-SEED.json; existing ones are not run again, so the benchmark can be interrupted. One
 process, one thread. The start of a task (an SFT model, one for all seeds) is made once, in DIR/starts. At the end, and
 with `--report` alone, DIR/claims.md has the tables. Settings are compared on 200 validation episodes; what is reported
 are 500 other held-out ones, played once at temperature 1. Intervals are over seeds (Student's t); differences are taken
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def list_arm_runs(name, output):
-    """Arms of a part: their names, and functions of a seed that measure them."""
+    """Return arms of a part: their names, and functions of a seed that measure them."""
     if name in OTHERS:
         return OTHERS[name].runs(output)
     part = PARTS[name]

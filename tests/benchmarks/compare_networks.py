@@ -1,4 +1,4 @@
-"""PPO of networks beside stable-baselines3's PPO with the same hyperparameters: learning curves and steps per second.
+"""PPO of networks against stable-baselines3's PPO with the same hyperparameters: learning curves, steps per second.
 
     pip install 'posttrain[gymnasium]' stable-baselines3
     python tests/benchmarks/compare_networks.py --output DIR [--seeds 5] [--steps 100000] [--environment CartPole-v1]
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Of stable-baselines3's zoo for CartPole-v1, but with a constant clip. Theirs -> ours: vf_coef 0.5 of the whole squared
+# Of stable-baselines3's zoo for CartPole-v1, but with a constant clip. Theirs -> ours: vf_coef 0.5 of the full squared
 # error is value_coef 1.0 of its half.
 SETTINGS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
@@ -49,9 +49,9 @@ TEST_SEED = 2**30 + 2**29  # held-out seeds from here on
 def train_ours(environment: str, steps: int, seed: int, episodes: int) -> dict[str, Any]:
     import rl_core
 
-    given = SETTINGS[environment]
+    hyperparameters = SETTINGS[environment]
     settings = rl_core.NetworkSettings(
-        environment_steps=steps, eval_episodes=1, checkpoint_every=0, **given
+        environment_steps=steps, eval_episodes=1, checkpoint_every=0, **hyperparameters
     )
     curve: list[tuple[float, float]] = []
     ended = [0.0, 0.0]
@@ -84,7 +84,7 @@ def train_peer(environment: str, steps: int, seed: int, episodes: int) -> dict[s
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
 
-    settings = SETTINGS[environment]
+    hyperparameters = SETTINGS[environment]
     curve: list[tuple[float, float]] = []
 
     class Note(BaseCallback):
@@ -96,23 +96,25 @@ def train_peer(environment: str, steps: int, seed: int, episodes: int) -> dict[s
                 mean = statistics.fmean(episode["r"] for episode in self.model.ep_info_buffer)
                 curve.append((float(self.num_timesteps), mean))
 
-    rate = settings["learning_rate"]
-    size = settings["num_environments"] * settings["rollout_steps"]
+    rate = hyperparameters["learning_rate"]
+    size = hyperparameters["num_environments"] * hyperparameters["rollout_steps"]
     model = PPO(
         "MlpPolicy",
-        make_vec_env(environment, n_envs=settings["num_environments"], seed=seed),
+        make_vec_env(environment, n_envs=hyperparameters["num_environments"], seed=seed),
         seed=seed,
         device="cpu",
-        n_steps=settings["rollout_steps"],
-        batch_size=size // settings["minibatches"],
-        n_epochs=settings["epochs"],
-        gamma=settings["gamma"],
-        gae_lambda=settings["gae_lambda"],
+        n_steps=hyperparameters["rollout_steps"],
+        batch_size=size // hyperparameters["minibatches"],
+        n_epochs=hyperparameters["epochs"],
+        gamma=hyperparameters["gamma"],
+        gae_lambda=hyperparameters["gae_lambda"],
         clip_range=0.2,
         ent_coef=0.0,
         vf_coef=0.5,
         max_grad_norm=0.5,
-        learning_rate=(lambda left: rate * left) if settings["schedule"] == "linear" else rate,
+        learning_rate=(lambda left: rate * left)
+        if hyperparameters["schedule"] == "linear"
+        else rate,
     )
     started = time.perf_counter(), time.process_time()
     model.learn(steps, callback=Note())
@@ -154,15 +156,15 @@ def test(environment: str, act: Any, episodes: int) -> list[float]:
 
 
 def read_curve(curve: list[tuple[float, float]], steps: float) -> float:
-    """The newest value of a curve after so many steps."""
+    """Return the newest value of a curve after so many steps."""
     return next((value for place, value in reversed(curve) if place <= steps), float("nan"))
 
 
-def format_table(found: list[dict[str, Any]], steps: int) -> str:
-    """The results in Markdown."""
+def format_table(all_runs: list[dict[str, Any]], steps: int) -> str:
+    """Format the results as Markdown."""
     lines = ["| | posttrain | stable-baselines3 |", "|---|---|---|"]
     sides = {
-        name: [run for run in found if run["name"] == name]
+        name: [run for run in all_runs if run["name"] == name]
         for name in ("posttrain", "stable-baselines3")
     }
     for share in (0.25, 0.5, 0.75, 1.0):
@@ -177,7 +179,7 @@ def format_table(found: list[dict[str, Any]], steps: int) -> str:
         " ".join(f"{statistics.fmean(run['returns']):.1f}" for run in runs)
         for runs in sides.values()
     ]
-    count = len(found[0]["returns"])
+    count = len(all_runs[0]["returns"])
     lines.append(
         f"| mean of {count} greedy held-out episodes, seed by seed | {' | '.join(tested)} |"
     )
@@ -195,7 +197,7 @@ def format_table(found: list[dict[str, Any]], steps: int) -> str:
 
 
 def draw_curves(runs: list[dict[str, Any]], path: Path, environment: str) -> None:
-    """Learning curves of both as a picture."""
+    """Draw learning curves of both."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))

@@ -1,15 +1,15 @@
-"""Speed beside TRL and transformers: one command, from nothing to a table and a picture.
+"""Speed against TRL and transformers: one command, from nothing to a table and a picture.
 
     python tests/benchmarks/compare_speed.py --output DIR [--peer-python VENV/bin/python]
         [--ppo-python VENV/bin/python] [--sizes small,medium] [--threads 1,2] [--stages sft,...] [--steps 5]
 
 Models (3.2M and 27M), tokenizer and rows are made from a seed in DIR/inputs; both sides read them. The peer runs in a
-virtual environment of its own, made in DIR where none is given: TRL 1.16, and for PPO 1.12, whose experimental trainer
+separate virtual environment, made in DIR unless one is passed: TRL 1.16, and for PPO 1.12, whose experimental trainer
 is the last. The rollout stages are measured against transformers' `generate` in this Python.
 
 Each side of a case is a process that waits for its turn; they take steps alternately, the first two each are dropped.
-For grpo and ppo a step is a whole round: generate, score, update. Ours for dpo includes the reference's share, which is
-computed once per pair. A finished case is DIR/cases/*.json and is not run again: delete one to measure it anew. At the
+For grpo and ppo a step is a full round: generate, score, update. Ours for dpo includes the reference's share, which is
+computed once per pair. A finished case is DIR/cases/*.json and is not run again: delete one to measure it again. At the
 end: DIR/speed.md and DIR/speed.png. Exit code 1 where a case failed or an equality does not hold.
 """
 
@@ -75,7 +75,9 @@ def main():
         size: read_or_make(output / f"cases/checks-{size}.json", partial(run_checks, output, size))
         for size in options.sizes
     }
-    failures += sum(check["value"] > check["limit"] for size_checks in checks.values() for check in size_checks)
+    failures += sum(
+        check["value"] > check["limit"] for size_checks in checks.values() for check in size_checks
+    )
     failures += sum(line.same_tokens is False for line in lines)
     return report(output, lines, checks, notes, failures)
 
@@ -91,7 +93,9 @@ def parse():
         type=Path,
         help=f"Python that has {TRL_WITH_PPO}; left out: made in OUTPUT/ppo",
     )
-    parser.add_argument("--sizes", type=parse_names(tuple(inputs.SIZES)), default=list(inputs.SIZES))
+    parser.add_argument(
+        "--sizes", type=parse_names(tuple(inputs.SIZES)), default=list(inputs.SIZES)
+    )
     parser.add_argument(
         "--threads", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2]
     )
@@ -107,7 +111,7 @@ def parse():
 
 
 def parse_names(known):
-    """A parser of comma-separated names."""
+    """Return a parser of comma-separated names."""
 
     def parse_words(text):
         for name in text.split(","):
@@ -119,7 +123,7 @@ def parse_names(known):
 
 
 def find_pythons(options, output, stages):
-    """stage -> the peer's Python, None where there is none; and notes on what is missing."""
+    """Return stage -> the peer's Python, None if there is none, and notes on what is missing."""
     pythons, notes = (
         {stage: sys.executable for stage in stages if stage.startswith(("generate", "episodes"))},
         [],
@@ -143,7 +147,7 @@ def find_pythons(options, output, stages):
 
 
 def make_environment(folder, trl):
-    """The Python of a virtual environment with this TRL; one that was finished before is taken as it is."""
+    """Return the Python of a virtual environment with this TRL; an environment finished before is used unchanged."""
     python, done = folder / "bin" / "python", folder / "installed"
     if not done.exists():
         print(f"installing {trl} into {folder}", flush=True)
@@ -155,14 +159,14 @@ def make_environment(folder, trl):
 
 
 def build_environment(threads=1, peer=False):
-    """Environment of a worker: module path and threads. The peer's sees only the benchmark's own modules."""
+    """Build the environment of a worker: module path and threads. The peer's sees only the benchmark's modules."""
     paths = [str(ROOT / "tests" / "benchmarks")] + ([] if peer else [str(ROOT)])
     cores = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     return {**os.environ, **cores, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run_python(arguments, threads=1):
-    """Output of a separate Python process of this project, which keeps this one small."""
+    """Return the output of a separate Python process of this project, which keeps this one small."""
     done = subprocess.run(
         [sys.executable, *arguments],
         env=build_environment(threads),
@@ -174,7 +178,7 @@ def run_python(arguments, threads=1):
 
 
 def read_or_make(file, make):
-    """Contents of the file, created first if it is absent."""
+    """Return the contents of the file, created first if it is absent."""
     if not file.exists():
         result = make()
         temporary = file.with_suffix(".partial")
@@ -198,7 +202,7 @@ def run_checks(output, size):
 
 
 def run_case(stage, size, threads, options, peer_python):
-    """Both sides of one case, step by step. Raises: WorkerFailed with the last lines of a worker's log."""
+    """Run both sides of one case, step by step. Raises: WorkerFailed with the last lines of a worker's log."""
     output, steps = options.output.resolve(), options.steps + WARMUP
     peer = "generating" if stage.startswith(("generate", "episodes")) else "trl"
     began, sides = time.perf_counter(), {}
@@ -240,7 +244,7 @@ def run_case(stage, size, threads, options, peer_python):
 
 
 def read_commit():
-    """Measured commit; '+' = with uncommitted changes."""
+    """Return the measured commit; '+' = with uncommitted changes."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty=+"],
         cwd=ROOT,
@@ -254,7 +258,8 @@ def read_commit():
 def report(output, lines, checks, notes, failures):
     """Writes the table and the picture; the exit code."""
     (output / "speed.md").write_text(
-        table.format_report(describe_processor(), lines, checks, describe_machine(output), notes) + "\n"
+        table.format_report(describe_processor(), lines, checks, describe_machine(output), notes)
+        + "\n"
     )
     if lines:
         table.draw_ratios(lines, output / "speed.png")
@@ -263,7 +268,7 @@ def report(output, lines, checks, notes, failures):
 
 
 def describe_machine(output):
-    """Machine and versions, for the head of the report."""
+    """Describe machine and versions, for the head of the report."""
     cases = [json.loads(file.read_text()) for file in sorted((output / "cases").glob("*.json"))]
     measured = [case for case in cases if "sides" in case]
     versions = {
@@ -287,7 +292,7 @@ def describe_machine(output):
 
 
 def describe_processor(cpuinfo=Path("/proc/cpuinfo")):
-    """Processor: name, family and model, and the instructions that decide the speed, as far as the system tells."""
+    """Describe the processor: name, family, model and the instructions that decide the speed, where known."""
     try:
         entries = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
         known = {

@@ -1,16 +1,16 @@
-"""Our SFT, reward, DPO and GRPO losses beside TRL's: the same weights, token ids and rewards, float32, on the CPU.
+"""Our SFT, reward, DPO and GRPO losses against TRL's: the same weights, token ids and rewards, float32, on the CPU.
 
 python -m venv trl_venv
 trl_venv/bin/pip install -c constraints.txt torch transformers accelerate trl==1.16.0 datasets
 PYTHONPATH=. trl_venv/bin/python tests/benchmarks/compare_trl.py    # seconds
 
-Nothing is downloaded: the model is a random Llama with a tokenizer of its own. TRL's trainers collate the ids and
+Nothing is downloaded: the model is a random Llama with a tokenizer made here. TRL's trainers collate the ids and
 compute their losses themselves; ours come from rl_core's trainers and pure losses. A line is PASS when both are within
 1e-4. Where TRL means something else by choice, the line is CHOICE: TRL's value stands there with the reason, and ours
 has to equal the formula written out plainly from the model's logits. The exit code is 1 if any line fails. One file,
 longer than most, so that whoever doubts a line finds all of it here.
 
-Suffixes: P prompts, G rollouts of a prompt, B rows, S whole sequence.
+Suffixes: P prompts, G rollouts of a prompt, B rows, S sequence.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Line:
 
     @property
     def difference(self) -> float:
-        """Difference of ours to TRL's, or to the plain formula."""
+        """Return the difference of ours to TRL's, or to the written-out formula."""
         return abs(self.our_value - (self.trl_value if self.formula is None else self.formula))
 
     @property
@@ -110,7 +110,7 @@ class Bench:
         return moved
 
     def arguments(self, config: Any, **more: Any) -> Any:
-        """A TRL config for a float32 run on the CPU that writes nothing."""
+        """Return a TRL config for a float32 run on the CPU that writes nothing."""
         return config(
             output_dir=self.folder + "/out",
             use_cpu=True,
@@ -123,7 +123,7 @@ class Bench:
         )
 
     def batch(self, rows: list[TrainRow]) -> Any:
-        """All rows as one micro-batch of ours, in the order given."""
+        """Return all rows as one of our micro-batches, in the same order."""
         (batch,) = build_batches(rows, 10**6, self.pad_id)
         order = torch.tensor(batch.rows).argsort()
         for name in ("input_ids_BS", "attention_mask_BS", "loss_mask_BS", "temperatures_BS"):
@@ -133,7 +133,7 @@ class Bench:
 
 
 def compute_logprobs(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """log p of each completion token, from the whole logits of one unpadded row."""
+    """Return log p of each completion token, from all logits of one unpadded row."""
     with torch.no_grad():
         log_p = model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
     return torch.stack([log_p[len(prompt) - 1 + i, token] for i, token in enumerate(completion)])
@@ -144,7 +144,7 @@ def detach_loss(loss: Any) -> float:
 
 
 def compare_sft(bench: Bench) -> list[Line]:
-    """Completion-only, over two micro-batches, and over all tokens."""
+    """Compare SFT: completion-only, over two micro-batches, and over all tokens."""
     rows = list(zip(bench.prompts, bench.completions, strict=True))
     lines = []
     for completion_only, parts in ((True, 1), (True, 2), (False, 1)):
@@ -199,7 +199,7 @@ def compare_sft(bench: Bench) -> list[Line]:
 
 
 def compare_reward(bench: Bench) -> list[Line]:
-    """Bradley-Terry with and without centring, and with a margin."""
+    """Compare Bradley-Terry with and without centring, and with a margin."""
     model, _ = heads.create_reward_model(bench.folder, SETTINGS)
     pairs = [(p + c, p + r) for p, c, r in bench.pairs]
     lines = []
@@ -245,7 +245,7 @@ def compare_reward(bench: Bench) -> list[Line]:
 
 
 def compare_dpo(bench: Bench) -> list[Line]:
-    """Sigmoid, label smoothing, IPO; the reference has other weights than the policy."""
+    """Compare sigmoid, label smoothing and IPO; the reference has other weights than the policy."""
     sides = [
         TrainRow(p, side, [True] * len(side))
         for k in (1, 2)
@@ -273,16 +273,17 @@ def compare_dpo(bench: Bench) -> list[Line]:
 
     sigmoid = detach_loss(dpo_loss(*summed, num_pairs=3, beta=beta)[0])
     smooth = detach_loss(dpo_loss(*summed, num_pairs=3, beta=beta, label_smoothing=e)[0])
-    robust = ((1 - e) * sigmoid - e * detach_loss(dpo_loss(*flipped, num_pairs=3, beta=beta)[0])) / (
-        1 - 2 * e
-    )
+    robust = (
+        (1 - e) * sigmoid - e * detach_loss(dpo_loss(*flipped, num_pairs=3, beta=beta)[0])
+    ) / (1 - 2 * e)
     aot = sum(theirs([pair], loss_type=["aot"], label_smoothing=e) for pair in bench.pairs) / 3
     h = [
         float(
             sum(
                 sign
                 * (
-                    compute_logprobs(bench.new, p, side) - compute_logprobs(bench.reference, p, side)
+                    compute_logprobs(bench.new, p, side)
+                    - compute_logprobs(bench.reference, p, side)
                 ).sum()
                 for sign, side in ((1, c), (-1, r))
             )
@@ -350,7 +351,7 @@ class Grpo:
         self.entropy_BS = entropy_BS
 
     def theirs(self, rewards_PG: torch.Tensor = REWARDS_PG, **more: Any) -> float:
-        """TRL's own path: its rollout hook gives the ids, its advantages and old log-probs follow, then its loss."""
+        """Compute TRL's loss: its rollout hook returns the ids; its advantages and old log-probs follow."""
         bench = self.bench
         model = copy.deepcopy(bench.old)
         model.config._name_or_path = bench.folder  # where TRL loads the reference from
@@ -382,14 +383,14 @@ class Grpo:
     def advantages(
         self, rewards_PG: torch.Tensor = REWARDS_PG, method: Any = "grpo"
     ) -> torch.Tensor:
-        """Ours, [B, S]."""
+        """Compute our advantages, [B, S]."""
         return self.spread_tokens(group_advantages(rewards_PG, method=method))
 
     def spread_tokens(self, advantages_PG: torch.Tensor) -> torch.Tensor:
         return advantages_PG.reshape(-1, 1) * self.mask_BS
 
     def clipped(self, advantages_BS: torch.Tensor | None = None, **more: Any) -> float:
-        """Ours."""
+        """Compute our clipped loss."""
         advantages_BS = self.advantages() if advantages_BS is None else advantages_BS
         arguments = {"num_loss_tokens": self.tokens, **more}
         return detach_loss(
@@ -399,7 +400,7 @@ class Grpo:
         )
 
     def kl(self, **more: Any) -> float:
-        """Ours: k3, per loss token unless weights are given."""
+        """Compute our k3 KL, per loss token unless weights are passed."""
         return detach_loss(
             kl_penalty(self.new_BS, self.ref_BS, self.mask_BS, num_loss_tokens=self.tokens, **more)[
                 0
@@ -407,7 +408,7 @@ class Grpo:
         )
 
     def weights(self, aggregation: Any, denominator: float) -> dict[str, torch.Tensor]:
-        """Ours, of each token, as the argument of a loss."""
+        """Compute our weights of each token, as the argument of a loss."""
         return {
             "loss_weights_BT": token_weights(
                 self.mask_BS, aggregation=aggregation, denominator=denominator
@@ -415,7 +416,7 @@ class Grpo:
         }
 
     def plain(self, advantages: list[float], denominator: float, *, kl_coef: float = 0.0) -> float:
-        """The clipped loss (0.2) written out, token by token, over a denominator; KL over the loss tokens."""
+        """Compute the clipped loss (0.2) token by token over a denominator; KL over the loss tokens."""
         bench, clipped, kl = self.bench, 0.0, 0.0
         for prompt, completion, advantage in zip(
             bench.prompts, bench.completions, advantages, strict=True
@@ -432,7 +433,7 @@ class Grpo:
 
 
 def compare_grpo(bench: Bench) -> list[Line]:
-    """Settings with the same meaning on both sides."""
+    """Compare settings with the same meaning on both sides."""
     it = Grpo(bench)
     advantages_B = group_advantages(REWARDS_PG).flatten()
     sequence = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
@@ -578,7 +579,7 @@ def compare_grpo(bench: Bench) -> list[Line]:
 
 
 def compare_grpo_choices(bench: Bench) -> list[Line]:
-    """Settings with another meaning in TRL."""
+    """Compare settings with another meaning in TRL."""
     it = Grpo(bench)
     grpo = it.theirs(loss_type="grpo")
     corrected, ratio_BS = it.theirs(loss_type="dapo", beta=0.1), (it.new_BS - it.old_BS).exp()

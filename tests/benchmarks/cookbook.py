@@ -4,7 +4,7 @@ chat_sl   supervised learning on 400 sums in a local file, from random weights
 math_rl   `env=arithmetic`: sums of two numbers up to 100, from a model that gives a third of the answers
 
 Both train adapters of rank 32 on a model of two layers made here, whose tokens are digits and pieces of text, in an
-environment of their own (Python 3.12 with `tinker-cookbook==0.5.8 tinker==0.38.0 sympy pylatexenc math-verify`):
+separate environment (Python 3.12 with `tinker-cookbook==0.5.8 tinker==0.38.0 sympy pylatexenc math-verify`):
 
     PYTHONPATH=.:tests:tests/benchmarks python tests/benchmarks/cookbook.py --output outputs/cookbook --cookbook PYTHON
 
@@ -40,17 +40,17 @@ WINDOW = 10  # batches of a mean in the figure
 
 
 def encode_prompt(a: int, b: int) -> str:
-    """The recipe's line of one example, and a question."""
+    """Encode the recipe's line of one example, and a question."""
     return TURN.format(4, 5) + " 9\n\n" + TURN.format(a, b)
 
 
 def encode_answer(a: int, b: int) -> str:
-    """An answer, up to where the next turn begins."""
+    """Encode an answer, up to where the next turn begins."""
     return f" {a + b}\n\nUser:"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Single digits, and pieces of the turns."""
+    """Make a tokenizer of single digits and pieces of the turns."""
     core = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -73,7 +73,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Random weights."""
+    """Make a model with random weights."""
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -104,7 +104,9 @@ def learn_sums(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> f
     labels_NT = torch.full_like(ids_NT, -100)
     for row, (prompt_ids, answer_ids) in enumerate(rows):
         ids_NT[row, : len(prompt_ids) + len(answer_ids)] = torch.tensor(prompt_ids + answer_ids)
-        labels_NT[row, len(prompt_ids) : len(prompt_ids) + len(answer_ids)] = torch.tensor(answer_ids)
+        labels_NT[row, len(prompt_ids) : len(prompt_ids) + len(answer_ids)] = torch.tensor(
+            answer_ids
+        )
 
     def share() -> float:
         with torch.no_grad():
@@ -176,7 +178,9 @@ def _build_math_options(folder: Path, arguments: argparse.Namespace) -> list[str
 
 
 RECIPES = {
-    "chat_sl": Recipe("chat_sl.train", _build_chat_options, "train_mean_nll", "chat_sl: nats per token"),
+    "chat_sl": Recipe(
+        "chat_sl.train", _build_chat_options, "train_mean_nll", "chat_sl: nats per token"
+    ),
     "math_rl": Recipe(
         "math_rl.train",
         _build_math_options,
@@ -187,7 +191,7 @@ RECIPES = {
 
 
 def run_recipe(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The recipe from its first to its last update, against a service of its own."""
+    """Run the recipe from its first to its last update, against a separate service."""
     recipe, base = RECIPES[name], folder / "base"
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
@@ -244,7 +248,7 @@ def _means(values: Sequence[float]) -> Iterator[float]:
 
 
 def draw_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """A curve for each recipe: single updates, and the mean of the last WINDOW."""
+    """Draw a curve for each recipe: single updates, and the mean of the last WINDOW."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -276,7 +280,7 @@ def _describe_processor() -> str:
 
 
 def main() -> None:
-    """Recipes that are asked for, one after the other."""
+    """Run the chosen recipes, one after the other."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -301,7 +305,8 @@ def main() -> None:
             write_json_atomic(file, run_recipe(name, folder / name, arguments))
         rows.append(json.loads(file.read_text()))
     write_json_atomic(
-        folder / "cookbook.json", {"processor": _describe_processor(), "cores": os.cpu_count(), "rows": rows}
+        folder / "cookbook.json",
+        {"processor": _describe_processor(), "cores": os.cpu_count(), "rows": rows},
     )
     draw_curves(rows, folder / "cookbook.png")
 

@@ -1,4 +1,4 @@
-"""Table of docs/data.md: every data format, the file tried, where its loss tokens lie, and TRL's beside it.
+"""Table of docs/data.md: every data format, the file tried, where its loss tokens lie, compared with TRL's.
 
     python tests/benchmarks/format_table.py record --trl TRL_PYTHON --questions GSM8K.jsonl --pairs PAIRS.jsonl
     python tests/benchmarks/format_table.py write
@@ -107,7 +107,10 @@ PAIRS: dict[str, Callable[[str, str, str], Row]] = {
         "chosen": [make_message("assistant", c)],
         "rejected": [make_message("assistant", r)],
     },
-    "implicit_prompt": lambda p, c, r: {"chosen": make_conversation(p, c), "rejected": make_conversation(p, r)},
+    "implicit_prompt": lambda p, c, r: {
+        "chosen": make_conversation(p, c),
+        "rejected": make_conversation(p, r),
+    },
     "ultrafeedback_binarized": lambda p, c, r: {
         "prompt": p,
         "chosen": make_conversation(p, c),
@@ -136,7 +139,7 @@ PAIRS: dict[str, Callable[[str, str, str], Row]] = {
 
 
 def record_masks(trl: str, questions: Path, pairs: Path, only: Collection[str]) -> None:
-    """Run TRL on the files and on real text, and keep what came out, beside what is kept of files not in `only`."""
+    """Run TRL on the files and on real text, and save the results; files not in `only` keep earlier results."""
     files = [file for file in FILES if not only or file.name in only]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -152,7 +155,9 @@ def record_masks(trl: str, questions: Path, pairs: Path, only: Collection[str]) 
         renderer = make_renderer(texts, 2000)
         jobs = {f.name: (f, raw_rows(path)[:COMPARED]) for f, path in real}
         theirs = _run_trl(trl, folder / "real", renderer, jobs, True)
-        counts = {f.name: _count_tokens(f, path, renderer, theirs["files"][f.name]) for f, path in real}
+        counts = {
+            f.name: _count_tokens(f, path, renderer, theirs["files"][f.name]) for f, path in real
+        }
     previous = recorded() if only else {"files": {}, "real": {}}
     versions = {"trl": masks["trl"], "transformers": masks["transformers"]}
     result = {
@@ -187,7 +192,7 @@ def _run_trl(
 def _write_real_files(
     folder: Path, files: Iterable[FormatFile], questions: Path, pairs: Path
 ) -> list[tuple[FormatFile, Path]]:
-    """Real text in the columns of each format."""
+    """Write real text in the columns of each format."""
     pairs_of_text = [(row["question"], row["answer"]) for row in raw_rows(questions)]
     judged = [(row["prompt"], row["chosen"], row["rejected"]) for row in raw_rows(pairs)]
     made = []
@@ -205,7 +210,7 @@ def _write_real_files(
 
 
 def _count_tokens(file: FormatFile, path: Path, renderer: ChatRenderer, theirs: list[Row]) -> Row:
-    """Rows, tokens and loss tokens of a file of real text, and how many of the compared rows are TRL's."""
+    """Count rows, tokens and loss tokens of a file of real text, and how many of the compared rows are TRL's."""
     records = read(path, file.kind)
     sides = [sides_of(row, renderer) for row in records.rows]
     equal = [not describe_difference(row, other) for row, other in zip(sides, theirs, strict=False)]
@@ -221,7 +226,7 @@ def _count_tokens(file: FormatFile, path: Path, renderer: ChatRenderer, theirs: 
 
 
 def describe_difference(ours: list[tuple[list[int], list[bool]]], theirs: Row) -> str:
-    """Difference of a row's sequences from TRL's: "", an error of TRL's, other tokens, or other loss tokens."""
+    """Describe how a row's sequences differ from TRL's: "", an error of TRL's, other tokens, or other loss tokens."""
     if "error" in theirs:
         return f"not taken by TRL: {theirs['error'][:70]}"
     sides = theirs["sides"]
@@ -237,7 +242,7 @@ def describe_difference(ours: list[tuple[list[int], list[bool]]], theirs: Row) -
 def read_format_rows() -> Iterator[
     tuple[FormatFile, list[list[tuple[list[int], list[bool]]]], list[str], ChatRenderer]
 ]:
-    """Each file with the sequences of its rows, and their differences from TRL's."""
+    """Return each file with the sequences of its rows, and their differences from TRL's."""
     renderer, theirs = small_renderer(), recorded()["files"]
     for file in FILES:
         sides = [sides_of(row, renderer) for row in read(file.path, file.kind).rows]
@@ -250,7 +255,7 @@ def read_format_rows() -> Iterator[
 
 
 def format_table() -> str:
-    """The table in Markdown."""
+    """Format the table as Markdown."""
     known = recorded()
     head = f"| format | file: first row as it is read, loss in « » | beside TRL {known['trl']} | real text |\n"
     head += "|---|---|---|---|\n"
@@ -296,7 +301,7 @@ def _format_real(counts: Row | None) -> str:
 
 
 def render_page() -> str:
-    """The document with the table as it is now."""
+    """Return the document with the current table."""
     text = PAGE.read_text()
     start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     return text[:start] + "\n" + format_table() + "\n" + text[end:]
@@ -310,9 +315,7 @@ def main() -> None:
     parser.add_argument("--trl", help="a Python that has TRL")
     parser.add_argument("--questions", type=Path)
     parser.add_argument("--pairs", type=Path)
-    parser.add_argument(
-        "--only", nargs="*", default=[], help="files that are recorded anew; without it all"
-    )
+    parser.add_argument("--only", nargs="*", default=[], help="files to record again; default: all")
     options = parser.parse_args()
     if options.what == "record":
         record_masks(options.trl, options.questions, options.pairs, options.only)

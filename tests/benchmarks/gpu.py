@@ -1,4 +1,4 @@
-"""On one GPU: SFT, GRPO and rollouts of a model of 0.5B parameters in bfloat16, beside the device's limits and peers.
+"""On one GPU: SFT, GRPO and rollouts of a model of 0.5B parameters in bfloat16, against device limits and peers.
 
     python tests/benchmarks/gpu.py --output DIR [--steps 5] [--device cpu --size tiny]
 
@@ -85,7 +85,7 @@ WORK = {
         decode_rows=(4,),
     ),
 }
-SEED, PAD, FIRST, WARMUP = 0, 0, 8, 2  # ids below FIRST are kept for special tokens
+SEED, PAD, FIRST, WARMUP = 0, 0, 8, 2  # ids below FIRST are reserved for special tokens
 TRAINING = dict(learning_rate=1e-5, schedule="constant", warmup_steps=0, weight_decay=0.0)
 
 
@@ -140,7 +140,7 @@ class Questions(Environment):
 
 
 def reward_differently(trajectories):
-    """A reward that differs between rollouts, so that all of them have an advantage."""
+    """Reward rollouts differently, so that all of them have an advantage."""
     return [zlib.crc32(trajectory.turns[-1].action.encode()) / 2**32 for trajectory in trajectories]
 
 
@@ -208,7 +208,7 @@ class Bench:
         self.limits = self._measure_limits()
 
     def about(self):
-        """Device, versions, model."""
+        """Return device, versions, model."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         parameters = sum(parameter.numel() for parameter in self.model().parameters())
         return {
@@ -220,7 +220,7 @@ class Bench:
         }
 
     def decode(self):
-        """The engine beside `generate`: rows x completion tokens, none ends before."""
+        """Measure the engine against `generate`: rows x completion tokens, none ends before."""
         return [self._decode(rows) for rows in self.work["decode_rows"]]
 
     def _decode(self, rows):
@@ -273,7 +273,7 @@ class Bench:
         }
 
     def sft(self):
-        """Optimizer steps on rows of different lengths, all tokens but the first with loss."""
+        """Measure optimizer steps on rows of different lengths, all tokens but the first with loss."""
         rows = self._rows()
         settings = SFTSettings(
             batch_size=self.work["rows"], micro_batch_tokens=self.work["micro_batch"], **TRAINING
@@ -289,7 +289,7 @@ class Bench:
         return self._trained(trainer, lambda metrics: metrics["train/tokens"])
 
     def grpo(self):
-        """Whole rounds: play, score, update."""
+        """Measure full rounds: play, score, update."""
         settings = PolicySettings(
             algorithm="grpo",
             iterations=self.steps + WARMUP,
@@ -319,7 +319,7 @@ class Bench:
         )
 
     def trl_sft(self):
-        """TRL's trainer on the same rows in bfloat16, or why not."""
+        """Measure TRL's trainer on the same rows in bfloat16, or return why not."""
         try:
             import datasets
             import trl
@@ -384,8 +384,7 @@ class Bench:
             .tolist()
         )
         return [
-            draw_ids(index, length, self.config.vocab_size)
-            for index, length in enumerate(lengths)
+            draw_ids(index, length, self.config.vocab_size) for index, length in enumerate(lengths)
         ]
 
     def _trained(self, trainer, tokens_of):
@@ -417,13 +416,13 @@ class Bench:
         }
 
     def model(self):
-        """Random weights, the same every time."""
+        """Make random weights, the same every time."""
         torch.manual_seed(SEED)
         with self.device:
             return LlamaForCausalLM(self.config).to(torch.bfloat16)
 
     def timed(self, work, steps=None):
-        """Median seconds, [lowest, highest], and the peak of memory."""
+        """Return median seconds, [lowest, highest], and the peak of memory."""
         self._reset_memory()
         taken = []
         for _ in range((steps or self.steps) + WARMUP):
@@ -434,7 +433,7 @@ class Bench:
         return statistics.median(taken), [min(taken), max(taken)], self._memory()
 
     def now(self):
-        """Seconds, once the device has nothing left to do."""
+        """Return the seconds, once the device has nothing left to do."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -467,7 +466,7 @@ class Bench:
 
 
 def format_table(results):
-    """Markdown."""
+    """Format the results as Markdown."""
     about, limits = results["about"], results["limits"]
     lines = [
         f"{about['device']}, torch {about['torch']}, transformers {about['transformers']}, "
@@ -482,7 +481,8 @@ def format_table(results):
         lines.append(
             f"| rollouts, {line['rows']} rows | {line['tokens_per_s']:,.0f} "
             f"| {line['peer_tokens_per_s']:,.0f} (generate) "
-            f"| | {line['of_the_bound']:.0%} | | {format_amount(line['memory_gb'])}, {format_amount(line['peer_memory_gb'])} |"
+            f"| | {line['of_the_bound']:.0%} | "
+            f"| {format_amount(line['memory_gb'])}, {format_amount(line['peer_memory_gb'])} |"
         )
     trl = results.get("trl_sft", {})
     for name in ("sft", "grpo"):

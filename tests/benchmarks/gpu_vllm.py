@@ -3,10 +3,10 @@
 Random weights and prompts, made from a seed; trainer and server share the GPU. For each case vLLM is started with
 deployments/vllm/start.py on the model's folder, and GRPO runs some iterations: the largest difference of log-probs on
 the probe and on the rollouts, seconds of the iteration and of bringing weights, tokens/s. At the end of the first case
-the server is killed with SIGKILL in the middle of the rollouts and started again; then it is asked at another
-temperature than it is told, which has to be refused with the figure. DIR/gpu_vllm.json and DIR/gpu_vllm.md.
+the server is killed with SIGKILL in the middle of the rollouts and started again; then it samples at another
+temperature than requested, which has to be refused with the figure. DIR/gpu_vllm.json and DIR/gpu_vllm.md.
 
-`--vllm own` takes `posttrain serve` in vLLM's place: it shows that the command works, and nothing else.
+`--vllm own` replaces vLLM by `posttrain serve`: it shows that the command works, and nothing else.
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ class Server:
         return time.monotonic() - began
 
     def kill(self):
-        """End the whole process group at once."""
+        """Kill the process group."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 def run_vllm(bench, python, output, games):
-    """All cases; `games` gives renderer, environment and rewards of `gpu.py`."""
+    """Run all cases; `games` returns renderer, environment and rewards of `gpu.py`."""
     results = {"about": bench.about(), "server": python, "cases": []}
     for number, case in enumerate(CASES):
         result = run_case(bench, python, output, games, case, with_faults=number == 0)
@@ -182,7 +182,7 @@ def run_case(bench, python, output, games, case, *, with_faults):
 
 
 def make_trainer(bench, games, case, model, server):
-    """A trainer as `gpu.py`'s GRPO, whose backend is the server."""
+    """Make a trainer as `gpu.py`'s GRPO, whose backend is the server."""
     work = bench.work
     settings = PolicySettings(
         algorithm="grpo",
@@ -240,7 +240,7 @@ def run_iteration(trainer):
 
 
 def try_faults(trainer, server):
-    """SIGKILL in the middle, a start after it, and a server that samples at another temperature than it is told."""
+    """Try SIGKILL in the middle, a start after it, and a server that samples at another temperature than requested."""
     complete, counted, again = trainer.server.server.sample_completion, [], []
 
     def killing(*arguments):

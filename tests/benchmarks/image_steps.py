@@ -3,8 +3,8 @@
     debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv,python-is-python3 bookworm ROOT
     python tests/benchmarks/image_steps.py --root ROOT --work FOLDER [--build-arg NAME=VALUE] [--run COMMAND]
 
-Each stage begins with a copy of ROOT, which stands for python:3.11-slim-bookworm. RUN runs by chroot, with mounts of
-its own; COPY obeys .dockerignore. Afterwards the health check and every --run are run as the image's user, with its
+Each stage begins with a copy of ROOT, in the role of python:3.11-slim-bookworm. RUN runs by chroot, with private
+mounts; COPY obeys .dockerignore. Afterwards the health check and every --run are run as the image's user, with its
 variables, through its entry point. It prints each step with its seconds, and the size of each stage beyond ROOT.
 """
 
@@ -31,7 +31,7 @@ class Stage:
     """A stage of the build: its root and what its instructions have set so far."""
 
     root: Path
-    given: dict[str, str]  # --build-arg
+    build_arguments: dict[str, str]  # --build-arg
     folder: str = "/"
     user: str = "0:0"
     environment: dict[str, str] = field(
@@ -45,7 +45,7 @@ class Stage:
     def run(
         self, command: list[str], binds: list[str], more: dict[str, str], user: str = "0:0"
     ) -> int:
-        """Exit code of a command in this root, with /proc, /dev and the given folders mounted for it alone."""
+        """Return the exit code of a command in this root, with /proc, /dev and these folders mounted for it alone."""
         mounts = [f"mount -t proc proc {self.root}/proc", f"mount --rbind /dev {self.root}/dev"]
         for bind in binds:
             (self.root / bind.lstrip("/")).mkdir(parents=True, exist_ok=True)
@@ -59,24 +59,25 @@ class Stage:
         inside = shlex.join(
             ["sh", "-c", f"cd {shlex.quote(self.folder)} && exec {shlex.join(command)}"]
         )
-        entered = f"exec chroot --userspec={user} {self.root} env -i {shlex.join(f'{k}={v}' for k, v in variables.items())}"
+        assignments = shlex.join(f"{k}={v}" for k, v in variables.items())
+        entered = f"exec chroot --userspec={user} {self.root} env -i {assignments}"
         script = " && ".join([*mounts, f"{entered} {inside}"])
         return subprocess.run(
             ["unshare", "--mount", "--pid", "--fork", "sh", "-c", script]
         ).returncode
 
     def expanded(self, text: str) -> str:
-        """Text with $NAME of ENV and ARG."""
+        """Expand $NAME of ENV and ARG in a text."""
         known = {**self.arguments, **self.environment}
         return re.sub(r"\$\{?(\w+)\}?", lambda match: known.get(match[1], ""), text)
 
     def place(self, path: str) -> Path:
-        """Path in the root, of one that may be relative to WORKDIR."""
+        """Return the path in the root, of one that may be relative to WORKDIR."""
         return self.root / os.path.join(self.folder, path).lstrip("/")
 
 
 def parse_instructions(text: str) -> list[tuple[str, str]]:
-    """(instruction, rest) of a Dockerfile, continued lines joined."""
+    """Return (instruction, rest) of a Dockerfile, continued lines joined."""
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return [
         (name, rest.strip())
@@ -87,7 +88,7 @@ def parse_instructions(text: str) -> list[tuple[str, str]]:
 
 
 def copy(source: Path, target: Path) -> None:
-    """A file, or the content of a folder without what .dockerignore leaves out in every folder."""
+    """Copy a file, or the content of a folder without what .dockerignore excludes in every folder."""
     if source.is_file():
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target / source.name)
@@ -107,14 +108,14 @@ def copy(source: Path, target: Path) -> None:
 
 
 def is_allowed(name: str) -> bool:
-    """True = .dockerignore, which begins with `*`, lets it into the build."""
+    """Return True if .dockerignore, which begins with `*`, lets the name into the build."""
     return f"!{name.removeprefix('./')}" in (PROJECT / ".dockerignore").read_text().splitlines()
 
 
 def run_step(
     stages: dict[str, Stage], stage: Stage, name: str, rest: str, options: argparse.Namespace
 ) -> int:
-    """Carry one instruction out; returns its exit code."""
+    """Run one instruction and return its exit code."""
     if name == "RUN":
         return stage.run(
             ["sh", "-c", rest], options.bind, dict(one.split("=", 1) for one in options.env)
@@ -137,7 +138,7 @@ def run_step(
             stage.environment[variable] = stage.expanded(value)
     elif name == "ARG":
         variable, _, value = rest.partition("=")
-        stage.arguments[variable] = stage.given.get(variable, value.strip('"'))
+        stage.arguments[variable] = stage.build_arguments.get(variable, value.strip('"'))
     elif name == "WORKDIR":
         stage.folder = rest
         stage.place(".").mkdir(parents=True, exist_ok=True)
@@ -158,7 +159,7 @@ def run_step(
 
 
 def measure_size(folder: Path) -> int:
-    """Bytes of a folder."""
+    """Return the bytes of a folder."""
     return int(
         subprocess.run(["du", "-sxb", folder], capture_output=True, text=True).stdout.split()[0]
     )

@@ -4,7 +4,7 @@
         [--workers 2] [--only 'grpo;ppo'] [--parts algorithms,variants,staleness,...]
 
 The SFT model is that of the config's pipeline (run first, its stages cached in OUT). Each run is one process with one
-thread and writes OUT/jobs/<name>-<seed>.json; what is there is not run again, so that the whole can be interrupted.
+thread and writes OUT/jobs/<name>-<seed>.json; existing files are not run again, so the benchmark can be interrupted.
 At the end: OUT/learning.md (tables for docs/benchmarks/learning.md) and OUT/learning.png (success against episodes).
 
 Success is sampled at temperature 1. Curves are measured on 200 validation episodes, the tables on 500 other held-out
@@ -135,7 +135,7 @@ def list_jobs(seeds: int, parts: list[str]) -> list[Job]:
 
 
 def build_stages(schedule: list[dict[str, Any]], iterations: int) -> tuple[Any, ...]:
-    """A schedule as settings of the curriculum."""
+    """Convert a schedule to settings of the curriculum."""
     from rl_core.settings import CurriculumStage, ExitCondition
 
     stages = []
@@ -150,7 +150,7 @@ def build_stages(schedule: list[dict[str, Any]], iterations: int) -> tuple[Any, 
 
 
 def make_sft(config: str, output: Path, threads: int, changes: list[str]) -> Path:
-    """The SFT model of the config's pipeline."""
+    """Make the SFT model of the config's pipeline."""
     from flows.post_training import run_pipeline
     from tasks.config import load_settings
 
@@ -191,7 +191,7 @@ class Bench:
         )
 
     def success(self, requests: Any, seed: int, backend: Any = None) -> list[bool]:
-        """Of each episode, played once."""
+        """Return the success of each episode, played once."""
         from rl_core.evaluation import evaluate
 
         backend = backend or self.policy.backend()
@@ -222,7 +222,7 @@ class LaggedBackend:
         self.max_length = self._backend.max_length
 
     def refresh(self) -> None:
-        """Called once before the rollouts of each iteration."""
+        """Refresh the weights; called once before the rollouts of each iteration."""
         self._past.append(
             {name: tensor.clone() for name, tensor in self._live.state_dict().items()}
         )
@@ -234,7 +234,7 @@ class LaggedBackend:
 
 
 def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
-    """One run: its curve, its final successes, its seconds."""
+    """Train one run; return its curve, its final successes, its seconds."""
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.settings import CriticSettings, PolicySettings, ReplaySettings
     from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
@@ -303,7 +303,7 @@ def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
 
 
 def train_pairs(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
-    """DPO and IPO: the same number of episodes of the SFT model, made into pairs."""
+    """Train DPO and IPO on the same number of episodes of the SFT model, made into pairs."""
     import numpy as np
 
     from rl_core.data.pairs import build_pairs_from_groups
@@ -362,7 +362,7 @@ def train_pairs(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
 
 
 def run_job(config: str, model: str, job: Job, episodes: int, path: str) -> str:
-    """In a process of its own."""
+    """Run a job in a separate process."""
     os.environ["OMP_NUM_THREADS"] = "1"
     logging.disable(logging.WARNING)
     bench = Bench(config, model)
@@ -383,7 +383,7 @@ def run_job(config: str, model: str, job: Job, episodes: int, path: str) -> str:
 def measure_gradient_variance(
     config: str, model: str, batches: int, warmup: int
 ) -> dict[str, dict[str, float]]:
-    """Variance of the policy gradient over independent batches of rollouts, by how credit is given.
+    """Measure the variance of the policy gradient over independent batches of rollouts, by credit assignment.
 
     The same rollouts for every kind; the critic has learnt from `warmup` iterations of other rollouts, the policy
     stays as it is. Variance: trace of the gradient's covariance, for one batch of 32 rollouts.
@@ -517,7 +517,7 @@ def compute_gradient(
 
 
 def estimate_rate(results: list[dict[str, Any]]) -> Any:
-    """Success over all seeds, episodes as clusters."""
+    """Estimate the success over all seeds, episodes as clusters."""
     import numpy as np
 
     from rl_core.analysis.statistics import compute_clustered_rate
@@ -550,7 +550,9 @@ def report(output: Path, seeds: int, episodes: int) -> None:
         f"| SFT (the start) | {show(sft)} | {format_percentages(results['sft'])} | | | |",
     ]
     recipes = ALGORITHMS | VARIANTS
-    names = sorted((n for n in recipes if n in results), key=lambda n: -estimate_rate(results[n]).rate)
+    names = sorted(
+        (n for n in recipes if n in results), key=lambda n: -estimate_rate(results[n]).rate
+    )
     for name in names:
         rate = estimate_rate(results[name])
         clear = "yes" if rate.low > sft.high else "no"
@@ -560,7 +562,10 @@ def report(output: Path, seeds: int, episodes: int) -> None:
             f"| {name} | {show(rate)} | {format_percentages(results[name])} | {clear} | {seconds:.0f} | {epochs} |"
         )
     stale = [f"lag {lag} {kind}" for lag in LAGS for kind in WEIGHTS]
-    lines += ["", *format_table(results, stale, "rollouts stale by so many updates, importance weights")]
+    lines += [
+        "",
+        *format_table(results, stale, "rollouts stale by so many updates, importance weights"),
+    ]
     groups = [f"group {size}" if size != 8 else "grpo" for size in sorted((*GROUPS, 8))]
     lines += ["", *format_table(results, groups, "group size at equal episodes")]
     if any(name in results for name in SCHEDULES):
@@ -602,7 +607,7 @@ def format_percentages(results: list[dict[str, Any]]) -> str:
 
 
 def format_schedules(results: dict[str, Any]) -> list[str]:
-    """Success by level, and when the last step of each schedule began."""
+    """Tabulate success by level, and when the last step of each schedule began."""
     levels = sorted(
         {level for rows in results.values() for row in rows for level in row.get("levels", ())}
     )
@@ -649,13 +654,14 @@ def format_table(results: dict[str, Any], names: list[str], title: str) -> list[
             ]
             ess = f"{statistics.fmean(share):.0%}" if share else ""
             lines.append(
-                f"| {name} | {show(estimate_rate(results[name]))} | {format_percentages(results[name])} | {kl:.2g} | {ess} |"
+                f"| {name} | {show(estimate_rate(results[name]))} | {format_percentages(results[name])} "
+                f"| {kl:.2g} | {ess} |"
             )
     return lines
 
 
 def draw_curves(results: dict[str, Any], names: list[str], path: Path) -> None:
-    """Success against episodes: mean over the seeds, and their spread."""
+    """Draw success against episodes: mean over the seeds, and their spread."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -3,7 +3,7 @@
     python tests/benchmarks/live_page.py [--runs 100] [--iterations 10000] [--output live_page.json] [--pictures DIR]
 
 Makes the folder by itself (journals as `tasks/tracking` writes them, 53 metrics an iteration; finished runs share the
-bytes of four files by hard links), then opens the page in Chromium. The newest run goes on: an iteration every second
+bytes of four files by hard links), then opens the page in Chromium. The newest run continues: an iteration per second
 is appended meanwhile. Seconds from the navigation to the first contentful paint, the page's header and the charts, of
 a server that has just been started and of one that has shown the run before; milliseconds of an update,
 from the browser's request to the end of drawing, and from a click on a tab to its blocks; seconds of opening a
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def make_row(step: int, draw: random.Random) -> dict[str, float]:
-    """Metrics of one iteration: curves that rise or fall with noise."""
+    """Make the metrics of one iteration: curves that rise or fall with noise."""
     share = 1 - math.exp(-step / 2000)
     metrics = {
         name: share * (0.4 + 0.01 * number) + 0.05 * draw.random()
@@ -126,7 +126,9 @@ def make_store(output: Path, runs: int, iterations: int) -> Path:
             for step in range(1, iterations + 1):
                 when = (START + step) * 1000
                 file.write(
-                    encode_checked_line({"step": step, "time": when, "metrics": make_row(step, draw)})
+                    encode_checked_line(
+                        {"step": step, "time": when, "metrics": make_row(step, draw)}
+                    )
                 )
         files.append(path)
     for number in range(runs):
@@ -189,7 +191,7 @@ def _make_run(output: Path, number: int, metrics: Path, iterations: int, *, is_l
 
 @contextmanager
 def append_iterations(path: Path, iterations: int) -> Iterator[None]:
-    """One more iteration a second."""
+    """Append one iteration per second."""
     ended = threading.Event()
 
     def append() -> None:
@@ -199,7 +201,11 @@ def append_iterations(path: Path, iterations: int) -> Iterator[None]:
             with path.open("ab") as file:
                 file.write(
                     encode_checked_line(
-                        {"step": step, "time": (START + step) * 1000, "metrics": make_row(step, draw)}
+                        {
+                            "step": step,
+                            "time": (START + step) * 1000,
+                            "metrics": make_row(step, draw),
+                        }
                     )
                 )
 
@@ -217,7 +223,7 @@ def append_iterations(path: Path, iterations: int) -> Iterator[None]:
 
 @contextmanager
 def serve_folder(output: Path) -> Iterator[str]:
-    """Address of `posttrain monitor` over the folder."""
+    """Serve the folder by `posttrain monitor`; yield its address."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [
         sys.executable,
@@ -255,7 +261,7 @@ MARK = f"""document.addEventListener('posttrain-update', () => requestAnimationF
 
 
 def measure_first_paint(address: str) -> dict[str, float]:
-    """Seconds since the navigation: of the charts, the frame in which they are seen."""
+    """Return seconds since the navigation; for the charts, those of the frame in which they are seen."""
     with Chromium("about:blank", (1400, 1000), first=MARK) as page:
         page.call("Page.navigate", url=address)
         charts = page.wait("window.chartsSeen", 120)
@@ -274,7 +280,7 @@ def measure_first_paint(address: str) -> dict[str, float]:
 
 
 def measure_updates(address: str, count: int = 8) -> dict[str, Any]:
-    """Milliseconds of updates while the run goes on."""
+    """Return the milliseconds of updates while the run continues."""
     with Chromium(address, (1400, 1000)) as page:
         page.wait(DRAWN, 120)
         page.run(HOOK)
@@ -288,7 +294,7 @@ def measure_updates(address: str, count: int = 8) -> dict[str, Any]:
 
 
 def measure_tab_clicks(address: str, pictures: Path | None) -> dict[str, float]:
-    """Milliseconds from a click on a tab to its last block."""
+    """Return the milliseconds from a click on a tab to its last block."""
     took = {}
     with Chromium(address, (1400, 1000)) as page:
         page.wait(DRAWN, 120)
@@ -309,7 +315,7 @@ def measure_tab_clicks(address: str, pictures: Path | None) -> dict[str, float]:
 
 
 def measure_comparison(address: str) -> dict[str, float]:
-    """Seconds from opening an address that compares four runs to their charts."""
+    """Return the seconds from opening an address that compares four runs to their charts."""
     texts = [
         time.strftime("%Y-%m-%d-%H-%M-%S", time.gmtime(START + SPACING * number))
         for number in (0, 1, 2)

@@ -6,7 +6,7 @@
 
 In this process, with the parts that a service has (sessions with votes, the log, the update worker, the gate), without
 HTTP; requests come in batches, and the live snapshot answers them. One JSON file per run, which is not made again; one
-that was cut off begins anew. Without --model the policy is trained first: SFT on the levels of --levels. Success is
+that was interrupted starts over. Without --model the policy is trained first: SFT on the levels of --levels. Success is
 taken at --points times, of a snapshot that was measured already not again. Load is online_load.py, kills are
 online_faults.py.
 """
@@ -64,7 +64,7 @@ class Size:
 
 
 def make_model(folder: Path, levels: str) -> Path:
-    """The demo's policy after SFT on these levels, in equal shares."""
+    """Train the demo's policy by SFT on these levels, in equal shares."""
     done = folder / "model-path"
     if not done.is_file():
         command = [
@@ -115,7 +115,7 @@ class Service:
         ] = {}  # success by level of snapshots that were measured
 
     def serve(self, number: int, level: str) -> None:
-        """One batch of requests, with feedback as the arm says."""
+        """Answer one batch of requests, with feedback as the arm says."""
         from rl_core.inference.serving_requests import FeedbackLabel
         from rl_core.online.canary_gate import is_canary
         from rl_core.rollouts.collect import collect_rollouts
@@ -144,7 +144,10 @@ class Service:
             is_liar = is_crowd or number_of < CALLERS * self.arm.get("liars", 0.0)
             caller = "crowd" if is_crowd else f"c{number_of}"
             self.answers.record_answers(
-                [_read_answer(request, i, rollout, caller) for i, rollout in enumerate(group.rollouts)]
+                [
+                    _read_answer(request, i, rollout, caller)
+                    for i, rollout in enumerate(group.rollouts)
+                ]
             )
             if rng.random() < self.arm.get("feedback", 0.1) or is_liar:
                 target = group.rollouts[0].trajectory.target
@@ -154,7 +157,7 @@ class Service:
                 self.answers.accept_label(request, 0, FeedbackLabel(answer=str(label)))
 
     def take_live(self) -> None:
-        """Answer with the live snapshot from now on."""
+        """Switch to answering with the live snapshot."""
         from rl_core.models.trainable_weights import load_trainable_weights
 
         live = self.snapshots.read_live_version() or 0
@@ -163,7 +166,7 @@ class Service:
             self.live = live
 
     def learn(self) -> None:
-        """Everything that is due, then a few looks of the gate."""
+        """Run all updates that are due, then a few looks of the gate."""
         if not self.arm.get("learns", True):
             return
         while self.worker.step():
@@ -180,7 +183,7 @@ class Service:
             self.hand_orders()
 
     def note(self) -> None:
-        """The numbers of the last update, once."""
+        """Record the numbers of the last update, once."""
         report = self.worker.last_report
         if report is not None and report.number > (
             self.updates[-1]["number"] if self.updates else 0
@@ -221,7 +224,7 @@ class Service:
         )
 
     def success(self, version: int) -> dict[str, float]:
-        """Success of a snapshot on held-out episodes of each level, greedy."""
+        """Return the success of a snapshot on held-out episodes of each level, greedy."""
         from rl_core.models.trainable_weights import load_trainable_weights
 
         if version not in self.measured:
@@ -233,7 +236,7 @@ class Service:
 
 
 def measure_success(policy: Any, environment: Any, episodes: int) -> dict[str, float]:
-    """Success on held-out episodes of each level, greedy."""
+    """Return the success on held-out episodes of each level, greedy."""
     return {level: _compute_success(policy, environment, level, episodes) for level in LEVELS}
 
 
@@ -262,7 +265,9 @@ def make_sampling(temperature: float) -> Any:
     return SamplingSettings(temperature=temperature, max_completion_tokens=64, max_turns=6)
 
 
-def make_online_settings(folder: Path, model: Path, arm: dict[str, Any], seed: int, rate: float) -> Any:
+def make_online_settings(
+    folder: Path, model: Path, arm: dict[str, Any], seed: int, rate: float
+) -> Any:
     from rl_core.settings import (
         EnvironmentSettings,
         ModelSettings,
@@ -331,7 +336,7 @@ def _read_answer(request: str, choice: int, rollout: Any, caller: str) -> Any:
 
 
 def run_arm(path: Path, model: Path, arm: dict[str, Any], seed: int, size: Size) -> None:
-    """One service from its first request to the last; its numbers into a file."""
+    """Run one service from its first request to the last; write its numbers to a file."""
     if path.is_file():
         return
     import torch
@@ -380,7 +385,7 @@ def run_arm(path: Path, model: Path, arm: dict[str, Any], seed: int, size: Size)
 
 
 def run_offline(path: Path, model: Path, seed: int, size: Size) -> None:
-    """GRPO on as many hard episodes, with the environment's own rewards."""
+    """Train GRPO on as many hard episodes, with the environment's rewards."""
     if path.is_file():
         return
     import torch

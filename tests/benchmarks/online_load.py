@@ -1,4 +1,4 @@
-"""Load of a server that learns: answers and tokens a second, latencies, overload, with and without learning beside.
+"""Load of a server that learns: answers and tokens a second, latencies, overload, with and without learning.
 
     python tests/benchmarks/online_load.py --output DIR [--model FOLDER] [--seconds 20] [--clients 1 8 64] [--peer]
 
@@ -34,8 +34,10 @@ online:
 """
 
 
-def measure_server(config: Path, output: Path, port: int, options: Any, *, learns: bool) -> dict[str, Any]:
-    """One server under rising load, then under too much of it."""
+def measure_server(
+    config: Path, output: Path, port: int, options: Any, *, learns: bool
+) -> dict[str, Any]:
+    """Measure one server under rising load, then under too much of it."""
     command = [
         sys.executable,
         "-m",
@@ -52,11 +54,19 @@ def measure_server(config: Path, output: Path, port: int, options: Any, *, learn
     with serving.run_process(command, options.threads, log, f"{url}/readyz", {}):
         token = (output / "out" / "serving" / "token").read_text().strip()
         if learns:
-            time.sleep(options.settle)  # worker and spare load their libraries, which is no learning
+            time.sleep(
+                options.settle
+            )  # worker and spare load their libraries, which is no learning
         for clients in [*options.clients, options.crowd]:
             name = "overload" if clients == options.crowd else str(clients)
             results[name] = serving.measure_load(
-                f"{url}/v1", token, "measured", clients, options.tokens, options.seconds, is_official
+                f"{url}/v1",
+                token,
+                "measured",
+                clients,
+                options.tokens,
+                options.seconds,
+                is_official,
             )
             print("learning" if learns else "alone", name, results[name], flush=True)
     for path in output.glob("out/measured/online/*/worker.json"):
@@ -65,7 +75,7 @@ def measure_server(config: Path, output: Path, port: int, options: Any, *, learn
 
 
 def compute_shares(results: dict[str, Any]) -> dict[str, Any]:
-    """Tokens a second as a share of the offline engine's, and what learning costs."""
+    """Compute tokens a second as a share of the offline engine's, and the cost of learning."""
     rows = {}
     for clients, offline in results["offline"].items():
         alone, learning = results["alone"][str(clients)], results["learning"][str(clients)]
@@ -76,7 +86,9 @@ def compute_shares(results: dict[str, Any]) -> dict[str, Any]:
             else None,
         }
     statuses = {
-        int(code) for part in ("alone", "learning") for code in results[part]["overload"]["statuses"]
+        int(code)
+        for part in ("alone", "learning")
+        for code in results[part]["overload"]["statuses"]
     }
     return {
         **rows,
@@ -122,7 +134,9 @@ def main() -> None:
         "load": os.getloadavg(),
         "client": "openai" if find_spec("openai") else "httpx",
     }
-    results["offline"] = serving.measure_offline(model, options.clients, options.tokens, options.threads)
+    results["offline"] = serving.measure_offline(
+        model, options.clients, options.tokens, options.threads
+    )
     results["alone"] = measure_server(config, output, options.port, options, learns=False)
     results["learning"] = measure_server(config, output, options.port + 1, options, learns=True)
     if options.peer:

@@ -26,13 +26,13 @@ from rl_core.online.service_files import METRICS_FILE, read_json_object
 
 
 def read_processor_ticks(pid: int) -> int:
-    """Clock ticks that a process has used."""
+    """Return the clock ticks that a process has used."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(words[11]) + int(words[12])
 
 
 def find_processes(service: KilledService) -> tuple[int, int | None]:
-    """(worker, spare); a spare that became the worker keeps its command, and is the older of two."""
+    """Return (worker, spare); a spare that became the worker keeps its command, and is the older of two."""
     children = service.children()
     spares = sorted(children.get("standby", []))
     workers = children.get("worker", []) or spares[:1]
@@ -41,17 +41,21 @@ def find_processes(service: KilledService) -> tuple[int, int | None]:
 
 
 def wait_for_spare(service: KilledService) -> None:
-    """Until the spare has loaded everything."""
+    """Wait until the spare has loaded everything."""
     while True:
         _, spare = find_processes(service)
         before = read_processor_ticks(spare) if spare is not None else -1
         time.sleep(2)
-        if spare is not None and find_processes(service)[1] == spare and read_processor_ticks(spare) == before:
+        if (
+            spare is not None
+            and find_processes(service)[1] == spare
+            and read_processor_ticks(spare) == before
+        ):
             return
 
 
 def measure_restart(service: KilledService, number: int) -> dict[str, float]:
-    """One signal to the worker; seconds until it was noticed and until the next one had its state."""
+    """Send one signal to the worker; return seconds until it was noticed and until the next one had its state."""
     wait_for_spare(service)
     worker, _ = find_processes(service)
     known = len(read_events(service.service))

@@ -35,7 +35,7 @@ HEADS = (
 
 
 def format_table(output: Path) -> str:
-    """Markdown of all runs of a folder: means over seeds with 95% intervals of Student's t; and a picture beside."""
+    """Format all runs of a folder as Markdown: means over seeds with 95% Student's t intervals; draw a picture, too."""
     arms: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(output.glob("*.seed*.json")):
         arms.setdefault(path.name.partition(".seed")[0], []).append(json.loads(path.read_text()))
@@ -79,13 +79,13 @@ def _format_row(name: str, runs: list[dict[str, Any]]) -> list[str]:
 
 
 def _compute_change(run: dict[str, Any], levels: tuple[str, ...]) -> float:
-    """Success at the end against the start, mean over levels."""
+    """Return the success at the end minus that at the start, mean over levels."""
     first, last = run["curve"][0], run["curve"][-1]
     return statistics.mean(last[level] - first[level] for level in levels)
 
 
 def _find_lowest(run: dict[str, Any]) -> float:
-    """Largest fall of the live snapshot's success over all levels together, at any time."""
+    """Return the largest fall of the live snapshot's success over all levels together, at any time."""
     return min(
         statistics.mean(point[level] - run["curve"][0][level] for level in ALL)
         for point in run["curve"]
@@ -101,7 +101,7 @@ def _read_points(values: list[float]) -> str:
 
 
 def draw_success(output: Path, arms: dict[str, list[dict[str, Any]]]) -> None:
-    """Success on held-out hard episodes over the requests, by arm."""
+    """Draw success on held-out hard episodes over the requests, by arm."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Memory and time that `posttrain plan` tells beside measured ones: stages of 1M to 100M parameters on this machine.
+"""Memory and time that `posttrain plan` predicts against measured ones: stages of 1M to 100M parameters.
 
     python tests/benchmarks/plan_accuracy.py --output DIR [--machine FILE] [--cases sft-1M,...|known|blind]
 
@@ -23,7 +23,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from compare_speed import read_commit, read_or_make, describe_processor, run_python
+from compare_speed import describe_processor, read_commit, read_or_make, run_python
 from speed import inputs
 
 PROMPT = 14  # mean tokens of a prompt of sums; rows of data have as many
@@ -50,7 +50,7 @@ ROLLED = dict(
 
 
 def make_case(stage, millions, *, length=128, lora=False, vocabulary=512, **settings):
-    """One configuration: a stage's settings, its model, and the tokens of a row (of a rollout: `ROLLED`)."""
+    """Make one configuration: a stage's settings, its model, and the tokens of a row (of a rollout: `ROLLED`)."""
     shared = ROLLED if stage == "policy" else {**TRAINED, "batch_size": 16, "epochs": 1}
     return {
         "stage": stage,
@@ -121,7 +121,9 @@ def main():
         print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
         try:
             build_model(EVERY[name], output)
-            result = read_or_make(output / f"cases/{name}.json", partial(run_case, name, output, options))
+            result = read_or_make(
+                output / f"cases/{name}.json", partial(run_case, name, output, options)
+            )
         except subprocess.CalledProcessError as error:
             print(f"{name}: failed with exit code {error.returncode}", file=sys.stderr)
             failures += 1
@@ -136,7 +138,7 @@ def main():
 
 
 def build_calibration_command(machine):
-    """Arguments of a process that calibrates."""
+    """Return the arguments of a process that calibrates."""
     code = (
         "import sys, time; from pathlib import Path; from posttrain.cli.doctor import write_machine_calibration; "
         f"print(write_machine_calibration(Path(sys.argv[1]), as_json=False, clock=time.{CLOCK}))"
@@ -148,7 +150,7 @@ def build_calibration_command(machine):
 
 
 def plan_case(case, output, machine_file):
-    """Peak bytes and seconds of a step, as the command would tell them for a process without the pipeline."""
+    """Plan peak bytes and seconds of a step, as the command would for a process without the pipeline."""
     import dataclasses
 
     from posttrain.planning.pipeline_plan import plan_stage
@@ -194,11 +196,12 @@ def plan_case(case, output, machine_file):
 
 
 def format_table(rows, options):
-    """Planned beside measured, with the share of cases within 10% and 30%."""
+    """Tabulate planned and measured values, with the share of cases within 10% and 30%."""
     lines = [
-        "# Plans beside measurements",
+        "# Plans against measurements",
         "",
-        f"`posttrain plan` on {describe_processor()}, one thread, seconds of processor time; commit {read_commit()}. Written by "
+        f"`posttrain plan` on {describe_processor()}, one thread, seconds of processor time; "
+        f"commit {read_commit()}. Written by "
         "`tests/benchmarks/plan_accuracy.py`, whose first lines say what is measured.",
         "",
         "| case | parameters | memory: planned | measured (VmHWM) | ratio | peak in | step: planned [interval] "
@@ -231,7 +234,7 @@ def name_folder(case, output):
 
 
 def build_model(case, output):
-    """Write the case's model, random weights and the tokenizer of `inputs`, in a process of its own."""
+    """Write the case's model, random weights and the tokenizer of `inputs`, in a separate process."""
     folder = name_folder(case, output)
     if (folder / "model.safetensors").exists():
         return
@@ -283,7 +286,12 @@ def measure(case, output):
     from rl_core.machine_memory import measure_peak_resident_bytes
 
     torch.set_num_threads(1)
-    makers = {"sft": make_sft_step, "reward_model": reward_model, "preference": make_preference_step, "policy": make_policy_step}
+    makers = {
+        "sft": make_sft_step,
+        "reward_model": reward_model,
+        "preference": make_preference_step,
+        "policy": make_policy_step,
+    }
     trainer = makers[case["stage"]](case, output)
     clock, seconds = getattr(time, CLOCK), []
     for number in range(STEPS):
@@ -300,7 +308,7 @@ def measure(case, output):
 
 
 def load_model(case, output):
-    """(model with adapters where the case has them, the model's settings)."""
+    """Return (model with adapters if the case has them, the model's settings)."""
     from rl_core.models import causal_lm
     from rl_core.settings import LoraSettings, ModelSettings
 
@@ -329,7 +337,7 @@ def make_sft_step(case, output):
 
 
 def draw_sides(case, count):
-    """Pairs of rows with a common beginning of PROMPT tokens."""
+    """Draw pairs of rows with a common beginning of PROMPT tokens."""
     rows = draw_rows(case, 2 * count)
     return [
         (one, one[:PROMPT] + other[PROMPT:])
@@ -373,7 +381,7 @@ def make_preference_step(case, output):
 
 
 def compute_references(model, case):
-    """Log-probs of all pairs, as the trainer computes them."""
+    """Compute log-probs of all pairs, as the trainer does."""
     from rl_core.settings import PreferenceSettings
     from rl_core.trainers.preference import compute_reference_logprobs
 

@@ -59,13 +59,13 @@ TIE = 0.5  # difference below which a person sees none
 
 
 def draw_quality(seed: int) -> dict[str, float]:
-    """Hidden weight of each word."""
+    """Draw the hidden weight of each word."""
     rng = random.Random(f"quality {seed}")
     return {word: rng.gauss(0, 1) for word in WORDS}
 
 
 def draw_items(count: int, seed: int) -> list[RatedItem]:
-    """Pairs of answers of six words."""
+    """Draw pairs of answers of six words."""
     rng = random.Random(f"items {seed}")
     items: dict[str, RatedItem] = {}
     while len(items) < count:
@@ -79,7 +79,7 @@ def draw_items(count: int, seed: int) -> list[RatedItem]:
 
 
 def compute_difference(item: RatedItem, weights: dict[str, float]) -> float:
-    """Quality of the first answer minus that of the second."""
+    """Return the quality of the first answer minus that of the second."""
     first, second = (sum(weights[word] for word in str(answer).split()) for answer in item.answers)
     return first - second
 
@@ -87,7 +87,7 @@ def compute_difference(item: RatedItem, weights: dict[str, float]) -> float:
 def rate_items(
     room: RatingSession, labels: int, weights: dict[str, float], people: Sequence[str], seed: int
 ) -> None:
-    """Have the people rate in turn, until the room has so many ratings."""
+    """Let the people rate in turn until the room has so many ratings."""
     rng = random.Random(f"rate {seed} {labels}")
     known = {item.id: item for item in room.items}
     while len(room.journal) < labels:
@@ -111,7 +111,7 @@ def rate_items(
 def measure_reward_accuracy(
     rows: Path, policy: Path, weights: dict[str, float], test: list[RatedItem], **options: Any
 ) -> float:
-    """Share of noise-free pairs that a reward model, trained on the data file, orders rightly."""
+    """Return the share of noise-free pairs that a reward model, trained on the data file, orders rightly."""
     settings = RewardModelSettings(
         **{"epochs": 6.0, "batch_size": 32, "learning_rate": 2e-3, "checkpoint_every": 0, **options}
     )
@@ -136,14 +136,14 @@ def measure_reward_accuracy(
 
 
 def make_base_policy(folder: Path, seed: int) -> Path:
-    """A nano policy with random weights, and a tokenizer that knows the words."""
+    """Make a nano policy with random weights, and a tokenizer that knows the words."""
     texts = [f"Write six words, number 1. {' '.join(WORDS)}"] * 4
     settings = ModelSettings(preset="nano", vocab_size=420, context=128, device="cpu")
     return rl_core.create_policy(texts, settings, seed=seed).save(folder / "policy")
 
 
 def measure_label_counts(seed: int, counts: Sequence[int]) -> dict[str, Any]:
-    """Accuracy by number of labels of three people, each of them alone, and agreement."""
+    """Return accuracy by number of labels of three people, each of them alone, and agreement."""
     weights, results = draw_quality(seed), {"seed": seed}
     test = draw_items(500, seed + 1000)
     with tempfile.TemporaryDirectory() as name:
@@ -167,7 +167,7 @@ def measure_label_counts(seed: int, counts: Sequence[int]) -> dict[str, Any]:
 
 
 def make_start(folder: Path, items: list[RatedItem], first: int, seed: int) -> Path:
-    """The first labels, at random, and the reward model that they give: in `start/` and `reward/` of the folder."""
+    """Make the first labels, at random, and their reward model: in `start/` and `reward/` of the folder."""
     policy = make_base_policy(folder, seed)
     room = RatingSession(
         folder / "start", items, RatingSettings(choose="random", overlap=0.0), seed=seed
@@ -192,7 +192,7 @@ def make_start(folder: Path, items: list[RatedItem], first: int, seed: int) -> P
 def measure_choice(
     start: Path, choose: Literal["uncertainty", "random"], labels: int, seed: int
 ) -> float:
-    """Held-out accuracy from so many labels in all, of which those after the first ones were chosen in this way."""
+    """Return held-out accuracy from so many labels; those after the first ones were chosen by `choose`."""
     items = draw_items(3000, seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

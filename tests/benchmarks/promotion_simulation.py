@@ -2,11 +2,12 @@
 
 python tests/benchmarks/promotion_simulation.py [--repetitions 2000] [--power-repetitions 1000] [--episodes 500]
 
-Episodes have difficulties p ~ Beta(2, 2) and every model its own coin on each, so challengers without a gain have the
+Episodes have difficulties p ~ Beta(2, 2) and every model tosses a separate coin on each, so challengers without a gain
+have the
 champion's success rate of 50% in the mean and win 20% of the episodes, as they lose 20%. Each repetition plays up to 50
 such challengers against one champion on one set of episodes, one after the other, until one is promoted. `interval` is
 the gate with the interval alone (lower bound above 0); the others are the gate of `tasks/stages/promotion_gate.py` with
-its three settings of `repeated_attempts`. For `fresh` every attempt has episodes of its own.
+its three settings of `repeated_attempts`. For `fresh` every attempt has new episodes.
 
 Power: share of single comparisons that are promoted where the challenger gains so many points.
 """
@@ -31,7 +32,7 @@ GAINS = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15)
 
 
 def make_evaluation(successes: Sequence[int]) -> Evaluation:
-    """An evaluation with these outcomes of episodes 0, 1, 2, ..."""
+    """Make an evaluation with these outcomes of episodes 0, 1, 2, ..."""
     return summarize_trajectories(
         Trajectory(
             environment="e",
@@ -48,7 +49,7 @@ def make_evaluation(successes: Sequence[int]) -> Evaluation:
 
 
 def is_promoted(gate: str, episodes: int, wins: int, losses: int, attempt: int) -> bool:
-    """The gate's answer to so many better and worse episodes; it depends on nothing else."""
+    """Return the gate's answer to so many better and worse episodes; it depends on nothing else."""
     promoted, low = _decide(episodes, wins, losses, 1)
     if gate == "interval":
         return low > 0
@@ -60,7 +61,7 @@ def is_promoted(gate: str, episodes: int, wins: int, losses: int, attempt: int) 
 
 @functools.cache
 def _decide(episodes: int, wins: int, losses: int, attempt: int) -> tuple[bool, float]:
-    """Decision of the gate with its defaults, and the interval's lower bound."""
+    """Return the decision of the gate with its defaults, and the interval's lower bound."""
     same = episodes - wins - losses
     ours = make_evaluation([1] * wins + [0] * losses + [0] * same)
     theirs = make_evaluation([0] * wins + [1] * losses + [0] * same)
@@ -73,7 +74,7 @@ def _decide(episodes: int, wins: int, losses: int, attempt: int) -> tuple[bool, 
 def simulate_wrong_promotions(
     repetitions: int, episodes: int, seed: int, attempts: Sequence[int] = ATTEMPTS
 ) -> dict[str, dict[int, float]]:
-    """Share of repetitions with a promotion within so many attempts, by gate."""
+    """Return the share of repetitions with a promotion within so many attempts, by gate."""
     rng = np.random.default_rng(seed)
     first = {gate: np.full(repetitions, max(attempts) + 1) for gate in GATES}
     for repetition in range(repetitions):
@@ -91,7 +92,8 @@ def simulate_wrong_promotions(
                 ):
                     first[gate][repetition] = attempt
     return {
-        gate: {k: float((attempts_needed <= k).mean()) for k in attempts} for gate, attempts_needed in first.items()
+        gate: {k: float((attempts_needed <= k).mean()) for k in attempts}
+        for gate, attempts_needed in first.items()
     }
 
 
@@ -103,7 +105,7 @@ def _play(
 
 
 def simulate_power(repetitions: int, episodes: int, gain: float, seed: int) -> dict[str, float]:
-    """Share of comparisons that find a gain of so many points, at the first, second and tenth attempt."""
+    """Return the share of comparisons that find a gain of so many points, at the first, second and tenth attempt."""
     rng = np.random.default_rng([seed, episodes, round(1000 * gain)])
     counts = {"interval": 0, "1": 0, "2": 0, "10": 0}
     for _ in range(repetitions):
@@ -140,10 +142,10 @@ def main() -> None:
     print(f"\npower, {options.power_repetitions} repetitions: interval alone; attempt 1; 2; 10")
     for episodes in SIZES:
         for gain in GAINS:
-            found = simulate_power(options.power_repetitions, episodes, gain, options.seed)
+            power_shares = simulate_power(options.power_repetitions, episodes, gain, options.seed)
             print(
                 f"| {episodes} | {gain:.0%} | "
-                + " | ".join(f"{share:.0%}" for share in found.values())
+                + " | ".join(f"{share:.0%}" for share in power_shares.values())
                 + " |",
                 flush=True,
             )

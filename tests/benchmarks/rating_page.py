@@ -4,7 +4,7 @@
 
 Three raters send ratings over HTTP, one after another, until every pair has one, with the posterior of a reward model
 (64 axes of random features) choosing the pairs. Milliseconds of the first, the middle and the last tenth; then the same
-room is opened anew from its journal. In Chromium, where there is one: from a pressed key to the next pair on the page.
+room is reopened from its journal. In Chromium, where there is one: from a pressed key to the next pair on the page.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def open_room(folder: Path, pairs: list[Any], choose: str) -> tuple[RatingSession, float]:
-    """The room, and the seconds until it can ask."""
+    """Open the room; return it and the seconds until it can ask."""
     features = np.random.default_rng(0).standard_normal((len(pairs), AXES))
     settings = RatingSettings(choose=choose, overlap=0.1, repeat=0.02)
 
@@ -78,7 +78,7 @@ def open_room(folder: Path, pairs: list[Any], choose: str) -> tuple[RatingSessio
 
 
 def measure_rating(address: str, pairs: int) -> dict[str, Any]:
-    """Milliseconds of a rating with the next question, at three times of the work."""
+    """Return milliseconds of a rating with the next question, at three times of the work."""
     with httpx.Client(
         base_url=address.split("/#")[0], headers={"Authorization": f"Bearer {TOKEN}"}
     ) as client:
@@ -109,18 +109,22 @@ def measure_rating(address: str, pairs: int) -> dict[str, Any]:
         "middle tenth": spent[middle : middle + tenth],
         "last tenth": spent[-tenth:],
     }
-    return {"ratings": len(spent)} | {name: compute_percentiles(part) for name, part in parts.items()}
+    return {"ratings": len(spent)} | {
+        name: compute_percentiles(part) for name, part in parts.items()
+    }
 
 
 def measure_in_browser(address: str) -> dict[str, float]:
-    """Milliseconds from a pressed key to the next pair, of a rater who comes to a room with all these ratings."""
+    """Return milliseconds from a pressed key to the next pair, for a rater in a room with all these ratings."""
     with chromium.Chromium(address, size=(1280, 900)) as page:
         page.wait("(document.activeElement || {}).id == 'name'")
         page.run(
             "document.getElementById('name').value = 'eve'; document.getElementById('name').form.requestSubmit()"
         )
         page.wait("!document.getElementById('task').hidden")
-        return compute_percentiles([page.run(PRESS.format(number=number + 1)) for number in range(KEYS)])
+        return compute_percentiles(
+            [page.run(PRESS.format(number=number + 1)) for number in range(KEYS)]
+        )
 
 
 PRESS = """
@@ -144,7 +148,7 @@ def request_json(address: str, path: str) -> Any:
 
 
 def time_call(call: Any) -> tuple[Any, float]:
-    """Its result, and its milliseconds."""
+    """Return its result, and its milliseconds."""
     began = time.perf_counter()
     result = call()
     return result, round(1000 * (time.perf_counter() - began), 2)

@@ -41,7 +41,7 @@ STUDENT = {
 
 
 def make_pairs(seed, count):
-    """Conversational rows: the demonstrator's look, then the right answer or another one."""
+    """Make conversational rows: the demonstrator's look, then the right answer or another one."""
     environment, rows = environments.make_environment("pixel_grid"), []
     seeds, rng = environment.seeds_of("train", LEVEL), random.Random(seed)
     while len(rows) < count:
@@ -132,10 +132,12 @@ def estimate_interval(values):
 
 
 def print_table(results, part):
-    """The table of one part, in Markdown."""
+    """Print the table of one part, in Markdown."""
     seeds = sorted({key[2] for key in results if key[0] == part})
     names = [
-        name for name in next(results[key] for key in results if key[0] == part) if name != "heldout"
+        name
+        for name in next(results[key] for key in results if key[0] == part)
+        if name != "heldout"
     ]
     print(f"\n| {part} | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
     for precision in PRECISIONS:

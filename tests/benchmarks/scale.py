@@ -1,9 +1,9 @@
-"""Rollout workers: steps a second, learning at a staleness, kills, the overhead of Ray, and the simulation beside them.
+"""Rollout workers: steps a second, learning at a staleness, kills, the overhead of Ray, and their simulation.
 
     python tests/benchmarks/scale.py --output DIR [--parts steps,overhead,learning,kills,simulation,paper,report]
         [--seconds 20] [--seeds 3] [--kills 25] [--only 'async-4*']
 
-Needs the extras `ray` and `plan`. Each run is a process of its own with one thread; a finished one is DIR/points/*.json
+Needs the extras `ray` and `plan`. Each run is a separate process with one thread; a finished one is DIR/points/*.json
 and is not run again. Tools answer after a log-normal time (sigma 1) of mean 0, 50 or 500 ms. `simulation` needs no new
 run: it takes the durations of the parts (`parts-*.json`, `costs-*.json`) and predicts the iterations of `steps`.
 `report` writes DIR/scale.md and DIR/scale*.png from what is there.
@@ -32,7 +32,7 @@ PARTS = ("steps", "overhead", "learning", "kills", "simulation", "paper", "repor
 
 
 def run_jobs(options):
-    """Jobs of the chosen parts: name -> arguments of asynchrony.one_run."""
+    """Return jobs of the chosen parts: name -> arguments of asynchrony.one_run."""
     jobs = {}
     if "steps" in options.parts:
         parts = dict(kind="parts", prompts=[1, 2, 4, 8, 16], means=MEANS[:2], repeats=2)
@@ -53,7 +53,7 @@ def run_jobs(options):
                     "staleness": 1,
                     "seconds": 2 * seconds,
                 }
-                if mean:  # synchronous, each step rejoins when its own tool has answered
+                if mean:  # synchronous, each step rejoins when its tool has answered
                     jobs[f"ready-{workers}-{ms}"] = {
                         **common,
                         "workers": workers,
@@ -87,7 +87,7 @@ def run_jobs(options):
 
 
 def build_environment():
-    """Environment of a process with one thread."""
+    """Return the environment of a process with one thread."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -124,7 +124,7 @@ def measure(jobs, points):
 
 
 def run_python(arguments, environment=()):
-    """Standard output of a process of this Python with one thread."""
+    """Return the standard output of a process of this Python with one thread."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
         env={**build_environment(), **dict(environment)},
@@ -137,7 +137,7 @@ def run_python(arguments, environment=()):
 
 
 def read_or_make(path, make):
-    """A finished point, or a new one."""
+    """Return a finished point, or a new one."""
     if path.is_file():
         return json.loads(path.read_text())
     result = make()
@@ -146,7 +146,7 @@ def read_or_make(path, make):
 
 
 def run_kills(options, points):
-    """SIGKILL to workers and drivers, synchronous and asynchronous; a temporary folder of their own."""
+    """Send SIGKILL to workers and drivers, synchronous and asynchronous, in a separate temporary folder."""
     for kind in ("workers", "driver"):
         for staleness in (0, 1):
             name = f"kills-{kind}-{staleness}"
@@ -168,12 +168,14 @@ def run_kills(options, points):
                 ]
                 read_or_make(
                     points / f"{name}.json",
-                    lambda a=arguments, f=folder: parse_last_line(run_python(a, {"TMPDIR": f}.items())),
+                    lambda a=arguments, f=folder: parse_last_line(
+                        run_python(a, {"TMPDIR": f}.items())
+                    ),
                 )
 
 
 def parse_last_line(text):
-    """The last line of JSON: Ray's processes print beside it, and behind it."""
+    """Parse the last line of JSON: Ray's processes print before and after it."""
     return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])
 
 

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/scaling.py --output DIR [--axes length,batch,...] [--threads 1] [--repeats 3] [--quick]
 
-Each point is a fresh process, so that its peak memory is its own; memory is counted above what the imports took. A
+Each point is a fresh process, so that peak memory is that point's; memory is counted above what the imports took. A
 finished point is DIR/points/*.json and is not run again. At the end: DIR/scaling.md and DIR/scaling.png, logarithmic on
 both axes: a straight line is a power law. --quick takes the three smallest values of each axis.
 """
@@ -17,7 +17,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from compare_speed import read_commit, read_or_make, describe_processor, run_python, parse_names
+from compare_speed import describe_processor, parse_names, read_commit, read_or_make, run_python
 from speed import growth
 
 # axis -> its values, the works that are measured along it, and what is fixed meanwhile
@@ -88,7 +88,7 @@ def main():
 
 
 def measure(output, work, arguments, options):
-    """One point, in a process of its own."""
+    """Measure one point, in a separate process."""
     command = ["-m", "speed.point", work, "--folder", str(output / "inputs" / "small")]
     for name, value in (
         *arguments.items(),

@@ -48,7 +48,7 @@ SIZES = {
 
 
 def draw_data(seed: int, size: str) -> tuple[Datum, ...]:
-    """Sequences of random tokens."""
+    """Draw sequences of random tokens."""
     rows, tokens = SIZES[size]
     tokens_BS = np.random.default_rng(seed).integers(2, 512, (rows, tokens + 1))
     return tuple(Datum(row[:-1], {"target_tokens": row[1:]}) for row in tokens_BS)
@@ -58,7 +58,7 @@ def draw_data(seed: int, size: str) -> tuple[Datum, ...]:
 def run_service(
     folder: Path, base: Path, threads: int, batch_runs: str, name: str = "base"
 ) -> Iterator[tuple[str, str, list[int]]]:
-    """Address, key and process numbers of a service of two processes, whose only base model has this name."""
+    """Run a service of two processes, whose only base model has this name; yield address, key and process numbers."""
     port = next(number for number in range(8500, 8600) if is_port_free(number))
     engine = {"bases": {name: str(base)}, "device": "cpu", "batch_runs": batch_runs}
     settings = parse_service_settings(
@@ -94,7 +94,7 @@ def run_service(
 
 
 def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    """Until a server answers. Raises: RuntimeError with the end of its log where it does not."""
+    """Wait until a server answers. Raises: RuntimeError with the end of its log if it does not."""
     for _ in range(3000):
         with contextlib.suppress(urllib.error.URLError, OSError):
             urllib.request.urlopen(f"{address}/api/v1/healthz", timeout=5).close()
@@ -118,7 +118,7 @@ wait $child
 
 @contextlib.contextmanager
 def run_peer(folder: Path, base: Path, python: str) -> Iterator[tuple[str, list[int]]]:
-    """Address and process numbers (server, engine) of SkyRL's server over the same model, by its JAX backend.
+    """Run SkyRL's server over the same model, by its JAX backend; yield address and process numbers (server, engine).
 
     Args:
         python: of an environment with `skyrl[tinker,jax]` and aiohttp, which 0.4.0 leaves out (Python 3.12).
@@ -179,7 +179,7 @@ class Reply:
     body: bytes
 
     def json(self) -> Any:
-        """The decoded body."""
+        """Decode the body."""
         return json.loads(self.body)
 
 
@@ -194,7 +194,7 @@ class Connections:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def post(self, path: str, body: bytes, content_type: str) -> Reply:
-        """One exchange; on another connection where the server has closed one that was idle."""
+        """Exchange one request; on another connection if the server has closed one that was idle."""
         head = f"POST /api/v1/{path} HTTP/1.1\r\n{self._head}Content-Type: {content_type}\r\n"
         while True:
             is_used = bool(self._idle)
@@ -205,14 +205,14 @@ class Connections:
             )
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             try:
-                found = (await reader.readuntil(b"\r\n\r\n")).lower()
+                response_head = (await reader.readuntil(b"\r\n\r\n")).lower()
                 break
             except (asyncio.IncompleteReadError, ConnectionResetError):
                 writer.close()
                 if not is_used:
                     raise
-        length = int(found.partition(b"content-length:")[2].partition(b"\r\n")[0])
-        reply = Reply(int(found[9:12]), await reader.readexactly(length) if length else b"")
+        length = int(response_head.partition(b"content-length:")[2].partition(b"\r\n")[0])
+        reply = Reply(int(response_head[9:12]), await reader.readexactly(length) if length else b"")
         self._idle.append((reader, writer))
         return reply
 
@@ -231,7 +231,7 @@ class Client:
         self.model_id, self._seq, self.session = "", 0, ""
 
     async def send(self, path: str, content: dict[str, Any] | bytes) -> Reply:
-        """An exchange, in JSON or protobuf; asked again while there is no result."""
+        """Send a request in JSON or protobuf; repeat it while there is no result."""
         body, kind = content, "application/x-protobuf"
         if isinstance(body, dict):
             body, kind = json.dumps(body).encode(), "application/json"
@@ -246,7 +246,7 @@ class Client:
                 return reply
 
     async def open(self, rank: int) -> None:
-        """A session and a run."""
+        """Open a session and a run."""
         self.session = (await self.send("create_session", {})).json()["session_id"]
         lora = {"rank": rank, "seed": rank}
         body = {
@@ -260,18 +260,18 @@ class Client:
         await self.result(made)
 
     async def result(self, promise: dict[str, Any]) -> Reply:
-        """The result of a request."""
+        """Return the result of a request."""
         return await self.send("retrieve_future", {"request_id": promise["request_id"]})
 
     async def pass_(self, datums: Sequence[Datum]) -> dict[str, Any]:
-        """A promise of a forward and backward pass."""
+        """Request a forward and backward pass; return its promise."""
         self._seq += 1
         payload = loss(self.model_id, self._seq, datums).payload
         promise: dict[str, Any] = (await self.send("forward_backward", payload)).json()
         return promise
 
     async def update(self) -> dict[str, Any]:
-        """A promise of an update."""
+        """Request an update; return its promise."""
         self._seq += 1
         body = {
             "model_id": self.model_id,
@@ -321,7 +321,7 @@ class PeerClient(Client):
 async def open_clients(
     address: str, key: str, count: int, kind: type[Client] = Client
 ) -> AsyncIterator[list[Client]]:
-    """Clients with a run each."""
+    """Open clients with a run each."""
     opened = [kind(address, key) for _ in range(count)]
     for number, client in enumerate(opened):
         await client.open(RANKS[number % len(RANKS)])

@@ -1,4 +1,4 @@
-"""Cost of a training service's snapshots, and time until a killed worker goes on, by `snapshot_steps`.
+"""Cost of a training service's snapshots, and time until a killed worker is replaced, by `snapshot_steps`.
 
 One run trains an adapter on a small Llama; every step is a forward_backward and an update. Then the worker is replaced
 when all but `snapshot_steps` requests behind the newest snapshot are lost from memory, as after a kill.
@@ -41,14 +41,14 @@ ROWS, TOKENS, RANK = 8, 64, 32
 
 
 def draw_data(seed: int) -> tuple[Datum, ...]:
-    """Sequences of random tokens."""
+    """Draw sequences of random tokens."""
     rng = np.random.default_rng(seed)
     rows = rng.integers(2, 2048, (ROWS, TOKENS + 1))
     return tuple(Datum(row[:-1], {"target_tokens": row[1:]}) for row in rows)
 
 
 def measure(folder: Path, base: Path, snapshot_steps: int, steps: int) -> dict[str, Any]:
-    """One row."""
+    """Measure one row."""
     settings = settings_of(folder, base, snapshot_steps=snapshot_steps, snapshot_seconds=1e6)
     engine = ServiceEngineSettings(bases=settings.engine.bases, device="cpu")
     settings = dataclasses.replace(settings, engine=engine)

@@ -1,6 +1,6 @@
 """Cost of a future through the training service's store: from acceptance to the answer in the asker's hands.
 
-Askers are threads of one process, as the server's are; a worker process claims and answers at once, so that nothing is
+Askers are threads of one process, as the server's are; a worker process claims and answers immediately: nothing is
 computed. Each asker sends, waits for its answer, pauses, and sends again; without a pause the store is saturated.
 
     PYTHONPATH=.:tests python tests/benchmarks/service_store.py --output outputs/service-store
@@ -24,7 +24,7 @@ from posttrain.training_service.store import NewRequest, ResultBody, ServiceStor
 
 
 def run_worker(url: str) -> None:
-    """Answer whatever is asked, as one batch."""
+    """Answer all requests, as one batch."""
     store, answer = ServiceStore(url), ResultBody(b"x" * 2000, "protobuf")
     while True:
         seen = store.read_change_counter()
@@ -76,7 +76,7 @@ def run_asker(
     until: float,
     latencies: list[tuple[float, float]],
 ) -> None:
-    """One asker."""
+    """Run one asker."""
     draw, seq = random.Random(number), 0
     payload = os.urandom(4000)
     time.sleep(draw.uniform(0, pause))
@@ -108,9 +108,11 @@ def _read_processor_seconds(pid: int | None) -> float:
 
 
 def measure(url: str, askers: int, pause: float, seconds: float) -> dict[str, Any]:
-    """One row."""
+    """Measure one row."""
     store = ServiceStore(url)
-    worker = multiprocessing.get_context("spawn").Process(target=run_worker, args=(url,), daemon=True)
+    worker = multiprocessing.get_context("spawn").Process(
+        target=run_worker, args=(url,), daemon=True
+    )
     worker.start()
     watch = Watch(store)
     warm: list[tuple[float, float]] = []
@@ -126,7 +128,10 @@ def measure(url: str, askers: int, pause: float, seconds: float) -> dict[str, An
         thread.start()
     for thread in threads:
         thread.join()
-    asker_seconds, others = time.process_time() - used[0], _read_processor_seconds(worker.pid) - used[1]
+    asker_seconds, others = (
+        time.process_time() - used[0],
+        _read_processor_seconds(worker.pid) - used[1],
+    )
     worker.kill()
     accepts, totals = (sorted(values) for values in zip(*latencies, strict=True))
 

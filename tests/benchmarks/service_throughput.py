@@ -1,4 +1,4 @@
-"""Throughput of the training service: several runs at once, requests in flight, and the overhead of a future.
+"""Throughput of the training service: several runs together, requests in flight, and the overhead of a future.
 
 engine       updates/s of 1, 4 and 16 runs (ranks 4 to 32), one after the other and together, in one process
 service      the same through server and worker as processes, a client each, over HTTP
@@ -7,7 +7,7 @@ pipelining   updates/s of one run with the next update in flight and one request
 futures      overhead of a future at 64 clients: from asking to the answer in hand, without the time of computing
 
 With `--skyrl PYTHON` (an environment of Python 3.12 with `skyrl[tinker,jax]`) the last three are measured of SkyRL's
-server, too, over the same model, by the same clients; of its futures the whole time alone is known.
+server, too, over the same model, by the same clients; of its futures only the total time is known.
 
     PYTHONPATH=.:tests python tests/benchmarks/service_throughput.py --output outputs/service-throughput
 """
@@ -27,7 +27,16 @@ from typing import Any
 
 import psutil
 from helpers.service import make_base
-from service_over_http import RANKS, SIZES, Client, PeerClient, open_clients, draw_data, run_peer, run_service
+from service_over_http import (
+    RANKS,
+    SIZES,
+    Client,
+    PeerClient,
+    draw_data,
+    open_clients,
+    run_peer,
+    run_service,
+)
 
 from posttrain.training_service.store import ServiceStore
 from rl_core.service.requests import AdapterConfig, CreateModel, ForwardBackward, OptimStep
@@ -54,26 +63,28 @@ Mark = tuple[float, tuple[float, ...]]
 
 
 class Times:
-    """Seconds by the clock and of processors, one after the other and at once, in turn."""
+    """Seconds by the clock and of processors, alternating between one after the other and together."""
 
     def __init__(self, others: Sequence[int] = ()) -> None:
-        """others: processes (server, worker) whose processor time counts beside this one's."""
+        """Initialise; others: processes (server, worker) whose processor time counts with this one's."""
         self._processes = [psutil.Process(), *map(psutil.Process, others)]
-        self._found: list[tuple[Mark, Mark]] = []
+        self._measurements: list[tuple[Mark, Mark]] = []
 
     def mark(self) -> Mark:
-        """Seconds until now, by the clock and of each process."""
+        """Return seconds until now, by the clock and of each process."""
         used = [process.cpu_times() for process in self._processes]
         return time.perf_counter(), tuple(one.user + one.system for one in used)
 
     def add(self, begun: Mark, middle: Mark) -> None:
-        """A measurement that ends now: one after the other until `middle`, then at once."""
-        self._found.append((_subtract_marks(begun, middle), _subtract_marks(middle, self.mark())))
+        """Add a measurement that ends now: one after the other until `middle`, then together."""
+        self._measurements.append(
+            (_subtract_marks(begun, middle), _subtract_marks(middle, self.mark()))
+        )
 
     def row(self, updates: int) -> dict[str, Any]:
         """Updates a second, ratios, and milliseconds of each process an update."""
-        clock = [(alone[0], joint[0]) for alone, joint in self._found]
-        processors = [(sum(alone[1]), sum(joint[1])) for alone, joint in self._found]
+        clock = [(alone[0], joint[0]) for alone, joint in self._measurements]
+        processors = [(sum(alone[1]), sum(joint[1])) for alone, joint in self._measurements]
         row: dict[str, Any] = {}
         for name, pairs in (("clock", clock), ("processors", processors)):
             row[name] = {
@@ -86,7 +97,7 @@ class Times:
         for name, kind in (("alone_ms", 0), ("at_once_ms", 1)):
             row[name] = {
                 process: round(
-                    1000 * median(pair[kind][1][index] for pair in self._found) / updates, 2
+                    1000 * median(pair[kind][1][index] for pair in self._measurements) / updates, 2
                 )
                 for index, process in enumerate(names)
             }
@@ -100,7 +111,9 @@ def _subtract_marks(begun: Mark, ended: Mark) -> Mark:
 # ------------------------------------------------------------------------------------------------------------- engine
 
 
-def measure_engine(base: Path, steps: int, repeats: int, batch_runs: str) -> Iterator[dict[str, Any]]:
+def measure_engine(
+    base: Path, steps: int, repeats: int, batch_runs: str
+) -> Iterator[dict[str, Any]]:
     """Updates/s of the engine alone."""
     alone = TrainingEngine(
         ServiceEngineSettings(bases={"base": str(base)}, device="cpu", batch_runs="never")
@@ -203,7 +216,7 @@ async def measure_pipelining(
 async def measure_futures(
     address: str, key: str, others: Sequence[int], seconds: float, kind: type[Client] = Client
 ) -> dict[str, Any]:
-    """Overhead of samples of one token, asked for by many clients of one sampler."""
+    """Measure the overhead of samples of one token, requested by many clients of one sampler."""
     async with open_clients(address, key, 1, kind) as (first,):
         body = {"session_id": first.session, "sampling_session_seq_id": 0, "base_model": "base"}
         sampler = (await first.send("create_sampling_session", body)).json()["sampling_session_id"]
@@ -257,7 +270,7 @@ async def measure_futures(
 
 
 def summarize_overheads(folder: Path | None, row: dict[str, Any]) -> dict[str, Any]:
-    """The row with quantiles in place of single times. `overhead` is the whole without the request's own computing;
+    """Replace single times of the row by quantiles. `overhead` is the total without the request's computing;
     `waiting` is the part of it in which the worker computed for others, `future` is the rest.
 
     Args:
@@ -270,10 +283,12 @@ def summarize_overheads(folder: Path | None, row: dict[str, Any]) -> dict[str, A
         busy = _merge_spans(served)
         values["computing"] = [finished - started for started, finished in served]
         values["overhead"] = [
-            took - computing for (_, _, took), computing in zip(ids, values["computing"], strict=True)
+            took - computing
+            for (_, _, took), computing in zip(ids, values["computing"], strict=True)
         ]
         values["waiting"] = [
-            _measure_overlap(busy, asked, one[0]) for (_, asked, _), one in zip(ids, served, strict=True)
+            _measure_overlap(busy, asked, one[0])
+            for (_, asked, _), one in zip(ids, served, strict=True)
         ]
         values["future"] = [
             over - wait for over, wait in zip(values["overhead"], values["waiting"], strict=True)
@@ -288,7 +303,7 @@ def summarize_overheads(folder: Path | None, row: dict[str, Any]) -> dict[str, A
 
 
 def _find_computed_spans(folder: Path, request_ids: Sequence[str]) -> list[tuple[float, float]]:
-    """When each request was computed, from and to, seconds since the epoch."""
+    """Return when each request was computed, from and to, seconds since the epoch."""
     store = ServiceStore(f"sqlite:///{folder}/service.db")
     spans = []
     for request_id in request_ids:
@@ -300,7 +315,7 @@ def _find_computed_spans(folder: Path, request_ids: Sequence[str]) -> list[tuple
 
 
 def _merge_spans(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans of seconds that do not touch and cover the same time, in order."""
+    """Return spans of seconds that do not touch and cover the same time, in order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -311,12 +326,12 @@ def _merge_spans(spans: Sequence[tuple[float, float]]) -> list[tuple[float, floa
 
 
 def _measure_overlap(spans: Sequence[tuple[float, float]], start: float, end: float) -> float:
-    """Seconds of [start, end] within spans that do not touch."""
+    """Return the seconds of [start, end] within spans that do not touch."""
     return sum(max(0.0, min(end, last) - max(start, first)) for first, last in spans)
 
 
 def main() -> None:
-    """Rows of the parts that are asked for, as lines of JSON and in a file."""
+    """Run the chosen parts; write their rows as lines of JSON and to a file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""Load of `posttrain serve`: answers and tokens a second beside the offline engine, latencies, overload, peers.
+"""Load of `posttrain serve`: answers and tokens a second against the offline engine, latencies, overload, peers.
 
     python tests/benchmarks/serving.py --output DIR [--preset small] [--tokens 128] [--peer]
 
 Every client is a coroutine of one process that asks again as soon as it has an answer; with the package openai its
-AsyncOpenAI, else httpx. Servers run as processes of their own, so clients and server share the machine's processors.
-The offline engine plays as many sequences at once as there are clients, in a process with the server's threads, alone
-and beside a busy interpreter. Peer: `transformers serve` on the same folder (needs the packages that it asks for).
+AsyncOpenAI, else httpx. Servers run as separate processes, so clients and server share the machine's processors.
+The offline engine plays as many sequences together as there are clients, in a process with the server's threads, alone
+and next to a busy interpreter. Peer: `transformers serve` on the same folder (needs the packages that it asks for).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEXTS = ["User:\ncolour at row 2 column 3?\n\nAssistant:\nzoom 2 3\n", "answer r
 
 
 def make_model(folder: Path, preset: str) -> Path:
-    """A model of a preset's shape with random weights; most of its answers end at the limit of tokens."""
+    """Make a model of a preset's shape with random weights; most of its answers end at the limit of tokens."""
     from rl_core import create_policy
     from rl_core.settings import ModelSettings
 
@@ -44,7 +44,7 @@ def make_model(folder: Path, preset: str) -> Path:
 
 
 def measure_offline(folder: Path, counts: list[int], tokens: int, threads: int) -> dict[str, float]:
-    """Sampled tokens a second of the offline engine by sequences at once, the best of three."""
+    """Return sampled tokens a second of the offline engine by number of sequences, the best of three."""
     code = f"""
 import json, time, torch
 torch.set_num_threads({threads})
@@ -52,7 +52,7 @@ from rl_core import load_policy
 from rl_core.inference.serving_requests import AnswerSequence
 from rl_core.settings import ModelSettings, SamplingSettings
 policy = load_policy({str(folder)!r}, ModelSettings(device="cpu"))
-backend, found = policy.backend(), {{}}
+backend, speeds = policy.backend(), {{}}
 for clients in {counts}:
     for attempt in range(4):
         rows = [
@@ -66,8 +66,8 @@ for clients in {counts}:
         backend.run(rows, SamplingSettings(max_completion_tokens={tokens}, slots=clients))
         seconds = time.perf_counter() - began
         if attempt:
-            found[clients] = max(found.get(clients, 0.0), sum(len(row.tokens) for row in rows) / seconds)
-print(json.dumps(found))
+            speeds[clients] = max(speeds.get(clients, 0.0), sum(len(row.tokens) for row in rows) / seconds)
+print(json.dumps(speeds))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], env=build_environment(threads), capture_output=True, text=True
@@ -79,7 +79,7 @@ print(json.dumps(found))
 
 
 def build_environment(threads: int) -> dict[str, str]:
-    """Variables of measured processes."""
+    """Return the environment of measured processes."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -91,8 +91,8 @@ def build_environment(threads: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def run_busy_neighbour() -> Iterator[None]:
-    """An interpreter that counts until the block ends, as clients and HTTP servers keep another processor busy: on
-    processors that share a core's units, the engine is slower beside it."""
+    """Run an interpreter that counts until the block ends, as clients and HTTP servers keep another processor busy: on
+    processors that share a core's units, the engine is slower next to it."""
     child = subprocess.Popen([sys.executable, "-c", "while True: sum(i * i for i in range(1000))"])
     try:
         yield
@@ -105,7 +105,7 @@ def run_busy_neighbour() -> Iterator[None]:
 def run_process(
     command: list[str], threads: int, log: Path, ready: str, headers: dict[str, str]
 ) -> Iterator[int]:
-    """A server until the block ends; its process id."""
+    """Run a server until the block ends; yield its process id."""
     with log.open("wb") as out:
         child = subprocess.Popen(
             command, env=build_environment(threads), stdout=out, stderr=out, start_new_session=True
@@ -134,7 +134,7 @@ def run_process(
 def run_server(
     folder: Path, output: Path, port: int, threads: int, **settings: Any
 ) -> Iterator[tuple[str, str]]:
-    """(base URL, token) of `posttrain serve`."""
+    """Run `posttrain serve`; yield (base URL, token)."""
     overrides = [
         part for name, value in settings.items() for part in ("--set", f"serving.{name}={value}")
     ]
@@ -178,7 +178,7 @@ class Clients:
         self.statuses: Counter[int] = Counter()
 
     async def run(self, clients: int, seconds: float) -> None:
-        """Ask for so long; answers that began within it count when they end within it."""
+        """Send requests for so long; answers that began within it count when they end within it."""
         self.end = time.perf_counter() + seconds
         limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
         async with httpx.AsyncClient(limits=limits, timeout=120) as client:
@@ -243,7 +243,7 @@ class Clients:
 def measure_load(
     url: str, key: str, model: str, clients: int, tokens: int, seconds: float, official: bool
 ) -> dict[str, Any]:
-    """Answers and tokens a second, and quantiles of the latency."""
+    """Return answers and tokens a second, and quantiles of the latency."""
     asyncio.run(Clients(url, key, model, tokens, official=official).run(clients, 3.0))  # warm
     load = Clients(url, key, model, tokens, official=official)
     asyncio.run(load.run(clients, seconds))
@@ -261,7 +261,7 @@ def measure_load(
 def measure_peer(
     folder: Path, output: Path, port: int, threads: int, counts: list[int], arguments: Any
 ) -> list[dict[str, Any]]:
-    """The same load on `transformers serve`."""
+    """Measure the same load on `transformers serve`."""
     command = [
         str(Path(sys.executable).parent / "transformers"),
         "serve",
@@ -304,7 +304,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--preset", default="small")
-    parser.add_argument("--model", type=Path, help="a model folder, in place of a preset")
+    parser.add_argument("--model", type=Path, help="a model folder instead of a preset")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--threads", type=int, default=1)
@@ -339,7 +339,9 @@ def main() -> None:
     threads, output = arguments.threads, arguments.output
     results["offline"] = measure_offline(folder, arguments.clients, arguments.tokens, threads)
     with run_busy_neighbour():
-        results["offline_beside_busy"] = measure_offline(folder, arguments.clients, arguments.tokens, threads)
+        results["offline_beside_busy"] = measure_offline(
+            folder, arguments.clients, arguments.tokens, threads
+        )
     with run_server(folder, output, arguments.port, threads) as (url, key):
         results["serve"] = [
             measure_load(

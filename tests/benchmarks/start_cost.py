@@ -1,4 +1,4 @@
-"""Processor seconds of a run of which everything is cached: of its own process, of Prefect's server, and of imports.
+"""Processor seconds of a fully cached run: of its process, of Prefect's server, and of imports.
 
     python tests/benchmarks/start_cost.py --output DIR
 
@@ -61,7 +61,7 @@ sys.exit(code)
 
 
 def run_pipeline(folder: Path) -> dict[str, object]:
-    """One run of the pipeline; it has to succeed."""
+    """Run the pipeline once; it has to succeed."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -103,7 +103,7 @@ def run_pipeline(folder: Path) -> dict[str, object]:
 
 
 def parse_import_seconds(log: str) -> dict[str, float]:
-    """Seconds by package from the log of `-X importtime`: of its own modules, without those that they import."""
+    """Return seconds by package from the log of `-X importtime`: of its modules, without those that they import."""
     seconds: dict[str, float] = {}
     for line in log.splitlines():
         if match := re.match(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)", line):

@@ -1,4 +1,4 @@
-"""Cost of a sweep: 6 rates x 3 seeds beside the same runs by hand, in processor and wall seconds.
+"""Cost of a sweep: 6 rates x 3 seeds against the same runs by hand, in processor and wall seconds.
 
     python tests/benchmarks/sweep_cost.py --output DIR [--by-hand 18] [--parallel 1]
 
@@ -24,7 +24,7 @@ KEY = "stages.policy.learning_rate"
 
 
 def time_command(*arguments: str, folder: Path) -> dict[str, float]:
-    """Seconds of one command; it has to succeed."""
+    """Return the seconds of one command; it has to succeed."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),

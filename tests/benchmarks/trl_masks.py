@@ -49,9 +49,7 @@ def main(job_file: str) -> None:
     print(json.dumps(results))
 
 
-def _try(
-    read: Callable[..., list[Row]], place: str, tokenizer: Any, rows: list[Row]
-) -> list[Row]:
+def _try(read: Callable[..., list[Row]], place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
     try:
         return read(place, tokenizer, rows)
     except Exception as error:  # that TRL refuses the format is a finding
@@ -65,7 +63,9 @@ def _build_common_options(place: str) -> dict[str, Any]:
 
 def _collate_sft(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
     args = trl.SFTConfig(
-        **_build_common_options(place), assistant_only_loss="messages" in rows[0], eos_token=tokenizer.eos_token
+        **_build_common_options(place),
+        assistant_only_loss="messages" in rows[0],
+        eos_token=tokenizer.eos_token,
     )
     trainer = trl.SFTTrainer(
         place, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
@@ -85,7 +85,9 @@ def _collate_dpo(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
         place, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     )
     batches = [trainer.data_collator([row]) for row in trainer.train_dataset]
-    return [{"sides": [_read_completion(batch, 0), _read_completion(batch, 1)]} for batch in batches]
+    return [
+        {"sides": [_read_completion(batch, 0), _read_completion(batch, 1)]} for batch in batches
+    ]
 
 
 def _collate_kto(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
@@ -96,19 +98,24 @@ def _collate_kto(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
         place, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     )
     return [
-        {"sides": [_read_completion(trainer.data_collator([row]), 0)]} for row in trainer.train_dataset
+        {"sides": [_read_completion(trainer.data_collator([row]), 0)]}
+        for row in trainer.train_dataset
     ]
 
 
 def _read_completion(batch: Mapping[str, Any], side: int) -> Row:
-    """Tokens of one row of a batch, and those that its completion mask names."""
+    """Return the tokens of one row of a batch, and those that its completion mask names."""
     real = batch["attention_mask"][side].bool()
     mask = batch["completion_mask"][side].bool()[real].tolist()
     loss = [place for place, learns in enumerate(mask) if learns]
     return {"ids": batch["input_ids"][side][real].tolist(), "loss": loss}
 
 
-_READERS: dict[str, Callable[..., list[Row]]] = {"sft": _collate_sft, "dpo": _collate_dpo, "kto": _collate_kto}
+_READERS: dict[str, Callable[..., list[Row]]] = {
+    "sft": _collate_sft,
+    "dpo": _collate_dpo,
+    "kto": _collate_kto,
+}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

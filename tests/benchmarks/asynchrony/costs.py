@@ -1,4 +1,4 @@
-"""Durations that a simulation of this machine needs beside those of `parts.py`: weights, calls, crowded cores.
+"""Durations that a simulation of this machine needs in addition to `parts.py`: weights, calls, crowded cores.
 
 publish, verify: the trainer's side of a weight update; load: a worker's. call, group: a task to an actor on Ray and its
 result back, by least squares over tasks of one and of eight groups. crowding: times as long as alone that an iteration
@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import torch
 
-from asynchrony.slow_tools import IN_PROCESS, KeptRay, make_trainer, make_ray_settings
+from asynchrony.slow_tools import IN_PROCESS, KeptRay, make_ray_settings, make_trainer
 
 REPEATS = 12
 BEGIN_S = 25.0  # for processes to start and warm up before they are measured together
@@ -30,7 +30,7 @@ class Echo:
 
 
 def measure_costs(options):
-    """Seconds of each, medians."""
+    """Measure the seconds of each cost (medians)."""
     results = {
         **measure_weight_update(options.get("shape", "0.9M")),
         **measure_calls(options.get("shape", "0.9M")),
@@ -53,7 +53,7 @@ def time_call(work):
 
 
 def measure_weight_update(shape):
-    """A weight update, both sides in this process and one after the other; the object store is Ray's."""
+    """Time a weight update, both sides in this process, one after the other, through Ray's object store."""
     from rl_core.models.trainable_weights import collect_trainable_weights
     from rl_core.rollout_workers.weight_transfer import (
         collect_unique_weights,
@@ -102,7 +102,7 @@ def measure_weight_update(shape):
 
 
 def measure_calls(shape):
-    """A call with a task's result to an actor and back, by its groups."""
+    """Time a call with a task's result to an actor and back, by number of groups."""
     from rl_core.rollout_workers.worker import FinishedRolloutBatch
 
     trainer, _ = make_trainer(IN_PROCESS, shape=shape)
@@ -125,7 +125,7 @@ def measure_calls(shape):
 
 
 def measure_crowded_iterations(count, seconds):
-    """Median seconds of an iteration of so many processes that train and sample in the same span."""
+    """Return the median seconds of an iteration of `count` processes that train and sample at the same time."""
     job = {
         "kind": "steps",
         "mean": 0.0,

@@ -4,10 +4,10 @@
     python -m asynchrony.kills driver FOLDER --kills N [--staleness K]    SIGKILL to the trainer, then the same command
 
 workers, synchronous: weights and metrics are those of one process, bit for bit. Asynchronous: each group is learned
-from once, none is lost, none is older than the bound, and the replay of the schedule gives the same weights. driver,
+from once, none is lost, none is older than the bound, and replaying the schedule gives the same weights. driver,
 synchronous: the finished model has the bytes of a run that nobody killed; asynchronous: the same, once its schedule is
 replayed from the weights that it began with.
-After each kill of the driver nothing of Ray's is left running; at the end nothing is left in /dev/shm or the temporary
+After each kill of the driver no Ray process is left running; at the end nothing is left in /dev/shm or the temporary
 folder.
 """
 
@@ -32,7 +32,7 @@ ITERATIONS = 8  # of each run whose driver is killed
 
 
 def list_leftovers():
-    """Session folders of ours and files in shared memory."""
+    """List our session folders and files in shared memory."""
     from rl_core.storage.session_resources import RAY_PREFIX
 
     folders = Path(tempfile.gettempdir()).glob(f"{RAY_PREFIX}*")
@@ -97,8 +97,8 @@ class Killer(threading.Thread):
 
 
 def kill_workers(folder, kills, staleness, seed):
-    """One run of as many iterations as the kills take."""
-    from asynchrony.slow_tools import IN_PROCESS, KeptRay, make_trainer, make_ray_settings
+    """Run as many iterations as the kills take."""
+    from asynchrony.slow_tools import IN_PROCESS, KeptRay, make_ray_settings, make_trainer
 
     before, schedule = list_leftovers(), folder / "schedule.jsonl"
     schedule.unlink(missing_ok=True)
@@ -153,7 +153,7 @@ def kill_workers(folder, kills, staleness, seed):
 
 
 def list_learned_groups(schedule):
-    """Numbers of the groups that were learned from: of an iteration that was computed twice, the last time."""
+    """List the numbers of the groups that were learned from; the last attempt counts for a repeated iteration."""
     from rl_core.rollout_workers.async_worker_group import read_schedule
 
     return [
@@ -168,7 +168,7 @@ def list_learned_groups(schedule):
 
 
 def finish_stage(folder, rollouts):
-    """The policy stage from its last checkpoint to its end: what a killed driver did."""
+    """Run the policy stage from its last checkpoint to its end, as a killed driver would."""
     from helpers import policy_stage
 
     from tasks.stages import policy

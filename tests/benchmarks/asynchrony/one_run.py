@@ -20,7 +20,7 @@ WARM_UP = 2
 
 
 def count_busy_cores(seconds=0.5):
-    """Cores of this machine that others keep busy, before anything of ours runs."""
+    """Count the cores that other programs keep busy before this run starts."""
 
     def read():
         with open("/proc/stat") as file:
@@ -43,7 +43,7 @@ def build_layout(options):
 
 
 def measure_steps(options):
-    """Iterations after the warm-up, for `seconds`; at least `least`."""
+    """Time iterations after the warm-up for `seconds`, at least `least` of them."""
     from asynchrony.slow_tools import make_trainer
     from rl_core.timing import collect_seconds
 
@@ -82,11 +82,13 @@ def measure_steps(options):
 
 
 def measure_learning(options):
-    """Success of each iteration on the letters task, from the same untrained model."""
-    from asynchrony.slow_tools import IN_PROCESS, SlowTools, make_trainer, make_ray_settings
+    """Measure the success of each iteration on the letters task, from the same untrained model."""
+    from asynchrony.slow_tools import IN_PROCESS, SlowTools, make_ray_settings, make_trainer
 
     rollouts = (
-        make_ray_settings(options["workers"], options["staleness"]) if options["staleness"] else IN_PROCESS
+        make_ray_settings(options["workers"], options["staleness"])
+        if options["staleness"]
+        else IN_PROCESS
     )
     task = SlowTools(options["mean"], 3, noise=0.0)
     trainer, close = make_trainer(
@@ -130,5 +132,5 @@ if __name__ == "__main__":
             measure = {"steps": measure_steps, "learning": measure_learning}[job["kind"]]
         result = measure(job)
         print(json.dumps({**job, **result, "others": round(others, 2)}), flush=True)
-    if KeptRay.kept is not None:
-        KeptRay.kept.close()
+    if KeptRay.shared is not None:
+        KeptRay.shared.close()

@@ -58,7 +58,7 @@ def build_rows(comparison, **about):
 
 
 def list_comparisons():
-    """(name, arguments of compare_shares, columns of its rows)."""
+    """Return (name, arguments of compare_shares, columns of its rows)."""
     for task, gpus, bounds, shares, iterations in (
         ("reasoning", 8, BOUNDS, SMALL, ITERATIONS),
         ("reasoning", 32, BOUNDS, (0.5, 0.625, 0.75, 0.875), ITERATIONS),
@@ -86,7 +86,7 @@ def list_comparisons():
 
 
 def list_variants():
-    """(name, task, changes of the layout, rates) of one thing changed on 96 + 32 GPUs."""
+    """Return (name, task, changes of the layout, rates) with one thing changed on 96 + 32 GPUs."""
     for sigma in TAILS:
         rates = ClusterRates(**COMMON, tokens=LogNormalSpread(mean=4000, sigma=sigma, most=32768))
         yield f"sigma of the lengths {sigma:g}", "reasoning", {}, rates
@@ -99,7 +99,7 @@ def list_variants():
 
 
 def run_study(read_or_make):
-    """All rows. `kept`: a finished comparison, or a new one."""
+    """Return all rows. `read_or_make` returns a finished comparison or makes a new one."""
     rows = []
     for name, (layout, rates, gpus, bounds, shares, iterations), about in list_comparisons():
         began = time.monotonic()

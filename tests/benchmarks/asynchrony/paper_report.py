@@ -32,12 +32,12 @@ def split_of(row):
 
 
 def find_fastest(rows):
-    """The row with the largest speed-up; None = there is no row."""
+    """Return the row with the largest speed-up; None if there is no row."""
     return max(rows, key=lambda row: row["speed_up"], default=None)
 
 
 def format_shares(rows):
-    """Speed-up of every share of the GPUs (rows) at every bound (columns)."""
+    """Tabulate the speed-up of every share of the GPUs (rows) at every bound (columns)."""
     bounds = sorted({row["bound"] for row in rows})
     lines = []
     for task in TASKS:
@@ -50,7 +50,8 @@ def format_shares(rows):
                     if row["gpus"] == gpus and split_of(row) == split
                 }
                 cells = (
-                    f"{by_bound[bound]['speed_up']:.2f}" if bound in by_bound else "-" for bound in bounds
+                    f"{by_bound[bound]['speed_up']:.2f}" if bound in by_bound else "-"
+                    for bound in bounds
                 )
                 lines.append([task, str(gpus), split, *cells])
     return format_table(
@@ -59,7 +60,7 @@ def format_shares(rows):
 
 
 def format_bounds(rows):
-    """The fastest share of each bound, and how busy both sides are; first the GPUs that do both in turns."""
+    """Tabulate the fastest share of each bound and how busy both sides are, after GPUs that alternate between both."""
     lines = []
     for task in TASKS:
         of_task = [row for row in rows if row["task"] == task]
@@ -105,7 +106,7 @@ def format_bounds(rows):
 
 
 def format_variants(rows):
-    """Speed-up of the base on 96 + 32 GPUs, and with one thing changed."""
+    """Tabulate the speed-up of the base on 96 + 32 GPUs, and with one thing changed."""
     split, changes = "96 + 32", [(study, task) for study, task, _, _ in list_variants()]
     lines = []
     for task in TASKS:
@@ -138,7 +139,7 @@ def format_variants(rows):
 
 
 def draw_speed_ups(rows, path):
-    """Speed-up against the number of GPUs (fastest share), and against the share of 128 GPUs."""
+    """Draw the speed-up against the number of GPUs (fastest share), and against the share of 128 GPUs."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.9), sharey=True)
     for axis, task in zip(axes, TASKS, strict=False):
         of_task = [row for row in rows if row["task"] == task and not row["shared"]]
@@ -187,7 +188,7 @@ def draw_speed_ups(rows, path):
 
 
 def report_paper(points: Path, output: Path) -> str:
-    """Tables of the simulated clusters, and scale_paper.png; empty where nothing was simulated."""
+    """Return tables of the simulated clusters and draw scale_paper.png; empty if nothing was simulated."""
     every = [
         row for path in sorted(points.glob("paper-*.json")) for row in json.loads(path.read_text())
     ]

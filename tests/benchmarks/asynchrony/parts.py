@@ -1,7 +1,8 @@
 """Seconds of the parts of an iteration in one process without Ray: of a decoding step, a row, a turn, and an update.
 
-Rollouts count by the seconds of processors that they take, so tools may keep them waiting: with tools, turns begin one
-after the other, in steps of few rows, as they do on workers; without, many at once. Turns of a third of the length tell
+Rollouts are measured in processor seconds, so waiting for tools does not count: with tools, turns begin one
+after the other, in steps of few rows, as they do on workers; without, many start together. Turns of a third of the
+length tell
 a turn from its rows.
 """
 
@@ -18,7 +19,7 @@ from asynchrony.slow_tools import ENDS, IN_PROCESS, make_trainer
 
 
 def measure_parts(options):
-    """Rows of what was counted and how long it took, and the lengths of turns; see `fitted`."""
+    """Return rows of counts with their seconds, and the lengths of turns; see `fit_parts`."""
     decode, update, sizes = [], [], []
     for mean, ends, prompts in product(options["means"], (ENDS, 3 * ENDS), options["prompts"]):
         trainer, _ = make_trainer(
@@ -54,7 +55,7 @@ def measure_parts(options):
 
 @contextmanager
 def count_rollout_work(trainer):
-    """Counter of a trainer's rollouts inside: steps of the engine, joins, seconds of processors."""
+    """Count the work of a trainer's rollouts inside the block: steps of the engine, joins, processor seconds."""
     from rl_core.inference import engine
     from rl_core.inference.engine import EngineRun
 
@@ -92,7 +93,7 @@ def count_rollout_work(trainer):
 
 
 def fit_parts(rounds):
-    """Seconds of each part, by least squares over the rows of several rounds."""
+    """Fit the seconds of each part by least squares over the rows of several rounds."""
     step, row, turn, join = solve([row for round_ in rounds for row in round_["decode_rows"]])
     fixed, token = solve([row for round_ in rounds for row in round_["update_rows"]])
     return {
@@ -106,7 +107,7 @@ def fit_parts(rounds):
 
 
 def solve(rows):
-    """Non-negative least squares, relative to each measured time."""
+    """Solve non-negative least squares, relative to each measured time."""
     from scipy.optimize import nnls
 
     table = np.array(rows, float)

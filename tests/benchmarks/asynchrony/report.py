@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from asynchrony.paper_report import report_paper, format_table
+from asynchrony.paper_report import format_table, report_paper
 
 MS = (0, 50, 500)
 WORKERS = (1, 2, 4)
@@ -31,7 +31,7 @@ def load(points: Path, name: str):
 
 
 def write_report(points: Path, output: Path) -> None:
-    """scale.md, and a picture of each part that was run."""
+    """Write scale.md, and a picture of each part that was run."""
     parts = [
         report_steps(points, output),
         report_overhead(points),
@@ -45,7 +45,7 @@ def write_report(points: Path, output: Path) -> None:
 
 
 def report_steps(points, output):
-    """Iterations a second."""
+    """Report iterations per second."""
     rows, drawn = [], {}
     for ms in MS:
         alone = load(points, f"alone-{ms}ms")
@@ -88,7 +88,7 @@ def report_steps(points, output):
 
 
 def report_overhead(points):
-    """One worker on Ray beside the trainer's own process, 27M parameters."""
+    """Compare one worker on Ray with the trainer's process, 27M parameters."""
     runs = {
         workers: [load(points, f"overhead-{workers}-{turn}") for turn in range(9)]
         for workers in (0, 1)
@@ -126,7 +126,7 @@ def report_overhead(points):
 
 
 def report_learning(points, output):
-    """Success at several bounds."""
+    """Report the success at several bounds."""
     curves = {}
     for staleness in (0, 1, 4):
         results = [load(points, f"learning-{staleness}-{seed}") for seed in range(9)]
@@ -184,7 +184,8 @@ def report_kills(points):
                 continue
             mode = f"max_staleness {staleness}" if staleness else "synchronous"
             if kind == "workers":
-                same = f"{result['equal_iterations']} of {result['iterations']} iterations, weights {result['equal_weights']}"
+                iterations = f"{result['equal_iterations']} of {result['iterations']} iterations"
+                same = f"{iterations}, weights {result['equal_weights']}"
                 once = str(result.get("each_group_once", "-"))
             else:
                 same, once = (
@@ -215,7 +216,7 @@ def report_kills(points):
 
 
 def report_simulation(points, output):
-    """Simulated beside measured iterations."""
+    """Compare simulated with measured iterations."""
     simulation = load(points, "simulation")
     if simulation is None:
         return ""

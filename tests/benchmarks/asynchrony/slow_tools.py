@@ -57,7 +57,7 @@ SHAPES = {  # by their parameters
 
 
 def draw_tool_seconds(seed, turn, text, mean):
-    """Seconds of a tool call: log-normal, by what was asked for, so the same wherever the episode is played."""
+    """Draw the seconds of a tool call: log-normal, seeded by the request, so equal wherever the episode is played."""
     normal = np.random.default_rng([seed, turn, zlib.crc32(text.encode())]).standard_normal()
     return mean * math.exp(SIGMA * normal - SIGMA**2 / 2)
 
@@ -90,7 +90,7 @@ class SlowToolEpisode(Episode):
 
 
 class SlowTools(Environment):
-    """Questions with tools of a given mean latency.
+    """Questions with tools whose latency has this mean.
 
     noise: largest reward for the text itself, so that no group is alike and every update has all rows to compute.
     """
@@ -112,7 +112,7 @@ class SlowTools(Environment):
 
 
 class SameEnvironment:
-    """Makes the environment that it was given; travels as a pickle."""
+    """Factory that returns one environment; travels as a pickle."""
 
     def __init__(self, environment):
         self.environment = environment
@@ -135,7 +135,7 @@ def make_trainer(
     sampling=None,
     **options,
 ):
-    """A trainer with its rollouts in this process, or on Ray as `rollouts` says.
+    """Make a trainer with its rollouts in this process, or on Ray as `rollouts` says.
 
     ends: of VOCABULARY tokens so many end an action, so an action has about VOCABULARY / ends tokens.
     Returns: trainer, and the function that ends its workers.
@@ -193,20 +193,20 @@ def make_trainer(
 
 
 def make_ray_settings(count, staleness=0, **more):
-    """Settings of so many workers."""
+    """Make settings of `count` workers."""
     return RolloutSettings(workers="ray", count=count, max_staleness=staleness, **more)
 
 
 class KeptRay(RayCluster):
     """A cluster on a Ray that is started once in a process, until `end`; its actors end with it."""
 
-    kept = None
+    shared = None
 
     def open_cluster(self, num_bytes):
-        if KeptRay.kept is None:
-            KeptRay.kept = RayCluster(make_ray_settings(max(4, self._settings.count)))
-            KeptRay.kept.open_cluster(max(num_bytes, 300_000_000))
-        self._ray = KeptRay.kept._ray
+        if KeptRay.shared is None:
+            KeptRay.shared = RayCluster(make_ray_settings(max(4, self._settings.count)))
+            KeptRay.shared.open_cluster(max(num_bytes, 300_000_000))
+        self._ray = KeptRay.shared._ray
 
     def close(self):
         for handle in list(self._handles):
@@ -215,9 +215,9 @@ class KeptRay(RayCluster):
     @classmethod
     def end(cls):
         """Stop Ray, as a run does at its end."""
-        if cls.kept is not None:
-            cls.kept.close()
-            cls.kept = None
+        if cls.shared is not None:
+            cls.shared.close()
+            cls.shared = None
 
 
 IN_PROCESS = RolloutSettings(independent=True)

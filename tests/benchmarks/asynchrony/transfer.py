@@ -8,7 +8,7 @@ import time
 import torch
 
 from asynchrony.one_run import count_busy_cores
-from asynchrony.slow_tools import KeptRay, make_trainer, make_ray_settings
+from asynchrony.slow_tools import KeptRay, make_ray_settings, make_trainer
 
 if __name__ == "__main__":
     shape = sys.argv[1] if len(sys.argv) > 1 else "27M"
@@ -31,7 +31,13 @@ if __name__ == "__main__":
         "median_s": statistics.median(wall[1:]),
     }
     print(
-        json.dumps({**results, "trainer_processor_s": statistics.median(trainer_seconds[1:]), "others": others})
+        json.dumps(
+            {
+                **results,
+                "trainer_processor_s": statistics.median(trainer_seconds[1:]),
+                "others": others,
+            }
+        )
     )
     close()
-    KeptRay.kept.close()
+    KeptRay.shared.close()

@@ -1,4 +1,4 @@
-"""The simulation beside measured runs: durations of the parts go in, the length of an iteration comes out."""
+"""Simulated against measured runs: the length of an iteration predicted from the durations of its parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Measured:
 
 
 def read_rates(points: Path) -> tuple[ClusterRates, Measured, tuple[float, ...]]:
-    """Durations of the parts, each measured apart from the runs that are predicted, and how crowded cores slow down."""
+    """Return the durations of the parts, each measured apart from the predicted runs, and the crowding factors."""
     parts, costs = (
         [json.loads(path.read_text()) for path in sorted(points.glob(f"{kind}-0.9M-*.json"))]
         for kind in ("parts", "costs")
@@ -44,7 +44,7 @@ def read_rates(points: Path) -> tuple[ClusterRates, Measured, tuple[float, ...]]
 def simulate_iteration(
     name: str, mean: float, rates: ClusterRates, tokens: Measured, crowding: tuple[float, ...]
 ) -> float:
-    """Seconds of an iteration of one of the runs of `scale.py --parts steps`."""
+    """Return the seconds of an iteration of one of the runs of `scale.py --parts steps`."""
     kind, *rest = name.split("-")
     workers = int(rest[0]) if kind != "alone" else 1
     layout = ClusterLayout(
@@ -73,7 +73,7 @@ def simulate_iteration(
 
 
 def predict_runs(points: Path) -> list[dict]:
-    """Rows (name, measured, simulated, error) of every run; kept in simulation.json."""
+    """Return rows (name, measured, simulated, error) of every run, saved in simulation.json."""
     rates, tokens, crowding = read_rates(points)
     rows = []
     for path in sorted(points.glob("*-*ms.json")):
@@ -81,7 +81,12 @@ def predict_runs(points: Path) -> list[dict]:
         seconds = simulate_iteration(path.stem, run["mean"], rates, tokens, crowding)
         error = seconds / run["iteration_s"] - 1
         rows.append(
-            {"name": path.stem, "measured": run["iteration_s"], "simulated": seconds, "error": error}
+            {
+                "name": path.stem,
+                "measured": run["iteration_s"],
+                "simulated": seconds,
+                "error": error,
+            }
         )
         print(
             f"{path.stem:18s} measured {run['iteration_s']:7.3f}  simulated {seconds:7.3f}  {error:+.1%}"

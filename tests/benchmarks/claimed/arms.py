@@ -25,7 +25,7 @@ class Part:
     title: str
     task: str
     arms: tuple[Arm, ...]
-    threshold: float | None = None  # training success whose first iteration is told
+    threshold: float | None = None  # training success whose first iteration is reported
 
 
 TOOL_USE = RewardSettings(tool_use=ToolUseSettings(misuse=1.0, max_calls=3, excess=0.2))
@@ -52,7 +52,7 @@ MIXES = (
 
 
 def weigh_extra_rewards(iterations: int, **weights: float) -> Arm:
-    """Extra rewards at these weights beside the task's."""
+    """Add extra rewards with these weights to the task's."""
     name = (
         ", ".join(f"{component} {weight:g}" for component, weight in weights.items())
         or "task alone"
@@ -61,13 +61,17 @@ def weigh_extra_rewards(iterations: int, **weights: float) -> Arm:
 
 
 def list_single_rewards(iterations: int) -> list[Arm]:
-    """Each extra reward by itself, at two weights."""
+    """List arms with each extra reward by itself, at two weights."""
     names = ("coherence", "curiosity", "tool_use")
-    return [weigh_extra_rewards(iterations, **{name: weight}) for name in names for weight in (0.05, 0.3)]
+    return [
+        weigh_extra_rewards(iterations, **{name: weight})
+        for name in names
+        for weight in (0.05, 0.3)
+    ]
 
 
 def build_staged_weights(iterations: int) -> Arm:
-    """The weights of configs/curriculum.yaml, which change after a third and after two thirds of the iterations."""
+    """Return the weights of configs/curriculum.yaml, which change after each third of the iterations."""
     third = iterations // 3
     weights: tuple[dict[str, float], ...] = (
         {"tool_use": 0.1},
@@ -78,10 +82,10 @@ def build_staged_weights(iterations: int) -> Arm:
         CurriculumStage(
             name=f"step {number}",
             levels={"easy": 1, "medium": 1, "hard": 1},
-            rewards=own,
+            rewards=extra,
             max_iterations=third if number < 2 else None,
         )
-        for number, own in enumerate(weights)
+        for number, extra in enumerate(weights)
     )
     rewards = {"task": 1.0, "tool_use": 0.0, "coherence": 0.0, "curiosity": 0.0}
     settings = dict(rewards=rewards, reward_options=TOOL_USE, curriculum=stages)
@@ -89,7 +93,7 @@ def build_staged_weights(iterations: int) -> Arm:
 
 
 def build_schedule(name: str, iterations: int, *, shares: bool) -> Arm:
-    """Levels that get harder by success, or at fixed shares of the iterations."""
+    """Build levels that get harder by success, or at fixed shares of the iterations."""
     stages = []
     for number, mix in enumerate(MIXES):
         last = number == len(MIXES) - 1
@@ -103,12 +107,12 @@ def build_schedule(name: str, iterations: int, *, shares: bool) -> Arm:
 
 
 def build_fixed_levels(levels: dict[str, float]) -> dict[str, Any]:
-    """One stage of these levels, to the end."""
+    """Build one stage of these levels, to the end."""
     return dict(curriculum=(CurriculumStage(name="all", levels=levels),))
 
 
 def build_growing_levels(threshold: float) -> tuple[CurriculumStage, ...]:
-    """One level of `looks` after the other, each left at this success of two iterations."""
+    """Build a schedule of single levels of `looks`, each left at this success of two iterations."""
     left = (ExitCondition(window=2, threshold=threshold),)
     return tuple(
         CurriculumStage(
@@ -121,7 +125,7 @@ def build_growing_levels(threshold: float) -> tuple[CurriculumStage, ...]:
 
 
 def penalize_kl(target: float, **options: Any) -> dict[str, Any]:
-    """KL term in the loss, starting from a weight that is too small."""
+    """Add a KL term to the loss, starting from a weight that is too small."""
     return dict(kl_coef=0.01, kl_target=target, **options)
 
 
@@ -168,7 +172,9 @@ PARTS: dict[str, Part] = {
             Arm("all levels at once", {}, 60),
             Arm("curriculum by success", dict(curriculum=build_growing_levels(0.5)), 60),
             Arm(
-                "half of it: nine in ten", build_fixed_levels(dict.fromkeys(CHAINS[:-1], 1) | {"12": 54}), 30
+                "half of it: nine in ten",
+                build_fixed_levels(dict.fromkeys(CHAINS[:-1], 1) | {"12": 54}),
+                30,
             ),
             Arm("half of it: all levels at once", {}, 30),
             Arm("half of it: curriculum", dict(curriculum=build_growing_levels(0.5)), 30),
@@ -231,7 +237,9 @@ PARTS: dict[str, Part] = {
                 dict(algorithm="reinforce", critic=make_critic(), gae_lambda=1.0),
             ),
             Arm("ppo", dict(algorithm="ppo", critic=make_critic())),
-            Arm("ppo, values clipped", dict(algorithm="ppo", critic=make_critic(value_clip_eps=0.2))),
+            Arm(
+                "ppo, values clipped", dict(algorithm="ppo", critic=make_critic(value_clip_eps=0.2))
+            ),
             Arm("ppo, shared head", dict(algorithm="ppo", critic=make_critic(kind="shared"))),
             Arm(
                 "ppo, shared head 0.1",

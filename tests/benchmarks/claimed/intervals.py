@@ -20,19 +20,19 @@ def estimate_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def estimate_gap(values: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """Interval of the differences to the base, seed by seed."""
+    """Return the interval of the differences to the base, seed by seed."""
     return estimate_interval([a - b for a, b in zip(values, base, strict=True)])
 
 
 def describe_gap(low: float, high: float) -> str:
-    """Words for an interval of a difference that is claimed to be above 0."""
+    """Describe the interval of a difference that is claimed to be above 0."""
     if math.isnan(low):
         return "one seed"
     return "true" if low > 0 else "refuted: worse" if high < 0 else "not shown"
 
 
 def format_interval(values: tuple[float, float, float], scale: float = 1.0, digits: int = 1) -> str:
-    """Text of an interval."""
+    """Format an interval."""
     mean, low, high = (value * scale for value in values)
     bounds = "" if math.isnan(low) else f" [{low:.{digits}f}, {high:.{digits}f}]"
     return f"{mean:.{digits}f}{bounds}"

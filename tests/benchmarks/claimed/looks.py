@@ -1,4 +1,4 @@
-"""`Looks`: cells of a hidden grid are asked for one after the other, and only the whole chain is rewarded.
+"""`Looks`: questions about the cells of a hidden grid; only a chain of right answers is rewarded.
 
     user    2 3
     policy  look 2 3
@@ -50,17 +50,17 @@ class Chain(Episode):
         return self.grid[row][column]
 
     def reset(self) -> list[Message]:
-        """The first question."""
+        """Return the first question."""
         return [Message(role="user", content=self.prompt)]
 
     def look(self, row: int, column: int) -> str:
-        """Tool: digit of a cell."""
+        """Return the digit of a cell (tool)."""
         if not (1 <= row <= SIDE and 1 <= column <= SIDE):
             raise ValueError("outside")
         return self.grid[row - 1][column - 1]
 
     def act(self, text: str) -> Step:
-        """A look, or an answer."""
+        """Take a look or an answer."""
         try:
             call = self._tools.parse(text)
         except ToolMisuse:
@@ -111,7 +111,7 @@ class Looks(Environment):
         return TOOLS
 
     def episode(self, seed: int, level: str) -> Chain:
-        """Episode for a level and seed."""
+        """Make the episode of a level and seed."""
         self.check_level(level)
         return Chain(seed, level)
 

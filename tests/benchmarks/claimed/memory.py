@@ -1,6 +1,6 @@
 """Memory and time of an optimizer step: all weights, LoRA, activation checkpointing.
 
-    python -m claimed.memory FOLDER ARM SEED     one measurement in a process of its own, as JSON
+    python -m claimed.memory FOLDER ARM SEED     one measurement in a separate process, as JSON
 
 A Llama of 26M parameters, rows of about 240 tokens, 8 of them a step, float32, one thread. Memory is the peak of
 resident memory over three steps, less what the process held with the model loaded. Time is the processor's, of the last
@@ -31,7 +31,7 @@ STATUS = Path("/proc/self/status")
 
 
 def list_runs(output):
-    """Arms and their measurement."""
+    """Return arms and their measurement."""
 
     def measured(arm, seed):
         folder = find_model(output)
@@ -51,7 +51,7 @@ def list_runs(output):
 
 
 def find_model(output):
-    """The model, made where it is not there yet."""
+    """Return the model's folder; make it if it is absent."""
     import rl_core
     from rl_core.settings import ModelSettings
 
@@ -62,18 +62,18 @@ def find_model(output):
         texts = [f"count {number} and {number + 1}" for number in range(200)]
         small = ModelSettings(preset="nano", vocab_size=400, context=TOKENS, device="cpu")
         policy = rl_core.create_policy(texts, small)
-        own = policy.model.config
+        model_config = policy.model.config
         config = LlamaConfig(
             hidden_size=512,
             num_hidden_layers=8,
             num_attention_heads=8,
             num_key_value_heads=8,
             intermediate_size=1408,
-            vocab_size=own.vocab_size,
+            vocab_size=model_config.vocab_size,
             max_position_embeddings=TOKENS,
-            pad_token_id=own.pad_token_id,
-            eos_token_id=own.eos_token_id,
-            bos_token_id=own.bos_token_id,
+            pad_token_id=model_config.pad_token_id,
+            eos_token_id=model_config.eos_token_id,
+            bos_token_id=model_config.bos_token_id,
             tie_word_embeddings=True,
         )
         made = folder.with_name("26M.part")
@@ -83,13 +83,13 @@ def find_model(output):
 
 
 def read_resident_bytes(name):
-    """VmRSS or VmHWM of this process, bytes."""
+    """Return VmRSS or VmHWM of this process, bytes."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name))
     return 1024 * int(line.split()[1])
 
 
 def measure(folder, arm, seed):
-    """Three steps of SFT."""
+    """Measure three steps of SFT."""
     import random
 
     import torch
@@ -122,7 +122,7 @@ def measure(folder, arm, seed):
     )
     before = read_resident_bytes("VmRSS")
     trainer = rl_core.sft(policy, rows, heldout=0, settings=settings, seed=seed).trainer
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     seconds, losses = [], []
     for _ in range(3):
         started = time.process_time()

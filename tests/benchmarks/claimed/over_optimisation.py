@@ -1,8 +1,9 @@
-"""PPO against a reward model: what the policy's true success does, with and without a hold on it.
+"""PPO against a reward model: the policy's true success, with and without a penalty for leaving its start.
 
-A reward model for each seed, from few pairs of the start's rollouts, so that it can be exploited. Every run is looked
-at every five iterations on the validation episodes: what stopping at the best look would have kept is reported beside
-what was there at the end.
+A reward model for each seed, from few pairs of the start's rollouts, so that it can be exploited. Every run is
+evaluated
+at every five iterations on the validation episodes: the success at the best evaluation is reported together with
+that at the end.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ ARMS = (
 
 
 def list_runs(output):
-    """Arms and their measurement."""
+    """Return arms and their measurement."""
 
     def measured(arm, seed):
         folder = find_reward_model(output, seed)
@@ -65,7 +66,7 @@ def list_runs(output):
 
 
 def find_reward_model(output, seed):
-    """Folder of the seed's reward model, made where it is not there yet."""
+    """Return the folder of the seed's reward model; make it if it is absent."""
     import shutil
 
     import numpy as np

@@ -95,9 +95,11 @@ def train_arm(output: Path, task_name: str, arm: Arm, seed: int) -> Row:
             if looks[-1][1] >= max(look[1] for look in looks):
                 weights = copy.deepcopy(training.model.state_dict())
     row = measure_outcome(training.policy, task, environment, held_out, seed)
-    if weights is not None:  # what stopping at the best look would have kept
+    if weights is not None:  # the result of stopping at the best evaluation
         training.model.load_state_dict(weights)
-        row["best"] = evaluate_episodes(training.policy, task, environment, held_out[0], 1000 + seed)[0]
+        row["best"] = evaluate_episodes(
+            training.policy, task, environment, held_out[0], 1000 + seed
+        )[0]
     row["curves"] = {
         name: values
         for name, values in curves.items()
@@ -109,7 +111,7 @@ def train_arm(output: Path, task_name: str, arm: Arm, seed: int) -> Row:
 
 
 def measure_outcome(policy: Any, task: Task, environment: Any, held_out: HeldOut, seed: int) -> Row:
-    """Successes on the reported episodes by level, on validation, and how they were played."""
+    """Return successes on the reported episodes by level, on validation, and how they were played."""
     reported, validation = held_out
     success, played = evaluate_episodes(policy, task, environment, reported, 1000 + seed)
     return {
@@ -126,7 +128,7 @@ def measure_outcome(policy: Any, task: Task, environment: Any, held_out: HeldOut
 def evaluate_episodes(
     policy: Any, task: Task, environment: Any, requests: Requests, seed: int
 ) -> tuple[list[int], Any]:
-    """Success of each episode, played once at temperature 1; and the evaluation."""
+    """Return the success of each episode, played once at temperature 1, and the evaluation."""
     backend = policy.backend()
     backend.refresh()
     evaluation = evaluate(
@@ -142,7 +144,7 @@ def evaluate_episodes(
 
 
 def count_iterations_to(row: Row, level: float) -> int | None:
-    """Iterations until the mean training success of `WINDOW` of them reaches a level; None = never."""
+    """Count iterations until the mean training success of `WINDOW` of them reaches a level; None if never."""
     curve = row["curves"]["train/success_rate"]
     for end in range(WINDOW, len(curve) + 1):
         if statistics.fmean(curve[end - WINDOW : end]) >= level:
@@ -151,6 +153,6 @@ def count_iterations_to(row: Row, level: float) -> int | None:
 
 
 def make_critic(**options: Any) -> CriticSettings:
-    """A critic at the rate of the benchmarks."""
+    """Make a critic at the rate of the benchmarks."""
     defaults = {} if options.get("kind") == "shared" else {"learning_rate": 1e-3}
     return CriticSettings(**{**defaults, **options})

@@ -12,7 +12,7 @@ FIRST, COUNTS = 150, (250, 400, 600)
 
 
 def list_runs(output):
-    """Arms and their measurement."""
+    """Return arms and their measurement."""
 
     def measured(choose, labels, seed):
         from preferences import measure_choice
@@ -32,12 +32,12 @@ def list_runs(output):
 
 
 def name_arm(choose, labels):
-    """Name of an arm."""
+    """Return the name of an arm."""
     return f"{choose} {labels}"
 
 
 def find_start(output, seed):
-    """First labels and their reward model, made where they are not there yet."""
+    """Return the first labels and their reward model; make them if absent."""
     from preferences import draw_items, make_start
 
     folder = output / "starts" / f"raters-{seed}"

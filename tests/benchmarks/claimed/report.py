@@ -8,7 +8,7 @@ from pathlib import Path
 
 from claimed import memory, over_optimisation, rating_choice, thought_variance
 from claimed.arms import PARTS, Part
-from claimed.intervals import estimate_gap, estimate_interval, format_interval, describe_gap
+from claimed.intervals import describe_gap, estimate_gap, estimate_interval, format_interval
 from claimed.policy_runs import GROUP, PROMPTS, count_iterations_to
 from claimed.results import Results, Row
 from claimed.tasks import TASKS
@@ -18,14 +18,21 @@ LATE = 20  # last iterations, over which a controller is judged
 
 
 def write_report(output: Path, results: Results, seeds: int) -> str:
-    """DIR/claims.md from the results that are there."""
+    """Write DIR/claims.md from the results that are there."""
     lines = []
     for name, part in PARTS.items():
         if results.of(name, part.arms[0].name, seeds):
-            lines += [f"## {name}: {part.title}", "", *format_policies(name, part, results, seeds), ""]
+            lines += [
+                f"## {name}: {part.title}",
+                "",
+                *format_policies(name, part, results, seeds),
+                "",
+            ]
             lines += format_kl(name, part, results, seeds) if name == "kl" else []
     lines += (
-        format_memory(results, seeds) + format_over_optimisation(results, seeds) + format_thoughts(results, seeds)
+        format_memory(results, seeds)
+        + format_over_optimisation(results, seeds)
+        + format_thoughts(results, seeds)
     )
     lines += format_ratings(results, seeds)
     text = "\n".join(lines) + "\n"
@@ -35,17 +42,17 @@ def write_report(output: Path, results: Results, seeds: int) -> str:
 
 
 def read_success(row: Row, key: str = "success") -> float:
-    """Share of successes, in percent."""
+    """Return the share of successes, in percent."""
     return 100 * statistics.fmean(row[key])
 
 
 def format_percentages(rows: Sequence[Row], key: str = "success") -> str:
-    """Percentages of the single seeds."""
+    """Format the percentages of the single seeds."""
     return ", ".join(f"{read_success(row, key):.1f}" for row in rows)
 
 
 def format_policies(name: str, part: Part, results: Results, seeds: int) -> list[str]:
-    """Success of each arm, beside the first one."""
+    """Tabulate the success of each arm and its difference to the first one."""
     base = results.of(name, part.arms[0].name, seeds)
     levels = [
         level for level in TASKS[part.task].levels if any(level in row["levels"] for row in base)
@@ -58,7 +65,7 @@ def format_policies(name: str, part: Part, results: Results, seeds: int) -> list
         "each seed",
         "validation",
         *by_level,
-        "beside the first [95%]",
+        "difference to the first [95%]",
         "better",
         *more,
     ]
@@ -67,7 +74,11 @@ def format_policies(name: str, part: Part, results: Results, seeds: int) -> list
         rows = results.of(name, arm.name, seeds)
         if not rows:
             continue
-        cells = [arm.name, f"{format_interval(estimate_interval([read_success(row) for row in rows]))}%", format_percentages(rows)]
+        cells = [
+            arm.name,
+            f"{format_interval(estimate_interval([read_success(row) for row in rows]))}%",
+            format_percentages(rows),
+        ]
         cells.append(f"{statistics.fmean(read_success(row, 'validation') for row in rows):.1f}%")
         for level in by_level:
             values = [
@@ -80,7 +91,9 @@ def format_policies(name: str, part: Part, results: Results, seeds: int) -> list
         if arm is part.arms[0] or len(rows) != len(base):
             cells += ["", ""]
         else:
-            difference = estimate_gap([read_success(row) for row in rows], [read_success(row) for row in base])
+            difference = estimate_gap(
+                [read_success(row) for row in rows], [read_success(row) for row in base]
+            )
             cells += [format_interval(difference), describe_gap(*difference[1:])]
         if part.threshold:
             reached = [count_iterations_to(row, part.threshold) for row in rows]
@@ -133,7 +146,7 @@ def format_behaviour(name: str, part: Part, results: Results, seeds: int) -> lis
 
 
 def format_kl(name: str, part: Part, results: Results, seeds: int) -> list[str]:
-    """KL of the last iterations beside its target."""
+    """Tabulate the KL of the last iterations and its target."""
     target = 0.03
     lines = [
         f"| arm | KL, last {LATE} iterations [95%] | each seed | iterations within 20% of {target} | coefficient |",
@@ -152,13 +165,14 @@ def format_kl(name: str, part: Part, results: Results, seeds: int) -> list[str]:
             )
             numbers = ", ".join(f"{mean:.4f}" for mean in means)
             lines.append(
-                f"| {arm.name} | {format_interval(estimate_interval(means), digits=4)} | {numbers} | {inside:.0%} | {coefs:.3g} |"
+                f"| {arm.name} | {format_interval(estimate_interval(means), digits=4)} | {numbers} "
+                f"| {inside:.0%} | {coefs:.3g} |"
             )
     return [*lines, ""]
 
 
 def format_memory(results: Results, seeds: int) -> list[str]:
-    """Memory and processor time of an optimizer step."""
+    """Tabulate memory and processor time of an optimizer step."""
     rows_by_arm = {arm: rows for arm in memory.ARMS if (rows := results.of("memory", arm, seeds))}
     if not rows_by_arm:
         return []
@@ -174,13 +188,14 @@ def format_memory(results: Results, seeds: int) -> list[str]:
             estimate_interval([row["seconds"] for row in rows]),
         )
         lines.append(
-            f"| {arm} | {rows[0]['trainable']:,} | {format_interval(peaks, digits=0)} | {format_interval(seconds, digits=2)} |"
+            f"| {arm} | {rows[0]['trainable']:,} | {format_interval(peaks, digits=0)} "
+            f"| {format_interval(seconds, digits=2)} |"
         )
     return [*lines, ""]
 
 
 def format_over_optimisation(results: Results, seeds: int) -> list[str]:
-    """True success of PPO against reward models."""
+    """Tabulate the true success of PPO against reward models."""
     name, arms = "over-optimisation", over_optimisation.ARMS
     base = results.of(name, arms[0].name, seeds)
     if not base:
@@ -191,16 +206,20 @@ def format_over_optimisation(results: Results, seeds: int) -> list[str]:
         f"## {name}: PPO against a reward model (held-out accuracy {right})",
         "",
         "| arm | success at the end [95%] | each seed | at the best look [95%] | each seed | "
-        "end, beside stopping the first early [95%] | better | score at the end |",
+        "end, against stopping the first early [95%] | better | score at the end |",
         "|" + "---|" * 8,
     ]
     for arm in arms:
         if rows := results.of(name, arm.name, seeds):
-            ends, best = [read_success(row) for row in rows], [read_success(row, "best") for row in rows]
+            ends, best = (
+                [read_success(row) for row in rows],
+                [read_success(row, "best") for row in rows],
+            )
             difference = estimate_gap(ends, stopped) if len(rows) == len(base) else None
             score = statistics.fmean(row["curves"]["reward/mean"][-1] for row in rows)
             lines.append(
-                f"| {arm.name} | {format_interval(estimate_interval(ends))}% | {format_percentages(rows)} | {format_interval(estimate_interval(best))}% | "
+                f"| {arm.name} | {format_interval(estimate_interval(ends))}% | {format_percentages(rows)} "
+                f"| {format_interval(estimate_interval(best))}% | "
                 f"{format_percentages(rows, 'best')} | {format_interval(difference) if difference else ''} | "
                 f"{describe_gap(*difference[1:]) if difference else ''} | {score:.2f} |"
             )
@@ -208,7 +227,7 @@ def format_over_optimisation(results: Results, seeds: int) -> list[str]:
 
 
 def format_thoughts(results: Results, seeds: int) -> list[str]:
-    """Variance of the thoughts' gradient."""
+    """Tabulate the variance of the thoughts' gradient."""
     rows = results.of("thoughts", "variance", seeds)
     if not rows:
         return []
@@ -227,13 +246,14 @@ def format_thoughts(results: Results, seeds: int) -> list[str]:
         explained = statistics.fmean(kind[name]["explained"] for kind in kinds)
         numbers = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         lines.append(
-            f"| {name} | {format_interval(estimate_interval(ratios), digits=2)} | {numbers} | {noise:.2f} | {explained:.2f} |"
+            f"| {name} | {format_interval(estimate_interval(ratios), digits=2)} | {numbers} "
+            f"| {noise:.2f} | {explained:.2f} |"
         )
     return [*lines, ""]
 
 
 def format_ratings(results: Results, seeds: int) -> list[str]:
-    """Accuracy by labels, chosen by uncertainty and at random."""
+    """Tabulate accuracy by labels, chosen by uncertainty and at random."""
     lines = []
     for labels in rating_choice.COUNTS:
         accuracies = {
@@ -248,7 +268,8 @@ def format_ratings(results: Results, seeds: int) -> list[str]:
             )
             difference = estimate_gap(chosen, drawn)
             lines.append(
-                f"| {labels} | {format_interval(estimate_interval(chosen))}% | {format_interval(estimate_interval(drawn))}% | {format_interval(difference)} | "
+                f"| {labels} | {format_interval(estimate_interval(chosen))}% "
+                f"| {format_interval(estimate_interval(drawn))}% | {format_interval(difference)} | "
                 f"{describe_gap(*difference[1:])} | {len(both)} |"
             )
     if not lines:

@@ -1,4 +1,4 @@
-"""Results of single runs as files, so that a measurement that was cut off goes on where it was."""
+"""Results of single runs as files, so that an interrupted measurement continues where it was."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Results:
         self.folder = folder
 
     def path(self, part: str, arm: str, seed: int) -> Path:
-        """File of a run."""
+        """Return the file of a run."""
         return self.folder / part / f"{re.sub(r'[^A-Za-z0-9.]+', '_', arm)}-{seed}.json"
 
     def find(self, part: str, arm: str, seed: int) -> Row | None:
-        """The run's result; None = not there."""
+        """Return the run's result; None if there is none."""
         path = self.path(part, arm, seed)
         return json.loads(path.read_text()) if path.is_file() else None
 
     def of(self, part: str, arm: str, seeds: int) -> list[Row]:
-        """Results that are there, in the order of the seeds."""
+        """Return the existing results, in the order of the seeds."""
         return [row for seed in range(seeds) if (row := self.find(part, arm, seed)) is not None]
 
     def fill_slots(self, part: str, arm: str, seed: int, measure: Callable[[], Row]) -> Row:
-        """The result, measured where it is not there, with the processor seconds that it took."""
+        """Return the result with the processor seconds that it took; measure it if it is absent."""
         if (result := self.find(part, arm, seed)) is not None:
             return result
         started = time.process_time()

@@ -37,7 +37,7 @@ class Task:
     max_turns: int = 6
 
     def build_prompt(self) -> Environment:
-        """The environment."""
+        """Build the environment."""
         return environments.make_environment(self.environment, dict(self.options))
 
     @property
@@ -48,7 +48,7 @@ class Task:
         )
 
     def held_out(self, environment: Environment) -> tuple[list[Any], list[Any]]:
-        """Episodes that are reported, and those of validation, which share no question."""
+        """Return the reported episodes and those of validation, which share no question."""
         reported = draw_heldout_requests(
             environment, EvaluationSettings(episodes=REPORTED, levels=self.levels), 0
         )
@@ -119,7 +119,7 @@ TASKS: dict[str, Task] = {
 
 
 def find_start(name: str, output: Path, seed: int = 0) -> Path:
-    """Folder of the task's SFT model, made where it is not there yet."""
+    """Return the folder of the task's SFT model; make it if it is absent."""
     task, folder = (
         TASKS[name],
         output / "starts" / f"{name.replace(',', '').replace(' ', '_')}-{seed}",

@@ -23,12 +23,12 @@ KINDS = {
 
 
 def list_runs(output):
-    """One run a seed, of all kinds on the same rollouts."""
+    """List one run per seed, of all kinds on the same rollouts."""
     return {"variance": lambda seed: measure(output, seed)}
 
 
 def measure(output, seed):
-    """Variance, signal and the baseline's explained variance, by kind."""
+    """Return variance, signal and the baseline's explained variance, by kind."""
     import rl_core
     from rl_core.settings import ThoughtsSettings
     from rl_core.thoughts.episodes import build_answer_rows
@@ -90,7 +90,7 @@ def measure(output, seed):
 
 
 def compute_gradient(trainer, episodes, plan, advantages):
-    """Gradient of the thoughts' term, flat; nothing is updated."""
+    """Return the gradient of the thoughts' term, flat; nothing is updated."""
     gradients = []
 
     def apply(batches, loss):

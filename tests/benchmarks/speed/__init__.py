@@ -1,7 +1,7 @@
 """Parts of compare_speed.py and scaling.py.
 
 inputs      models, tokenizer and rows that both sides read           (both Pythons)
-protocol    how a worker is told to take a step, and what it answers  (both Pythons)
+protocol    requests for steps to a worker, and its answers          (both Pythons)
 worker      entry of every worker process                             (both Pythons)
 trl_side    the peer's trainers, held between two steps               (the peer's Python)
 ours        our trainers and engine

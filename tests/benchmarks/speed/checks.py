@@ -1,6 +1,6 @@
 """Equality of results: `python -m speed.checks FOLDER`, one JSON line of checks with value and limit.
 
-The plain side is transformers' own model, one row at a time, padded to the longest row of the batch.
+The reference is transformers' model, one row at a time, padded to the longest row of the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOGPROB_LIMIT, LOSS_LIMIT = 1e-4, 1e-5
 
 
 def count_greedy_differences(folder, rows):
-    """Greedy tokens of the engine that differ from those of `generate`, each prompt alone there."""
+    """Count greedy tokens of the engine that differ from those of `generate`, each prompt alone there."""
     model, tokenizer = ours.load(folder)
     engine = create_rollout_backend(
         model.eval(), eos_ids=(), pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH
@@ -56,7 +56,7 @@ def count_greedy_differences(folder, rows):
 
 
 def measure_logprob_gap(folder):
-    """Largest difference between the engine's log-probabilities and the trainer's, over ragged episodes."""
+    """Return the largest difference between the engine's and the trainer's log-probabilities, over ragged episodes."""
     model, tokenizer = ours.load(folder)
     engine = create_rollout_backend(
         model.eval(), eos_ids=list_end_ids(len(tokenizer)), pad_id=inputs.PAD, max_length=512
@@ -75,7 +75,7 @@ def measure_logprob_gap(folder):
 
 
 def measure_loss_gaps(folder):
-    """By stage: our loss of the first step minus the plain one's, absolute."""
+    """Return by stage our loss of the first step minus the reference's, absolute."""
     model, tokenizer = ours.load(folder)
     model.eval()
     sft = ours.encode_sft_rows(folder, tokenizer)[: inputs.BATCH["sft"]]
@@ -93,8 +93,13 @@ def measure_loss_gaps(folder):
         for p in pairs
     ]
     plain["reward"] = float(-functional.logsigmoid(torch.stack(margins)).mean())
-    ours_by_stage = {"sft": ours.make_sft_trainer(folder).step(), "reward": ours.make_reward_trainer(folder).step()}
-    return {stage: abs(metrics["train/loss"] - plain[stage]) for stage, metrics in ours_by_stage.items()}
+    ours_by_stage = {
+        "sft": ours.make_sft_trainer(folder).step(),
+        "reward": ours.make_reward_trainer(folder).step(),
+    }
+    return {
+        stage: abs(metrics["train/loss"] - plain[stage]) for stage, metrics in ours_by_stage.items()
+    }
 
 
 def build_inputs(ids, width):
@@ -107,7 +112,7 @@ def build_inputs(ids, width):
 
 @torch.no_grad()
 def compute_logprobs(model, ids, mask, width):
-    """Summed over the tokens that carry loss, from the whole row of logits."""
+    """Sum the log-probabilities of the tokens that carry loss, from the full row of logits."""
     log_p_SV = model(**build_inputs(ids, width)).logits[0].double().log_softmax(-1)
     places = [place for place, carries in enumerate(mask) if carries]
     return log_p_SV[[place - 1 for place in places], [ids[place] for place in places]].sum()
@@ -145,7 +150,9 @@ def main():
         ),
     ]
     print(
-        json.dumps([{"what": what, "value": value, "limit": limit} for what, value, limit in results])
+        json.dumps(
+            [{"what": what, "value": value, "limit": limit} for what, value, limit in results]
+        )
     )
 
 

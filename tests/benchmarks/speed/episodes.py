@@ -53,7 +53,7 @@ class Sums(Environment):
 
 
 def order_as_drawn(rows, seed):
-    """Rows put where `DataOrder` of this seed draws them in the order in which they are given."""
+    """Order rows so that `DataOrder` of this seed draws them in the original order."""
     placed = list(rows)
     for row, index in zip(rows, DataOrder(len(rows), len(rows), seed).next_batch(), strict=True):
         placed[index] = row
@@ -101,7 +101,7 @@ class Scripted:
         return sum(self.loss_mask)
 
     def take_action(self, action_ids, logprobs, hit_limit):
-        """See `rl_core.inference.sampling.RolloutSequence`."""
+        """Take an action; see `rl_core.inference.sampling.RolloutSequence`."""
         self._add(action_ids, logprobs, True)
         if hit_limit or not self._observations:
             return None
@@ -118,7 +118,7 @@ class Scripted:
 
 
 def make_ragged_sequences(folder: Path, tokenizer, step, count=64):
-    """Episodes of 1 to TURNS turns with observations of 4 to 48 tokens; those of a step are always the same."""
+    """Make episodes of 1 to TURNS turns with observations of 4 to 48 tokens; those of a step are always the same."""
     rng = np.random.default_rng([inputs.SEED, step])
     rows = inputs.read(folder, "prompts")[step * count :][:count]
     vocabulary = len(tokenizer)
@@ -135,5 +135,5 @@ def make_ragged_sequences(folder: Path, tokenizer, step, count=64):
 
 
 def list_end_ids(vocabulary):
-    """The tokens that end an action there; the actions of a random model are then of 1 to about 80 tokens."""
+    """List the tokens that end an action there; the actions of a random model are then of 1 to about 80 tokens."""
     return list(range(10, vocabulary, ENDS_EVERY))

@@ -1,7 +1,7 @@
 """Lower bound of the work of any implementation, at this machine's speed: `python -m speed.floor FOLDER --threads 1`.
 
 Counted: matrix products on real tokens alone (the head where its output is read, attention's causal half), at the rate
-that this model's own shapes reach with 2048 rows; a decoding step takes the longer of its products and of reading every
+that this model's shapes reach with 2048 rows; a decoding step takes the longer of its products and of reading every
 weight once; AdamW streams 7 float32 values a parameter. Norms, rotary embedding, softmax, sampling and Python count as
 nothing, so that nobody reaches the floor. A rate is the best of several passes: a busy neighbour lowers it least so.
 """
@@ -47,7 +47,7 @@ class Shape:
         return self.trunk + 2 * self.head + (2 * self.layers + 1) * self.hidden
 
     def forward_flops(self, lengths, head_tokens):
-        """Of whole sequences: 2 for a parameter and token; attention's causal half, 2 n^2 H for a layer."""
+        """Count FLOPs of full sequences: 2 per parameter and token; causal half of attention, 2 n^2 H per layer."""
         attention = sum(2 * n * n * self.hidden * self.layers for n in lengths)
         return 2 * self.trunk * sum(lengths) + 2 * self.head * head_tokens + attention
 
@@ -73,7 +73,7 @@ def compute_adamw_seconds(shape, rates):
 
 
 def compute_decode_seconds(shape, rates, rows, new, prompt, unique):
-    """`new` tokens for `rows` prompts of `prompt` tokens each, of which `unique` differ."""
+    """Return seconds of `new` tokens for `rows` prompts of `prompt` tokens each, of which `unique` differ."""
     context = sum(prompt + index for index in range(new))
     flops = rows * (
         new * 2 * (shape.trunk + shape.head) + 4 * context * shape.hidden * shape.layers
@@ -83,7 +83,7 @@ def compute_decode_seconds(shape, rates, rows, new, prompt, unique):
 
 
 def compute_floor_rates(shape, rates, rows):
-    """Tokens per second at the floor, by stage: all real tokens; for generate_RxN, new tokens.
+    """Return tokens per second at the floor, by stage: all real tokens; for generate_RxN, new tokens.
 
     Args:
         rows: as `inputs.make_rows` gives them; the lengths are their means. Episodes have no floor here.
@@ -135,7 +135,7 @@ def compute_floor_rates(shape, rates, rows):
 
 
 def measure_best_seconds(work, passes, seconds=0.25, least=5):
-    """The quickest call over `passes` spells of `seconds` each."""
+    """Return the quickest call over `passes` spells of `seconds` each."""
     work()
     best = float("inf")
     for _ in range(passes):
@@ -149,7 +149,7 @@ def measure_best_seconds(work, passes, seconds=0.25, least=5):
 
 
 def measure(config, passes):
-    """Rates for this shape, with the threads that torch has."""
+    """Measure rates for this shape, with the threads that torch has."""
     import torch
 
     shape = Shape.of(config)
@@ -189,7 +189,9 @@ def measure(config, passes):
 
     def copy():
         source, target = torch.ones(2**27), torch.empty(2**27)  # 512 MiB each: no cache holds them
-        return 8 * source.numel() / measure_best_seconds(lambda: target.copy_(source), passes, 0.4, 3)
+        return (
+            8 * source.numel() / measure_best_seconds(lambda: target.copy_(source), passes, 0.4, 3)
+        )
 
     by_rows = [flops(rows) for rows in (MATRIX_ROWS, 32, 64)]
     return Rates(
@@ -210,7 +212,10 @@ def main():
     others = Others([])
     rates = measure(config, options.passes)
     rows = {name: inputs.read(options.folder, name) for name in ("sft", "pairs", "prompts")}
-    results = {"rates": asdict(rates), "tokens_per_s": compute_floor_rates(Shape.of(config), rates, rows)}
+    results = {
+        "rates": asdict(rates),
+        "tokens_per_s": compute_floor_rates(Shape.of(config), rates, rows),
+    }
     print(json.dumps({**results, "others_cpu": others.cores()}))
 
 

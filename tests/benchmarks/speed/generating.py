@@ -11,7 +11,7 @@ from speed.episodes import list_end_ids, make_ragged_sequences
 
 
 def run(stage, folder, steps, gate):
-    """Load the model, then take steps as told."""
+    """Load the model, then take steps on request."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -29,7 +29,7 @@ def run(stage, folder, steps, gate):
 
 
 def pad_left(rows):
-    """Ids and mask of token rows, padding on the left."""
+    """Return ids and mask of token rows, padding on the left."""
     width = max(map(len, rows))
     ids = torch.tensor([[inputs.PAD] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -37,7 +37,7 @@ def pad_left(rows):
 
 
 def generate(model, tokenizer, folder, rows, new):
-    """`rows` completions of exactly `new` tokens; how many tokens that were."""
+    """Generate `rows` completions of exactly `new` tokens; return how many tokens that were."""
     prompts = [
         tokenizer(row["prompt"])["input_ids"] for row in inputs.read(folder, "prompts")[:rows]
     ]
@@ -56,7 +56,7 @@ def generate(model, tokenizer, folder, rows, new):
 
 
 def play(model, sequences, end_ids):
-    """Every turn of all sequences that go on is one call, which reads all of their tokens again."""
+    """Play every turn of all unfinished sequences in one call, which reads all of their tokens again."""
     active, is_end = list(sequences), set(end_ids)
     while active:
         batch = pad_left([sequence.prompt_ids + sequence.completion_ids for sequence in active])

@@ -31,7 +31,7 @@ class Fit:
         """Raises: ValueError for fewer than two points, or one that is not above 0."""
         if len(xs) < 2 or min(*xs, *ys) <= 0:
             raise ValueError(
-                f"a power law needs two points above 0; found x {list(xs)}, y {list(ys)}"
+                f"a power law needs two points above 0, not x {list(xs)}, y {list(ys)}"
             )
         u, v = [math.log(x) for x in xs], [math.log(y) for y in ys]
         mean_u, mean_v = sum(u) / len(u), sum(v) / len(v)
@@ -43,7 +43,7 @@ class Fit:
 
 
 def group_points(points):
-    """(axis, work) -> its points in the order of their values."""
+    """Return (axis, work) -> its points in the order of their values."""
     groups = {}
     for point in points:
         groups.setdefault((point["axis"], point["work"]), []).append(point)
@@ -51,7 +51,7 @@ def group_points(points):
 
 
 def format_report(points, about):
-    """The table of fits, then every point."""
+    """Format the table of fits, then every point."""
     text = ["# How cost grows", "", *[f"- {entry}" for entry in about], ""]
     text += [
         "| against | work | range | seconds ~ x^ [last two], R2 | expected | memory ~ x^ [last two] | expected |"
@@ -84,7 +84,7 @@ def format_report(points, about):
 
 
 def draw_growth(points, file):
-    """Seconds above, memory below, one column for each axis; both logarithmic, so that a power law is a line."""
+    """Draw seconds above, memory below, one column for each axis; both logarithmic, so that a power law is a line."""
     import matplotlib
 
     matplotlib.use("Agg")

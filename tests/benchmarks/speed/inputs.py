@@ -4,7 +4,7 @@
     <folder>/<size>/{sft,pairs,prompts}.jsonl    in the order in which both sides take the rows
     <folder>/<size>/inputs.json              sizes, parameters, digests; written last
 
-Runs in the project's Python and in the peer's, so it imports nothing of this project.
+Runs in the project's Python and in the peer's, so it imports no module of this project.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LEARNING_RATE, BETAS = 1e-5, (0.9, 0.999)
 
 
 def draw_sum(rng, terms):
-    """A sum to do, its working, and the result: '7+5+4=', '7+5=12; 12+4=16 # 16', 16."""
+    """Draw a sum to do, its working, and the result: '7+5+4=', '7+5=12; 12+4=16 # 16', 16."""
     numbers = [rng.randint(1, 999) for _ in range(terms)]
     lines, total = [], numbers[0]
     for number in numbers[1:]:
@@ -56,7 +56,10 @@ def draw_sum(rng, terms):
 
 
 def make_rows(seed=SEED, count=ROWS):
-    """Rows of the three files. Lengths differ about tenfold; prompts of rollouts have at most MAX_PROMPT characters."""
+    """Make rows of the three files.
+
+    Lengths differ about tenfold; prompts of rollouts have at most MAX_PROMPT characters.
+    """
     rng = random.Random(seed)
     rows = {"sft": [], "pairs": [], "prompts": []}
     for _ in range(count):
@@ -71,7 +74,7 @@ def make_rows(seed=SEED, count=ROWS):
 
 
 def score(completion, answer):
-    """1 for the right last number, and a number in [0, 1) that the text decides.
+    """Return 1 for the right last number, and a number in [0, 1) that the text decides.
 
     So that every rollout differs from its group and has an advantage: a trainer may leave out those that have none, and
     a random model, which is never right, would leave it nothing to do.
@@ -81,7 +84,7 @@ def score(completion, answer):
 
 
 def make_tokenizer(vocab_size):
-    """A token for each printable character; fillers above, so that every sampled id has a text."""
+    """Make a tokenizer with a token per printable character; fillers above, so that every sampled id has a text."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -104,7 +107,7 @@ def make_tokenizer(vocab_size):
 
 
 def make_config(shape, context=1024):
-    """A Llama of this shape, untied as the larger ones are."""
+    """Make the config of a Llama of this shape, untied as the larger ones are."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -155,6 +158,6 @@ def build(folder, size):
 
 
 def read(folder, name):
-    """Rows of one file."""
+    """Read the rows of one file."""
     with (Path(folder) / f"{name}.jsonl").open() as file:
         return [json.loads(line) for line in file]

@@ -26,7 +26,14 @@ from rl_core.trainers.preference import PreferenceTrainer, compute_reference_log
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from speed import inputs
-from speed.episodes import Characters, Scripted, Sums, order_as_drawn, list_end_ids, make_ragged_sequences
+from speed.episodes import (
+    Characters,
+    Scripted,
+    Sums,
+    list_end_ids,
+    make_ragged_sequences,
+    order_as_drawn,
+)
 
 CPU = ModelSettings(device="cpu")
 TRAINING = dict(
@@ -39,7 +46,7 @@ TRAINING = dict(
 
 
 def run(stage, folder, steps, gate):
-    """Load what the stage needs, then take steps as told."""
+    """Load what the stage needs, then take steps on request."""
     step = make_step(stage, folder, steps)
     gate.ready(versions={"torch": torch.__version__, "transformers": transformers.__version__})
     while True:
@@ -49,7 +56,8 @@ def run(stage, folder, steps, gate):
 
 
 def make_step(stage, folder, steps):
-    """A function that takes one step and gives its tokens and its loss (None where both sides sample for themselves).
+    """Return a function that takes one step and returns its tokens and its loss (None if both sides sample for
+    themselves).
 
     Third, for dpo: what was paid for the step before it, as keyword arguments of `Gate.done`.
     """
@@ -69,17 +77,17 @@ def make_step(stage, folder, steps):
 
 
 def load(folder):
-    """Policy and tokenizer."""
+    """Load policy and tokenizer."""
     return causal_lm.load_model(folder / "model", CPU)
 
 
 def encode_text(tokenizer, text):
-    """Token ids of a prompt."""
+    """Return the token ids of a prompt."""
     return tokenizer(text)["input_ids"]
 
 
 def encode_sft_rows(folder, tokenizer):
-    """(ids, loss mask) of every row, loss on the completion and its end."""
+    """Return (ids, loss mask) of every row, loss on the completion and its end."""
     rows = []
     for row in inputs.read(folder, "sft"):
         prompt, completion = (
@@ -91,11 +99,13 @@ def encode_sft_rows(folder, tokenizer):
 
 
 def make_pairs(folder, tokenizer, count=None):
-    """Pairs in the order of the file."""
+    """Make pairs in the order of the file."""
     pairs = []
     for row in inputs.read(folder, "pairs")[:count]:
         prompt = encode_text(tokenizer, row["prompt"])
-        sides = [[*encode_text(tokenizer, row[name]), inputs.EOS] for name in ("chosen", "rejected")]
+        sides = [
+            [*encode_text(tokenizer, row[name]), inputs.EOS] for name in ("chosen", "rejected")
+        ]
         pairs.append(PreferencePair(*(PairSide(prompt, ids, [True] * len(ids)) for ids in sides)))
     return pairs
 
@@ -145,7 +155,7 @@ def make_dpo_trainer(folder, steps):
 
 
 def make_dpo_step(folder, steps):
-    """The reference is computed once per pair, before training: every step is charged its share."""
+    """Compute the reference once per pair, before training, and charge every step its share."""
     trainer, (wall, cpu) = make_dpo_trainer(folder, steps)
     step = _read_tokens_and_loss(trainer)
     return lambda: (*step(), {"wall_s": wall / steps, "cpu_s": cpu / steps})
@@ -160,7 +170,7 @@ def _read_tokens_and_loss(trainer):
 
 
 def make_policy_step(folder, steps, settings, *, eos_ids, reference=None, scorer=None):
-    """One iteration of the policy trainer."""
+    """Make a step of one iteration of the policy trainer."""
     model, tokenizer = load(folder)
     trainer = PolicyGradientTrainer(
         model,
@@ -206,7 +216,7 @@ def make_grpo_step(folder, steps, *, epochs):
 
 
 def make_ppo_step(folder, steps):
-    """Every completion runs to the limit, as the peer's does: it stops at no token."""
+    """Make a PPO step; every completion runs to the limit, as the peer's does: it stops at no token."""
     settings = PolicySettings(
         algorithm="ppo",
         iterations=steps,
@@ -231,12 +241,14 @@ def make_ppo_step(folder, steps):
 
 
 def make_generate_step(folder, rows, new):
-    """`rows` completions of exactly `new` tokens."""
+    """Generate `rows` completions of exactly `new` tokens."""
     model, tokenizer = load(folder)
     engine = create_rollout_backend(
         model.eval(), eos_ids=(), pad_id=inputs.PAD, max_length=inputs.MAX_PROMPT + new
     )
-    prompts = [encode_text(tokenizer, row["prompt"]) for row in inputs.read(folder, "prompts")[:rows]]
+    prompts = [
+        encode_text(tokenizer, row["prompt"]) for row in inputs.read(folder, "prompts")[:rows]
+    ]
     sampling = SamplingSettings(max_completion_tokens=new, slots=rows)
 
     def step():
@@ -248,7 +260,7 @@ def make_generate_step(folder, rows, new):
 
 
 def make_episodes_step(folder, _steps):
-    """Ragged episodes of several turns; tokens are those that the policy sampled."""
+    """Play ragged episodes of several turns; tokens are those that the policy sampled."""
     model, tokenizer = load(folder)
     engine = create_rollout_backend(
         model.eval(), eos_ids=list_end_ids(len(tokenizer)), pad_id=inputs.PAD, max_length=512

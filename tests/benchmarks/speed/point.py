@@ -1,8 +1,8 @@
-"""One point of a curve, in a process of its own so that its peak memory is its own: `python -m speed.point ...`.
+"""One point of a curve, in a separate process so that peak memory is that point's: `python -m speed.point ...`.
 
 update     an SFT step on `batch` rows of `length` tokens
-rollout    `batch` prompts decoded up to `length` tokens, all at once
-collect    `count` rollouts of the environment, kept, with 64 slots
+rollout    `batch` prompts decoded up to `length` tokens, all together
+collect    `count` rollouts of the environment, stored, with 64 slots
 policy     `count` GRPO iterations of 4 x 4 rollouts
 """
 
@@ -30,7 +30,7 @@ SHAPES = {  # parameters in millions -> hidden, layers, heads, key/value heads, 
 
 
 def make_model(millions):
-    """A random Llama; its context holds what any point needs."""
+    """Make a random Llama; its context holds what any point needs."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -47,7 +47,7 @@ def make_model(millions):
 
 
 def prepare_update(options):
-    """A function that takes one step."""
+    """Return a function that takes one step."""
     import numpy as np
 
     from rl_core.settings import SFTSettings
@@ -60,7 +60,7 @@ def prepare_update(options):
 
 
 def prepare_rollout(options):
-    """A function that decodes all rows."""
+    """Return a function that decodes all rows."""
     import numpy as np
 
     from rl_core.inference.engine import create_rollout_backend
@@ -78,7 +78,7 @@ def prepare_rollout(options):
 
 
 def prepare_collection(options):
-    """A function that collects `count` rollouts and keeps them."""
+    """Return a function that collects `count` rollouts and stores them."""
     from rl_core.inference.engine import create_rollout_backend
     from rl_core.rollouts.collect import collect_rollouts
     from rl_core.rollouts.episode_sequence import EpisodeRequest
@@ -98,7 +98,7 @@ def prepare_collection(options):
 
 
 def prepare_policy(options):
-    """A function that trains for `count` iterations."""
+    """Return a function that trains for `count` iterations."""
     from rl_core.inference.engine import create_rollout_backend
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.settings import PolicySettings, SamplingSettings
@@ -135,7 +135,12 @@ def prepare_policy(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    makers = {"update": prepare_update, "rollout": prepare_rollout, "collect": prepare_collection, "policy": prepare_policy}
+    makers = {
+        "update": prepare_update,
+        "rollout": prepare_rollout,
+        "collect": prepare_collection,
+        "policy": prepare_policy,
+    }
     parser.add_argument("work", choices=makers)
     parser.add_argument("--folder", type=Path, required=True, help="inputs of the small size")
     parser.add_argument("--parameters", type=int, choices=SHAPES, default=3, help="millions")
@@ -164,7 +169,7 @@ def main():
         Others([]),
         [],
         options.count > 0,
-    )  # a whole collection or training is measured once
+    )  # a full collection or training is measured once
     for repeat in range(1 if once else options.repeats + 1):
         began = time.perf_counter()
         result = work()
@@ -172,8 +177,8 @@ def main():
             seconds.append(time.perf_counter() - began)
         del result
     peak = read_peak_mb()
-    found = {"seconds": statistics.median(seconds), "peak_mb": peak, "memory_mb": peak - base}
-    print(json.dumps({**found, "others_cpu": others.cores()}), file=answers, flush=True)
+    record = {"seconds": statistics.median(seconds), "peak_mb": peak, "memory_mb": peak - base}
+    print(json.dumps({**record, "others_cpu": others.cores()}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,10 @@ class WorkerFailed(Exception):
 
 
 def read_peak_mb():
-    """Highest resident memory of this process, MB. Not ru_maxrss, which after exec still holds the parent's."""
+    """Return the highest resident memory of this process, MB.
+
+    Not ru_maxrss, which after exec still holds the parent's.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return round(
@@ -47,21 +50,27 @@ class Gate:
         print(json.dumps(answer), file=self._answers, flush=True)
 
     def ready(self, **about):
-        """Everything is loaded."""
+        """Report that everything is loaded."""
         self._say({"ready": about})
 
     def wait(self):
-        """Until the next step may start. Raises: SystemExit when there is none."""
+        """Wait until the next step may start. Raises: SystemExit when there is none."""
         if sys.stdin.readline().strip() != "go":
             raise SystemExit(0)
         self._started = time.perf_counter(), time.process_time()
 
     def done(self, tokens, loss=None, *, wall_s=0.0, cpu_s=0.0):
-        """The step is over; `wall_s` and `cpu_s` add what was paid for it beforehand."""
+        """Report that the step is over; `wall_s` and `cpu_s` add what was paid for it beforehand."""
         wall = time.perf_counter() - self._started[0] + wall_s
         cpu = time.process_time() - self._started[1] + cpu_s
         self._say(
-            {"wall_s": wall, "cpu_s": cpu, "tokens": tokens, "loss": loss, "peak_mb": read_peak_mb()}
+            {
+                "wall_s": wall,
+                "cpu_s": cpu,
+                "tokens": tokens,
+                "loss": loss,
+                "peak_mb": read_peak_mb(),
+            }
         )
 
 
@@ -88,7 +97,7 @@ class Worker:
         self.about["start_s"] = round(time.perf_counter() - started, 2)
 
     def step(self):
-        """Let it take one step, and wait for the answer."""
+        """Let the worker take one step, and wait for its answer."""
         try:
             self.process.stdin.write(b"go\n")
         except BrokenPipeError:
@@ -96,7 +105,7 @@ class Worker:
         return self._read()
 
     def cpu_s(self):
-        """Processor seconds of the process so far; 0 where /proc has none."""
+        """Return processor seconds of the process so far; 0 if /proc has none."""
         return read_process_cpu_s(self.process.pid)
 
     def stop(self):
@@ -128,7 +137,7 @@ class Worker:
 
 
 def read_process_cpu_s(pid):
-    """Processor seconds of a process, its threads included."""
+    """Return processor seconds of a process, its threads included."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -137,7 +146,7 @@ def read_process_cpu_s(pid):
 
 
 def read_machine_cpu_s():
-    """Processor seconds that all programs used since boot, stolen ones included; None where /proc has none."""
+    """Return processor seconds that all programs used since boot, stolen ones included; None if /proc has none."""
     try:
         line = Path("/proc/stat").read_text().splitlines()[0]
     except OSError:
@@ -158,7 +167,7 @@ class Others:
         return time.perf_counter(), read_machine_cpu_s(), own_seconds
 
     def cores(self):
-        """None where it cannot be told."""
+        """Return the busy cores; None if unknown."""
         (began, busy, own_before), (now, busy_now, own_now) = self._start, self._now()
         if busy is None or now <= began:
             return None

@@ -66,12 +66,12 @@ class Line:
 
 
 def compute_rates(steps, time="wall_s"):
-    """Tokens per second of each step."""
+    """Return tokens per second of each step."""
     return [step["tokens"] / step[time] for step in steps]
 
 
 def summarize_case(case, floor_rate):
-    """One case as a line. `floor_rate`: tokens per second at the floor, or None."""
+    """Summarise one case as a line. `floor_rate`: tokens per second at the floor, or None."""
     sides = {name: case["sides"][name]["steps"] for name in SIDES}
     rates = {name: compute_rates(steps) for name, steps in sides.items()}
     cpu = {name: statistics.median(compute_rates(steps, "cpu_s")) for name, steps in sides.items()}
@@ -100,7 +100,7 @@ def summarize_case(case, floor_rate):
 
 
 def format_report(processor, lines, checks, about, notes):
-    """The whole report.
+    """Format the whole report.
 
     Args:
         processor: its name, for the first line.
@@ -171,7 +171,7 @@ def _check_rows(lines, checks):
 
 
 def draw_ratios(lines, file):
-    """Ratios as bars with the range of the pairs, what is wanted as a mark; one panel for each size and threads."""
+    """Draw ratios as bars with the range of the pairs and the target as a mark; a panel for each size and threads."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The peer's side of training: TRL's own trainers, held after each optimizer step (each round, for grpo and ppo).
+"""The peer's side of training: TRL's trainers, held after each optimizer step (each round, for grpo and ppo).
 
 What is set makes both sides do the same work: float32 without autocast, no activation checkpointing, no logging, no
 saving, rows in the order of the file, the same constant learning rate. All else is TRL's default.
@@ -40,14 +40,14 @@ class Counter:
 
 
 def count_real_tokens(batch):
-    """Tokens that are no padding."""
+    """Count tokens that are no padding."""
     if "prompt_mask" in batch:
         return int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
     return int(batch["attention_mask"].sum())
 
 
 class Hold(transformers.TrainerCallback):
-    """Answers after every `every` optimizer steps, then waits to be told to go on."""
+    """Callback that answers after every `every` optimizer steps, then waits for the next request."""
 
     def __init__(self, gate, every, take):
         self.gate, self.every, self.take, self.steps = gate, every, take, 0
@@ -60,7 +60,7 @@ class Hold(transformers.TrainerCallback):
 
 
 def run(stage, folder, steps, gate):
-    """Make the trainer, then train for as many steps as told."""
+    """Make the trainer, then train for as many steps as requested."""
     datasets.disable_progress_bars()
     datasets.disable_caching()
     transformers.utils.logging.disable_progress_bar()
@@ -137,10 +137,14 @@ def make_trainer(stage, folder, tokenizer, rows, output, steps, epochs):
     if stage == "sft":
         return trl.SFTTrainer(model=load_policy(folder), args=trl.SFTConfig(**options), **shared)
     if stage == "reward":
-        return trl.RewardTrainer(model=load_scorer(folder), args=trl.RewardConfig(**options), **shared)
+        return trl.RewardTrainer(
+            model=load_scorer(folder), args=trl.RewardConfig(**options), **shared
+        )
     if stage == "dpo":
         args = trl.DPOConfig(**options)
-        return trl.DPOTrainer(model=load_policy(folder), ref_model=load_policy(folder), args=args, **shared)
+        return trl.DPOTrainer(
+            model=load_policy(folder), ref_model=load_policy(folder), args=args, **shared
+        )
 
     def reward(prompts, completions, answer, **_):
         return [inputs.score(text, right) for text, right in zip(completions, answer, strict=True)]
@@ -158,7 +162,7 @@ def make_trainer(stage, folder, tokenizer, rows, output, steps, epochs):
 
 
 def make_ppo_trainer(folder, tokenizer, rows, output, steps):
-    """The experimental PPO of TRL 1.12: a reward model, a separate value model, one epoch of one minibatch."""
+    """Make the experimental PPO of TRL 1.12: a reward model, a separate value model, one epoch of one minibatch."""
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     batch = inputs.BATCH["ppo"]
