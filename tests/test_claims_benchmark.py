@@ -38,10 +38,13 @@ def test_intervals_by_hand():
     assert (mean, low, high) == pytest.approx(
         (2.0, 2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3))
     )
-    assert intervals.estimate_gap([3.0, 4.0, 5.0], [1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.0, 2.0))
+    assert intervals.estimate_gap([3.0, 4.0, 5.0], [1.0, 2.0, 3.0]) == pytest.approx(
+        (2.0, 2.0, 2.0)
+    )
     assert math.isnan(intervals.estimate_interval([1.0])[1])
     assert [
-        intervals.describe_gap(*pair) for pair in ((0.1, 1), (-1, -0.1), (-1, 1), (math.nan, math.nan))
+        intervals.describe_gap(*pair)
+        for pair in ((0.1, 1), (-1, -0.1), (-1, 1), (math.nan, math.nan))
     ] == ["true", "refuted: worse", "not shown", "one seed"]
     assert intervals.format_interval((0.5, 0.25, 0.75), 100) == "50.0 [25.0, 75.0]"
 

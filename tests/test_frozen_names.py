@@ -61,11 +61,11 @@ class LiveRuns:
     def _play(self, label: str, scene: Callable[[Path], Any]) -> Any:
         folder = self.folder / label
         folder.mkdir()
-        found = scene(folder)
+        names = scene(folder)
         files, fields = describe_folder(folder, label)
         self.files |= files
         self.fields |= fields
-        return found
+        return names
 
 
 @cache
@@ -98,13 +98,13 @@ TRACKED = {
 
 def list_tracked_names(database: Path) -> set[str]:
     """Return the names in each table of a tracking store, with `N` for digests and numbers."""
-    found = set()
+    tracked = set()
     for table, column in TRACKED.items():
         names = {
             str(name) for (name,) in query_names(database, f"select distinct {column} from {table}")
         }
-        found |= {f"{table}: {generalize_name(name)}" for name in names}
-    return found
+        tracked |= {f"{table}: {generalize_name(name)}" for name in names}
+    return tracked
 
 
 def list_states() -> Names:
@@ -112,11 +112,11 @@ def list_states() -> Names:
     states = dict(scenes.collect_trainer_states())
     keys = {name: set(list_fields(state)) for name, state in states.items()}
     common = set.intersection(*keys.values())
-    found = {f"every trainer: {path}" for path in common}
-    found |= {f"{name}: {path}" for name, paths in keys.items() for path in paths - common}
+    names = {f"every trainer: {path}" for path in common}
+    names |= {f"{name}: {path}" for name, paths in keys.items() for path in paths - common}
     for state in states.values():
-        found |= {f"weights: {path}" for path in list_fields(state, keep_names=True) if "." in path}
-    return dict.fromkeys(found, "")
+        names |= {f"weights: {path}" for path in list_fields(state, keep_names=True) if "." in path}
+    return dict.fromkeys(names, "")
 
 
 def list_tracking_names() -> Names:
@@ -179,7 +179,7 @@ def write_frozen(section: str, names: Names) -> None:
 @pytest.mark.parametrize("section", SECTIONS)
 def test_names_are_as_they_were(section: str) -> None:
     frozen, present = read_frozen(section), SECTIONS[section]()
-    gone = [f"{name}  {about}".rstrip() for name, about in frozen.items() if name not in present]
+    missing = [f"{name}  {about}".rstrip() for name, about in frozen.items() if name not in present]
     changed = [
         f"{name}: {about!r}, now {present[name]!r}"
         for name, about in frozen.items()
@@ -187,12 +187,12 @@ def test_names_are_as_they_were(section: str) -> None:
     ]
     new = sorted(present.keys() - frozen.keys())
     file = f"tests/frozen/{section}.json"
-    said = [
-        describe_lines("gone, though users or files of earlier runs have them", gone),
+    problems = [
+        describe_lines("gone, though users or files of earlier runs have them", missing),
         describe_lines("changed, though users or files of earlier runs rely on them", changed),
         describe_lines(f"new; `{ADD}` takes them into {file}", new),
     ]
-    assert not gone and not changed and not new, f"{file}:\n" + "\n".join(filter(None, said))
+    assert not missing and not changed and not new, f"{file}:\n" + "\n".join(filter(None, problems))
 
 
 def describe_lines(heading: str, names: list[str]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from fuzz.mutation import MAX_BYTES, mutated
+from fuzz.mutation import MAX_BYTES, mutate
 from fuzz.run import Fuzzer
-from fuzz.targets import CORPUS, TARGETS, corpus
+from fuzz.targets import CORPUS, TARGETS, read_corpus
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,12 +29,12 @@ def test_kept_inputs_are_read_or_refused(name, path):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_mutations_are_read_or_refused(name):
-    kept = corpus(name)
+    inputs = read_corpus(name)
 
     @settings(checked, max_examples=EXAMPLES[name])
-    @given(st.sampled_from(kept), st.randoms(use_true_random=False))
+    @given(st.sampled_from(inputs), st.randoms(use_true_random=False))
     def run(data, chance):
-        TARGETS[name](mutated(data, chance, kept))
+        TARGETS[name](mutate(data, chance, inputs))
 
     run()
     assert EXAMPLES[name] > 0
@@ -47,7 +47,7 @@ def test_the_fuzzer_keeps_what_reaches_new_lines_and_makes_failures_smaller(monk
 
     monkeypatch.setitem(TARGETS, "tool_call", target)
     fuzzer = Fuzzer("tool_call", 0)
-    assert fuzzer.failures == {} and fuzzer.num_inputs == len(corpus("tool_call"))
+    assert fuzzer.failures == {} and fuzzer.num_inputs == len(read_corpus("tool_call"))
     fuzzer.feed(b"abc" * 50 + b"zz" + b"d" * 99)
     ((cause, smallest),) = fuzzer.failures.items()
     assert cause.startswith("KeyError at test_fuzz.py") and smallest == b"zz"
@@ -55,7 +55,7 @@ def test_the_fuzzer_keeps_what_reaches_new_lines_and_makes_failures_smaller(monk
 
 def test_mutations_are_bounded_and_repeat_with_their_seed():
     made = [
-        [mutated(b"name: x\n", random.Random(seed), [b"a: b"]) for seed in range(200)]
+        [mutate(b"name: x\n", random.Random(seed), [b"a: b"]) for seed in range(200)]
         for _ in range(2)
     ]
     assert made[0] == made[1] and len(set(made[0])) > 150 and max(map(len, made[0])) <= MAX_BYTES

@@ -79,9 +79,9 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     server.close()
 
 
-def state_of(folder: Path, without: Path) -> dict[str, tuple[Any, ...]]:
+def read_state(folder: Path, without: Path) -> dict[str, tuple[Any, ...]]:
     """Everything below a folder: kind, mode, size, time of change, link target, content of small files."""
-    found: dict[str, tuple[Any, ...]] = {}
+    state: dict[str, tuple[Any, ...]] = {}
     for root, folders, files in os.walk(folder):
         if Path(root) == without:
             folders.clear()
@@ -96,17 +96,17 @@ def state_of(folder: Path, without: Path) -> dict[str, tuple[Any, ...]]:
                 content = hashlib.sha256(path.read_bytes()).hexdigest()
             target = os.readlink(path) if path.is_symlink() else ""
             when = 0 if stat.S_ISDIR(info.st_mode) and path == without.parent else info.st_mtime_ns
-            found[str(path.relative_to(folder))] = (
+            state[str(path.relative_to(folder))] = (
                 info.st_mode,
                 info.st_size * bool(when),
                 when,
                 target,
                 content,
             )
-    return found
+    return state
 
 
-def make(case: Case, root: Path) -> Path:
+def make_folder(case: Case, root: Path) -> Path:
     """The folder that a case runs in, with canaries beside it."""
     inside = root / "inside"
     inside.mkdir()
@@ -125,7 +125,7 @@ def make(case: Case, root: Path) -> Path:
     return inside
 
 
-def _first(lines: list[str]) -> int:
+def _find_message(lines: list[str]) -> int:
     return next(
         (index for index, line in enumerate(lines) if line.startswith("posttrain: ")), len(lines)
     )
@@ -134,11 +134,11 @@ def _first(lines: list[str]) -> int:
 def check(case: Case, runner: Runner, root: Path) -> None:
     """Run a case and look at its end, its message, its cost and what lies around."""
     inside, streams = (
-        make(case, root),
+        make_folder(case, root),
         [root.with_name(f"{root.name}.{name}") for name in ("out", "err")],
     )
     free = inside / "outputs" if case.writes else root / "nothing"
-    before = state_of(root, without=free)
+    before = read_state(root, without=free)
     report = runner.run(
         {
             "folder": str(inside),
@@ -154,27 +154,29 @@ def check(case: Case, runner: Runner, root: Path) -> None:
         }
     )
     out, err = (path.read_text(errors="surrogateescape") for path in streams)
-    told = f"{report}\n--- stdout\n{out[-1500:]}\n--- stderr\n{err[-3000:]}"
-    assert report["code"] == case.code, told
-    assert report["seen"] == [], told
-    assert state_of(root, without=free) == before, told
-    assert "Traceback" not in out + err and "MemoryError" not in err, told
+    details = f"{report}\n--- stdout\n{out[-1500:]}\n--- stderr\n{err[-3000:]}"
+    assert report["code"] == case.code, details
+    assert report["seen"] == [], details
+    assert read_state(root, without=free) == before, details
+    assert "Traceback" not in out + err and "MemoryError" not in err, details
     if case.code == 0:
-        assert all(part in out for part in case.says), told
+        assert all(part in out for part in case.says), details
         return
-    said = [line for line in err.splitlines() if not line.startswith("posttrain: warning: ")]
-    if said and said[0].startswith("usage: "):  # of the parser of arguments
-        said = [
+    messages = [line for line in err.splitlines() if not line.startswith("posttrain: warning: ")]
+    if messages and messages[0].startswith("usage: "):  # of the parser of arguments
+        messages = [
             re.sub(r"^posttrain( \w+)?: ", "posttrain: ", line)
-            for line in said
+            for line in messages
             if line.startswith("posttrain")
         ]
-    assert said and all(LOGGED.match(line) for line in said[: _first(said)]), told
-    assert sum(line.startswith("posttrain: ") for line in said) == 1, told
-    assert 20 < len(err) < LONGEST_MESSAGE and SECRET not in err and "\0" not in err, told
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", err), told
+    assert messages and all(LOGGED.match(line) for line in messages[: _find_message(messages)]), (
+        details
+    )
+    assert sum(line.startswith("posttrain: ") for line in messages) == 1, details
+    assert 20 < len(err) < LONGEST_MESSAGE and SECRET not in err and "\0" not in err, details
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", err), details
     for part in case.says:
-        assert part in err, f"{part!r} is not said\n{told}"
+        assert part in err, f"{part!r} is not said\n{details}"
 
 
 @pytest.mark.parametrize(

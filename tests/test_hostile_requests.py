@@ -50,10 +50,10 @@ class Server:
         """Bytes sent back until the server closes the connection."""
         with socket.create_connection((HOST, self.port), timeout=PATIENCE_S) as connection:
             connection.sendall(request.replace(b"PORT", str(self.port).encode()))
-            found = b""
+            received = b""
             while part := connection.recv(2**16):
-                found += part
-            return found
+                received += part
+            return received
 
 
 @pytest.fixture(scope="module")
@@ -156,19 +156,19 @@ def test_hostile_requests_are_refused_and_the_server_goes_on(
     server: Server, request_: bytes, status: object
 ) -> None:
     try:
-        found = server.answer(request_)
+        answer = server.answer(request_)
     except (ConnectionResetError, BrokenPipeError):
-        found = b""
-    code = int(found.split(b" ", 2)[1]) if found.startswith(b"HTTP/1.1 ") else 0
-    assert code in (status if isinstance(status, tuple) else (status,)), found[:500]
+        answer = b""
+    code = int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
+    assert code in (status if isinstance(status, tuple) else (status,)), answer[:500]
     assert (
-        b"s3cret" not in found
-        and b"Traceback" not in found
-        and b"root:" not in found
-        and b"X-Evil" not in found
+        b"s3cret" not in answer
+        and b"Traceback" not in answer
+        and b"root:" not in answer
+        and b"X-Evil" not in answer
     )
-    assert len(found) < 2000
-    assert b"access-control-allow-origin" not in found.lower()
+    assert len(answer) < 2000
+    assert b"access-control-allow-origin" not in answer.lower()
     good = server.answer(get("/export/run.json?run=", "Origin: http://localhost:PORT"))
     assert good.startswith(b"HTTP/1.1 200 "), "the server goes on, for its own page"
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 from helpers.import_graph import (
-    circles,
-    edges,
-    imports_of,
+    find_circles,
+    get_room,
+    list_edges,
+    list_imported_rooms,
+    list_imports,
     modules,
     parsed,
-    room_of,
-    rooms_imported,
 )
 
 PACKAGES = ("rl_core", "tasks", "flows", "posttrain")
@@ -76,7 +76,7 @@ TRAINERS = {
 }
 
 
-def modules_loaded_by(*programs: str) -> list[set[str]]:
+def list_loaded_modules(*programs: str) -> list[set[str]]:
     """Top-level modules in sys.modules of a fresh interpreter after each of these programs, one after the other."""
     show = "\nimport sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))\n"
     done = subprocess.run(
@@ -89,7 +89,7 @@ def modules_loaded_by(*programs: str) -> list[set[str]]:
     return [set(line.split()) for line in done.stdout.splitlines()]
 
 
-def place(path: Path, line: int) -> str:
+def format_place(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
 
 
@@ -101,19 +101,19 @@ def test_rl_core_imports_without_prefect_mlflow_pydantic_yaml():
     assert len(names) > 30  # the walk found the package
     allowed = "import torch, transformers, peft\nfrom transformers import AutoModelForCausalLM, LlamaForCausalLM"
     # transformers itself reads YAML, so what it loads alone is no doing of ours.
-    before, after = modules_loaded_by(
+    before, after = list_loaded_modules(
         allowed, f"import importlib\nfor name in {names!r}: importlib.import_module(name)"
     )
     assert "rl_core" in after - before
     assert (after - before) & set(FORBIDDEN) == set()
     assert {"prefect", "mlflow", "tasks", "flows"} & after == set()
-    (light,) = modules_loaded_by("import rl_core, rl_core.types")
+    (light,) = list_loaded_modules("import rl_core, rl_core.types")
     assert "rl_core" in light and {"prefect", "mlflow", "pydantic", "yaml"} & light == set()
 
 
 def test_optional_packages_are_imported_inside_functions_alone():
     wrong = [
-        place(path, node.lineno)
+        format_place(path, node.lineno)
         for path in modules("rl_core").values()
         for node in parsed(path).body
         if isinstance(node, ast.Import | ast.ImportFrom)
@@ -136,9 +136,9 @@ def test_imports_run_downwards(package):
         "posttrain": {"mlflow"},
     }[package]
     wrong = [
-        f"{place(path, line)} imports {name}"
+        f"{format_place(path, line)} imports {name}"
         for path in modules(package).values()
-        for line, name in imports_of(path)
+        for line, name in list_imports(path)
         if name.split(".")[0] in banned
     ]
     assert wrong == []
@@ -146,10 +146,10 @@ def test_imports_run_downwards(package):
 
 def test_only_the_tracking_package_imports_mlflow():
     wrong = [
-        place(path, line)
+        format_place(path, line)
         for package in ("tasks", "flows", "posttrain")
         for path in modules(package).values()
-        for line, name in imports_of(path)
+        for line, name in list_imports(path)
         if name.split(".")[0] == "mlflow" and path.parent.name != "tracking"
     ]
     assert wrong == []
@@ -160,15 +160,15 @@ def test_only_the_tracking_package_imports_mlflow():
 
 def test_circles_are_found():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
-    assert circles(graph) == [["b", "c"], ["d", "e"]]
-    assert circles({"a": {"b"}, "b": set()}) == []
+    assert find_circles(graph) == [["b", "c"], ["d", "e"]]
+    assert find_circles({"a": {"b"}, "b": set()}) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_room_has_one_place_in_the_order(package):
     listed = [room for level in LEVELS[package] for room in level]
     assert len(listed) == len(set(listed))
-    assert {room_of(module) for module in modules(package)} - set(
+    assert {get_room(module) for module in modules(package)} - set(
         listed
     ) == set()  # a new room gets its place above
 
@@ -176,7 +176,7 @@ def test_every_room_has_one_place_in_the_order(package):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_room_imports_one_above_it(package):
     level_of = {room: level for level, rooms in enumerate(LEVELS[package]) for room in rooms}
-    graph = edges(package)
+    graph = list_edges(package)
     empty = {package} - {
         module for module, others in graph.items() if others
     }  # `from tasks import x` takes x alone
@@ -184,19 +184,19 @@ def test_no_room_imports_one_above_it(package):
         f"{module} imports {other}"
         for module, others in graph.items()
         for other in sorted(others - empty)
-        if level_of[room_of(other)] > level_of[room_of(module)]
+        if level_of[get_room(other)] > level_of[get_room(module)]
     ]
     assert wrong == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_circles_between_rooms(package):
-    assert circles(rooms_imported(package)) == []
+    assert find_circles(list_imported_rooms(package)) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_circles_between_modules(package):
-    assert circles(edges(package)) == []
+    assert find_circles(list_edges(package)) == []
 
 
 def test_no_trainer_imports_another():
@@ -209,7 +209,7 @@ def test_no_trainer_imports_another():
     assert known >= TRAINERS
     wrong = [
         f"{module} imports {other}"
-        for module, others in edges("rl_core").items()
+        for module, others in list_edges("rl_core").items()
         if module.startswith(("rl_core.trainers.", "rl_core.thoughts", "rl_core.networks"))
         for other in sorted(others)
         if trainer_of(other) not in ("", trainer_of(module))
@@ -262,27 +262,33 @@ for name in own:
 """
 
 
-def foreign_imports(package: str) -> dict[str, set[str]]:
+def list_foreign_imports(package: str) -> dict[str, set[str]]:
     """Modules of other projects that a package imports while its own modules are imported, and the names it takes."""
-    found: dict[str, set[str]] = defaultdict(set)
+    names_by_module: dict[str, set[str]] = defaultdict(set)
     for path in modules(package).values():
         for node in parsed(path).body:
             if isinstance(node, ast.Import):
-                found.update({alias.name: found[alias.name] for alias in node.names})
+                names_by_module.update(
+                    {alias.name: names_by_module[alias.name] for alias in node.names}
+                )
             elif isinstance(node, ast.ImportFrom) and node.module:
-                found[node.module] |= {alias.name for alias in node.names}
-    own = {*PACKAGES, *sys.stdlib_module_names}
-    return {name: taken for name, taken in found.items() if name.split(".")[0] not in own}
+                names_by_module[node.module] |= {alias.name for alias in node.names}
+    known = {*PACKAGES, *sys.stdlib_module_names}
+    return {
+        name: taken for name, taken in names_by_module.items() if name.split(".")[0] not in known
+    }
 
 
 def test_importing_a_module_has_no_side_effect(tmp_path):
     """All floors are imported in one process, the lowest first, other packages before them."""
-    found: dict[str, set[str]] = defaultdict(set)
+    names_by_module: dict[str, set[str]] = defaultdict(set)
     for package in PACKAGES:
-        for name, taken in foreign_imports(package).items():
-            found[name] |= taken
-    own = [name for package in PACKAGES for name in sorted(modules(package))]
-    arguments = json.dumps([sorted((name, sorted(taken)) for name, taken in found.items()), own])
+        for name, taken in list_foreign_imports(package).items():
+            names_by_module[name] |= taken
+    our_modules = [name for package in PACKAGES for name in sorted(modules(package))]
+    arguments = json.dumps(
+        [sorted((name, sorted(taken)) for name, taken in names_by_module.items()), our_modules]
+    )
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT_ALL, arguments],
@@ -304,7 +310,7 @@ def test_no_class_name_occurs_twice():
         for path in modules(package).values():
             for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.ClassDef):
-                    places[node.name].append(place(path, node.lineno))
+                    places[node.name].append(format_place(path, node.lineno))
     assert len(places) > 100
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 

@@ -16,10 +16,10 @@ def load_benchmark():
 def test_wrong_promotions_stay_below_alpha_over_all_attempts_on_the_same_episodes():
     """The bound of 5% holds for the chance itself; 100 plays lie within 4 deviations (2.2 points each)."""
     simulation = load_benchmark()
-    found = simulation.wrong_promotions(repetitions=100, episodes=60, seed=1, attempts=(1, 10))
-    assert found["spend"][10] <= 0.05 + 4 * 0.022
-    assert found["interval"][10] > found["spend"][10]  # what the interval alone lets through
-    assert found["interval"][1] <= 0.1 and found["fresh"][1] <= 0.05 + 4 * 0.022
+    shares = simulation.wrong_promotions(repetitions=100, episodes=60, seed=1, attempts=(1, 10))
+    assert shares["spend"][10] <= 0.05 + 4 * 0.022
+    assert shares["interval"][10] > shares["spend"][10]  # what the interval alone lets through
+    assert shares["interval"][1] <= 0.1 and shares["fresh"][1] <= 0.05 + 4 * 0.022
 
 
 def test_a_real_gain_is_found_on_enough_episodes_and_seldom_on_few():

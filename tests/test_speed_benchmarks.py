@@ -11,7 +11,13 @@ import gpu
 import pytest
 import torch
 from speed import inputs, table
-from speed.floor import Rates, Shape, compute_adamw_seconds, compute_decode_seconds, compute_floor_rates
+from speed.floor import (
+    Rates,
+    Shape,
+    compute_adamw_seconds,
+    compute_decode_seconds,
+    compute_floor_rates,
+)
 from speed.growth import EXPECTED, Fit
 from speed.protocol import Others, Worker, WorkerFailed, read_machine_cpu_s, take_turns
 
@@ -69,10 +75,10 @@ def test_sides_take_turns_and_the_first_changes():
             calls.append(self.name)
             return len(calls)
 
-    dropped, kept = take_turns({"ours": Side("ours"), "peer": Side("peer")}, steps=2, warmup=1)
+    dropped, measured = take_turns({"ours": Side("ours"), "peer": Side("peer")}, steps=2, warmup=1)
     assert calls == ["ours", "peer", "peer", "ours", "ours", "peer"]
     assert dropped == {"ours": [1], "peer": [2]}
-    assert kept == {"ours": [4, 5], "peer": [3, 6]}
+    assert measured == {"ours": [4, 5], "peer": [3, 6]}
 
 
 @pytest.mark.skipif(read_machine_cpu_s() is None, reason="the system has no /proc/stat")
@@ -134,13 +140,17 @@ def test_other_rows_are_seen():
     line = table.summarize_case(make_case([answer(1, 1, 100, 0.0)], [answer(1, 1, 99, 0.0)]), None)
     assert line.same_tokens is False
     assert (
-        table.summarize_case(make_case([answer(1, 1, 100)], [answer(1, 1, 99)], "grpo"), None).same_tokens
+        table.summarize_case(
+            make_case([answer(1, 1, 100)], [answer(1, 1, 99)], "grpo"), None
+        ).same_tokens
         is None
     )
 
 
 def test_the_table_says_what_was_met_and_what_fails():
-    fast = table.summarize_case(make_case([answer(1, 1, loss=1.0)], [answer(3, 3, loss=1.0)]), 200.0)
+    fast = table.summarize_case(
+        make_case([answer(1, 1, loss=1.0)], [answer(3, 3, loss=1.0)]), 200.0
+    )
     slow = table.summarize_case(make_case([answer(1, 1)], [answer(1.5, 1)], "generate_32x64"), None)
     checks = {
         "small": [
@@ -188,7 +198,9 @@ def test_floor_by_hand():
     assert ROUND.forward_flops([2, 3], 1) == 1000 + 40 + 104
     assert ROUND.parameters == 100 + 40 + 12
     rates = Rates(train_flops=10.0, best_flops=20.0, read_bytes=8.0, copy_bytes=4.0)
-    assert compute_adamw_seconds(ROUND, rates) == 7 * 4 * 152 / 8  # in the cache: the quicker of both
+    assert (
+        compute_adamw_seconds(ROUND, rates) == 7 * 4 * 152 / 8
+    )  # in the cache: the quicker of both
     # 3 rows of 2 new tokens behind 5: products 3 * (2*2*120 + 4*(5 + 6)*4) = 1968 at 20/s; prompt 1 * 2*100*5 at 10/s
     assert compute_decode_seconds(ROUND, rates, rows=3, new=2, prompt=5, unique=1) == pytest.approx(
         100 + 98.4
@@ -207,20 +219,20 @@ def test_floor_of_the_stages_by_hand():
     }
     rates = Rates(1e3, 1e3, read_bytes=1e9, copy_bytes=1e9)
     adam = 7 * 4 * 152 / 1e9
-    found = compute_floor_rates(ROUND, rates, rows)
+    floors = compute_floor_rates(ROUND, rates, rows)
     forward = 32 * (2 * 100 * 6 + 2 * 20 * 4 + 2 * 36 * 4)
-    assert found["sft"] == pytest.approx(32 * 6 / (3 * forward / 1e3 + adam))
+    assert floors["sft"] == pytest.approx(32 * 6 / (3 * forward / 1e3 + adam))
     trunk = 16 * (2 * 100 * 10 + 2 * (16 + 36) * 4)  # rows of 4 and 6 tokens
-    assert found["reward"] == pytest.approx(160 / (3 * trunk / 1e3 + adam))
-    assert found["dpo"] == pytest.approx(160 / (4 * (trunk + 16 * 2 * 20 * 8) / 1e3 + adam))
+    assert floors["reward"] == pytest.approx(160 / (3 * trunk / 1e3 + adam))
+    assert floors["dpo"] == pytest.approx(160 / (4 * (trunk + 16 * 2 * 20 * 8) / 1e3 + adam))
     tokens, policy = 32 * 67, 32 * (200 * 67 + 40 * 64 + 8 * 67**2)
     decoded = 32 * (64 * 240 + 16 * (64 * 3 + 63 * 32)) / 1e3
     grouped, alone = decoded + 8 * 600 / 1e3, decoded + 32 * 600 / 1e3
-    assert found["grpo"] == pytest.approx(tokens / (grouped + 3 * policy / 1e3 + adam))
-    assert found["grpo4"] == pytest.approx(tokens / (grouped + 4 * (3 * policy / 1e3 + adam)))
+    assert floors["grpo"] == pytest.approx(tokens / (grouped + 3 * policy / 1e3 + adam))
+    assert floors["grpo4"] == pytest.approx(tokens / (grouped + 4 * (3 * policy / 1e3 + adam)))
     values = policy - 32 * 40 * 64
-    assert found["ppo"] == pytest.approx(tokens / (alone + 4 * (policy + values) / 1e3 + 2 * adam))
-    assert found["generate_32x64"] == pytest.approx(32 * 64 / alone)
+    assert floors["ppo"] == pytest.approx(tokens / (alone + 4 * (policy + values) / 1e3 + 2 * adam))
+    assert floors["generate_32x64"] == pytest.approx(32 * 64 / alone)
 
 
 # ---------------------------------------------------------------------------------------------------------- inputs
@@ -303,19 +315,19 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
     arguments = ["--output", str(tmp_path), "--device", "cpu", "--size", "tiny", "--steps", "1"]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, "--parts", "decode,sft,grpo"])
     gpu.main()
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    (decode,) = found["decode"]
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    (decode,) = results["decode"]
     # 4 rows, prompt 8, completion 16; 128 numbers of keys and values a token; 106,816 weights but for the embedding
     read = 2 * (16 * 106_816 + 4 * 128 * sum(range(8, 24)))
     seconds = 4 * 16 / decode["tokens_per_s"]
     assert decode["of_the_bound"] == pytest.approx(
-        read / seconds / found["limits"]["read_bytes_per_s"]
+        read / seconds / results["limits"]["read_bytes_per_s"]
     )
     assert (
-        found["sft"]["loss"] == pytest.approx(math.log(512), abs=0.15)
-        and found["sft"]["in_rollouts"] == 0
+        results["sft"]["loss"] == pytest.approx(math.log(512), abs=0.15)
+        and results["sft"]["in_rollouts"] == 0
     )
-    assert 0 < found["grpo"]["in_rollouts"] < 1 and found["grpo"]["mfu"] > 0
+    assert 0 < results["grpo"]["in_rollouts"] < 1 and results["grpo"]["mfu"] > 0
     assert (
         "| grpo |" in (tmp_path / "gpu.md").read_text()
         and "| rollouts, 4 rows |" in capsys.readouterr().out

@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[1]
 ASSERTING = re.compile(r"_*(assert|check|same|refuse|raises|warns|fail|expect)", re.IGNORECASE)
 
 
-def modules(place: str) -> list[Path]:
-    path = ROOT / place
+def list_modules(folder: str) -> list[Path]:
+    path = ROOT / folder
     return [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
+def parse_module(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -31,7 +31,7 @@ class Checked(NamedTuple):
     called: frozenset[str]  # functions by their plain names
 
 
-def checked(function: ast.FunctionDef) -> Checked:
+def examine_function(function: ast.FunctionDef) -> Checked:
     asserts, called = False, set()
     for node in ast.walk(function):
         if isinstance(node, ast.Assert) or (
@@ -47,40 +47,40 @@ def checked(function: ast.FunctionDef) -> Checked:
     return Checked(function.name, function.lineno, asserts, frozenset(called))
 
 
-def functions(tree: ast.Module) -> list[Checked]:
-    return [checked(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+def examine_functions(tree: ast.Module) -> list[Checked]:
+    return [examine_function(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
-def asserting(found: list[Checked]) -> set[str]:
+def find_asserting(checked: list[Checked]) -> set[str]:
     """Names of functions that assert, directly or by calling one another."""
     names: set[str] = set()
-    while more := {one.name for one in found if one.asserts or one.called & names} - names:
+    while more := {one.name for one in checked if one.asserts or one.called & names} - names:
         names |= more
     return names
 
 
-def hollow(trees: dict[str, ast.Module], helpers: list[ast.Module]) -> list[str]:
+def find_hollow_tests(trees: dict[str, ast.Module], helpers: list[ast.Module]) -> list[str]:
     """Test functions without an assertion of their own, of their module's functions or of the helpers."""
-    shared = asserting([one for tree in helpers for one in functions(tree)])
-    found = []
-    for place, tree in trees.items():
-        own = functions(tree)
-        known = asserting(own) | shared
-        found += [
-            f"{place}:{one.line}: {one.name}"
-            for one in own
+    shared = find_asserting([one for tree in helpers for one in examine_functions(tree)])
+    hollow = []
+    for file, tree in trees.items():
+        checked = examine_functions(tree)
+        known = find_asserting(checked) | shared
+        hollow += [
+            f"{file}:{one.line}: {one.name}"
+            for one in checked
             if one.name.startswith("test_") and not one.asserts and not one.called & known
         ]
-    return found
+    return hollow
 
 
 def test_every_test_asserts() -> None:
-    trees = {str(path.relative_to(ROOT)): parsed(path) for path in modules("tests")}
-    tests = {place: tree for place, tree in trees.items() if Path(place).name.startswith("test_")}
-    helpers = [tree for place, tree in trees.items() if place not in tests]
+    trees = {str(path.relative_to(ROOT)): parse_module(path) for path in list_modules("tests")}
+    tests = {file: tree for file, tree in trees.items() if Path(file).name.startswith("test_")}
+    helpers = [tree for file, tree in trees.items() if file not in tests]
     assert len(tests) > 100
-    found = hollow(tests, helpers)
-    assert not found, "\n".join(found)
+    hollow = find_hollow_tests(tests, helpers)
+    assert not hollow, "\n".join(hollow)
 
 
 def test_the_checks_find_what_they_look_for() -> None:
@@ -88,4 +88,4 @@ def test_the_checks_find_what_they_look_for() -> None:
         "def test_a():\n    f()\ndef test_b():\n    assert f()\ndef test_c():\n    g()\n"
     )
     helper = ast.parse("def g():\n    h()\ndef h():\n    assert True\n")
-    assert hollow({"x": empty}, [helper]) == ["x:1: test_a"]
+    assert find_hollow_tests({"x": empty}, [helper]) == ["x:1: test_a"]

@@ -135,21 +135,21 @@ FUNCTIONS = {
 NAMES = {"save_file", "own_file", "fdopen"}
 
 
-def _mode(call: ast.Call, position: int) -> str:
+def _read_mode(call: ast.Call, position: int) -> str:
     """The mode of an `open`; "?" where it is computed."""
-    given = [keyword.value for keyword in call.keywords if keyword.arg == "mode"] + call.args[
+    modes = [keyword.value for keyword in call.keywords if keyword.arg == "mode"] + call.args[
         position : position + 1
     ]
-    if not given:
+    if not modes:
         return "r"
-    return str(given[0].value) if isinstance(given[0], ast.Constant) else "?"
+    return str(modes[0].value) if isinstance(modes[0], ast.Constant) else "?"
 
 
-def _writes(call: ast.Call) -> str | None:
+def _name_writer(call: ast.Call) -> str | None:
     """Name under which a call that writes is listed above; None for any other."""
     function = call.func
     if isinstance(function, ast.Name):
-        if function.id == "open" and set(_mode(call, 1)) & (WRITING_MODES | {"?"}):
+        if function.id == "open" and set(_read_mode(call, 1)) & (WRITING_MODES | {"?"}):
             return "open"
         return function.id if function.id in NAMES else None
     if not isinstance(function, ast.Attribute):
@@ -163,7 +163,7 @@ def _writes(call: ast.Call) -> str | None:
     if module == "os" and function.attr == "fdopen":
         return "fdopen"
     if function.attr == "open" and module not in ("os", "tarfile", "zipfile"):
-        mode = set(_mode(call, 1 if module in ("io", "gzip", "bz2", "lzma", "codecs") else 0))
+        mode = set(_read_mode(call, 1 if module in ("io", "gzip", "bz2", "lzma", "codecs") else 0))
         return "open" if mode <= set("rwabxt+") and mode & WRITING_MODES else None
     if (
         function.attr == "replace" and len(call.args) == 1 and not call.keywords
@@ -174,14 +174,14 @@ def _writes(call: ast.Call) -> str | None:
     return function.attr if function.attr in METHODS else None
 
 
-def writes(source: str) -> Iterator[tuple[int, str]]:
+def list_writes(source: str) -> Iterator[tuple[int, str]]:
     """(line, name) of every call that writes a file."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and (name := _writes(node)) is not None:
+        if isinstance(node, ast.Call) and (name := _name_writer(node)) is not None:
             yield node.lineno, name
 
 
-def found() -> list[tuple[str, int, str]]:
+def list_writes_outside_storage() -> list[tuple[str, int, str]]:
     """(file, line, name) outside of the storage room."""
     paths = [
         path
@@ -193,19 +193,21 @@ def found() -> list[tuple[str, int, str]]:
         (name, line, call)
         for name in names
         if not name.startswith("rl_core/storage/")
-        for line, call in writes((ROOT / name).read_text())
+        for line, call in list_writes((ROOT / name).read_text())
     ]
 
 
 def test_nothing_else_writes_files() -> None:
     others = [
-        f"{file}:{line}: {call}" for file, line, call in found() if (file, call) not in EXCEPTIONS
+        f"{file}:{line}: {call}"
+        for file, line, call in list_writes_outside_storage()
+        if (file, call) not in EXCEPTIONS
     ]
     assert not others, "\n".join([*others, HINT])
 
 
 def test_every_exception_is_needed_and_has_a_reason() -> None:
-    used = {(file, call) for file, _, call in found()}
+    used = {(file, call) for file, _, call in list_writes_outside_storage()}
     assert set(EXCEPTIONS) - used == set()
     assert all(len(reason) > 5 for reason in EXCEPTIONS.values()) and len(EXCEPTIONS) < 40
 
@@ -233,7 +235,7 @@ def test_every_exception_is_needed_and_has_a_reason() -> None:
     ],
 )
 def test_a_new_writer_is_found(line: str, name: str) -> None:
-    assert list(writes(f"def f():\n    {line}\n")) == [(2, name)]
+    assert list(list_writes(f"def f():\n    {line}\n")) == [(2, name)]
 
 
 @pytest.mark.parametrize(
@@ -251,4 +253,4 @@ def test_a_new_writer_is_found(line: str, name: str) -> None:
     ],
 )
 def test_readers_are_not(line: str) -> None:
-    assert list(writes(line)) == []
+    assert list(list_writes(line)) == []

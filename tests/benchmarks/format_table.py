@@ -27,7 +27,7 @@ from helpers.format_files import (
     FormatFile,
     make_renderer,
     places,
-    raw_rows,
+    read_raw_rows,
     read,
     recorded,
     sides_of,
@@ -147,13 +147,13 @@ def record_masks(trl: str, questions: Path, pairs: Path, only: Collection[str]) 
             trl,
             folder / "small",
             small_renderer(),
-            {f.name: (f, raw_rows(f.path)) for f in files},
+            {f.name: (f, read_raw_rows(f.path)) for f in files},
             False,
         )
         real = _write_real_files(folder, files, questions, pairs)
         texts = [line for path in (questions, pairs) for line in path.read_text().split("\n")]
         renderer = make_renderer(texts, 2000)
-        jobs = {f.name: (f, raw_rows(path)[:COMPARED]) for f, path in real}
+        jobs = {f.name: (f, read_raw_rows(path)[:COMPARED]) for f, path in real}
         theirs = _run_trl(trl, folder / "real", renderer, jobs, True)
         counts = {
             f.name: _count_tokens(f, path, renderer, theirs["files"][f.name]) for f, path in real
@@ -193,8 +193,8 @@ def _write_real_files(
     folder: Path, files: Iterable[FormatFile], questions: Path, pairs: Path
 ) -> list[tuple[FormatFile, Path]]:
     """Write real text in the columns of each format."""
-    pairs_of_text = [(row["question"], row["answer"]) for row in raw_rows(questions)]
-    judged = [(row["prompt"], row["chosen"], row["rejected"]) for row in raw_rows(pairs)]
+    pairs_of_text = [(row["question"], row["answer"]) for row in read_raw_rows(questions)]
+    judged = [(row["prompt"], row["chosen"], row["rejected"]) for row in read_raw_rows(pairs)]
     made = []
     for file in files:
         if file.name in QUESTIONS:

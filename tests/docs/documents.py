@@ -32,44 +32,44 @@ class Block:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def blocks(language: str) -> list[Block]:
+def list_blocks(language: str) -> list[Block]:
     """All fenced blocks of a language."""
-    found = []
+    blocks = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for match in _FENCE.finditer(text):
             note, kind, body = match.groups()
             if kind == language:
-                found.append(
+                blocks.append(
                     Block(page, kind, body, note or "", text[: match.start(3)].count("\n") + 1)
                 )
-    return found
+    return blocks
 
 
-def prose(page: Path) -> str:
+def strip_blocks(page: Path) -> str:
     """A page without fenced blocks."""
     return _FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
-def links(page: Path) -> list[tuple[bool, str]]:
+def list_links(page: Path) -> list[tuple[bool, str]]:
     """(is a picture, target) of every Markdown link outside code."""
-    text = re.sub(r"^ {4}.*$", "", prose(page), flags=re.MULTILINE)
+    text = re.sub(r"^ {4}.*$", "", strip_blocks(page), flags=re.MULTILINE)
     return [(bool(mark), target) for mark, target in _LINK.findall(re.sub(r"`[^`\n]*`", "", text))]
 
 
-def anchors(page: Path) -> set[str]:
+def list_anchors(page: Path) -> set[str]:
     """Anchors of a page's headings, as Markdown's toc extension and Git hosts make them."""
-    found = set()
-    for heading in re.findall(r"^#{1,6} (.+)$", prose(page), re.MULTILINE):
-        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
-        slug = re.sub(r"[^\w\s-]", "", plain).strip().lower()
-        found.add(re.sub(r"[-\s]+", "-", slug))
-    return found
+    anchors = set()
+    for heading in re.findall(r"^#{1,6} (.+)$", strip_blocks(page), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        slug = re.sub(r"[^\w\s-]", "", text).strip().lower()
+        anchors.add(re.sub(r"[-\s]+", "-", slug))
+    return anchors
 
 
-def commands() -> list[tuple[str, str]]:
+def list_commands() -> list[tuple[str, str]]:
     """(place, command line) of every `posttrain ...` in code, also of README: indented lines, and inline code."""
-    found = []
+    commands = []
     for page in (ROOT / "README.md", *PAGES):
         lines = [
             re.sub(r"\s{2,}#.*", "", line) for line in page.read_text(encoding="utf-8").splitlines()
@@ -77,10 +77,10 @@ def commands() -> list[tuple[str, str]]:
         for number, line in enumerate(lines, start=1):
             place = f"{page.relative_to(ROOT)}:{number}"
             if match := re.match(r"(?: {4})?(?:\w+=\S+ )*(posttrain .*)", line):
-                found.append((place, match[1].strip()))
-            found += [(place, text) for text in re.findall(r"(`posttrain [^`]+`)", line)]
+                commands.append((place, match[1].strip()))
+            commands += [(place, text) for text in re.findall(r"(`posttrain [^`]+`)", line)]
     return [
         (place, text)
-        for place, text in found
+        for place, text in commands
         if "..." not in text and not text.endswith("posttrain`")
     ]

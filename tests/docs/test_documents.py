@@ -16,7 +16,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from documents import DOCS, PAGES, ROOT, anchors, blocks, commands, links, prose
+from documents import (
+    DOCS,
+    PAGES,
+    ROOT,
+    list_anchors,
+    list_blocks,
+    list_commands,
+    list_links,
+    strip_blocks,
+)
 
 import rl_core
 from posttrain.cli.parser import build_parser
@@ -40,7 +49,7 @@ FOLDERS = r"configs|deployments|docs|examples|flows|posttrain|rl_core|tasks|test
 def package(tmp_path, monkeypatch):
     """The blocks marked `run: NAME` as modules my_package.NAME, and as files NAME.py of the current folder."""
     (tmp_path / "my_package").mkdir()
-    for block in blocks("python"):
+    for block in list_blocks("python"):
         if block.note.startswith("run: "):
             for folder in (tmp_path, tmp_path / "my_package"):
                 (folder / f"{block.note.removeprefix('run: ')}.py").write_text(block.text)
@@ -53,26 +62,26 @@ def package(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_links_and_pictures_resolve(page):
-    for is_picture, target in links(page):
+    for is_picture, target in list_links(page):
         if target.startswith(("http://", "https://")):
             continue
         name, _, anchor = target.partition("#")
         path = (page.parent / name).resolve() if name else page
         assert path.is_file(), f"{page.name}: {target}"
         if anchor and not is_picture:
-            assert anchor in anchors(path), (
-                f"{page.name}: {target}; anchors: {sorted(anchors(path))}"
+            assert anchor in list_anchors(path), (
+                f"{page.name}: {target}; anchors: {sorted(list_anchors(path))}"
             )
 
 
 def test_anchors_are_found_at_all():
     """The checks above would pass on pages without a link."""
-    found = [target for page in PAGES for _, target in links(page)]
-    assert len(found) > 60 and sum("#" in target for target in found) > 10
-    assert "10-a-limit-of-the-sampler-ends-an-episode" in anchors(
+    targets = [target for page in PAGES for _, target in list_links(page)]
+    assert len(targets) > 60 and sum("#" in target for target in targets) > 10
+    assert "10-a-limit-of-the-sampler-ends-an-episode" in list_anchors(
         DOCS / "architecture-decisions.md"
     )
-    assert "stagespolicycurriculum" in anchors(DOCS / "configuration.md")
+    assert "stagespolicycurriculum" in list_anchors(DOCS / "configuration.md")
 
 
 def test_every_page_is_in_the_navigation():
@@ -82,7 +91,7 @@ def test_every_page_is_in_the_navigation():
 
 def test_named_files_exist():
     for page in PAGES:
-        for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", prose(page)):
+        for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", strip_blocks(page)):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
     for path in re.findall(r"`((?:\w+/)+\w+\.py)`", (DOCS / "layout.md").read_text()):
         assert (ROOT / path).exists() or (ROOT / "rl_core" / path).exists(), path
@@ -98,7 +107,7 @@ def test_code_and_configs_name_documents_that_exist():
             named += re.findall(r"(docs/[\w/-]+\.md)(?:, '([^']+)')?", text)
     assert len(named) > 3 and any(section for _, section in named)
     for page, section in named:
-        assert not section or section.lower().replace(" ", "-") in anchors(ROOT / page), (
+        assert not section or section.lower().replace(" ", "-") in list_anchors(ROOT / page), (
             f"{page}, '{section}'"
         )
         assert (ROOT / page).is_file(), page
@@ -113,14 +122,14 @@ def test_layout_names_every_room(floor):
 
 
 def test_named_configs_exist():
-    texts = [prose(page) for page in PAGES] + [block.text for block in blocks("yaml")]
+    texts = [strip_blocks(page) for page in PAGES] + [block.text for block in list_blocks("yaml")]
     named = {path for text in texts for path in re.findall(r"configs/\w+\.yaml", text)}
     assert len(named) > 5
     for path in named:
         assert (ROOT / path).is_file(), path
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.place)
+@pytest.mark.parametrize("block", list_blocks("python"), ids=lambda block: block.place)
 def test_python_compiles(block):
     compile(block.text, block.place, "exec")
     assert max(map(len, block.text.splitlines())) <= 120
@@ -167,13 +176,13 @@ def test_the_loss_of_the_docs_is_the_shipped_one(package):
     # r = (2, 1/2), A = (1, -1), one more token masked: -4 sigmoid(1) and (4 / 1.05) sigmoid(-1.05 / 2), a mean of two
     new = torch.tensor([[math.log(2.0), math.log(0.5), -9.0]], requires_grad=True)
     mask = torch.tensor([[True, True, False]])
-    given = torch.zeros(1, 3), torch.tensor([[1.0, -1.0, 0.0]]), mask
+    arguments = torch.zeros(1, 3), torch.tensor([[1.0, -1.0, 0.0]]), mask
     options = {"num_loss_tokens": 2, "loss_weights_BT": mask / 2}
-    loss, metrics = sapo(new, *given, **options)
+    loss, metrics = sapo(new, *arguments, **options)
     p, q = 1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(0.525))
     assert loss.item() == pytest.approx((-4 * p + 4 / 1.05 * q) / 2)
     assert metrics["gate_mean"].item() == pytest.approx((4 * p * (1 - p) + 4 * q * (1 - q)) / 2)
-    shipped, of_shipped = sapo_loss(new, *given, **options)
+    shipped, of_shipped = sapo_loss(new, *arguments, **options)
     assert loss.item() == pytest.approx(shipped.item())
     assert metrics["gate_mean"].item() == pytest.approx(float(of_shipped["gate_mean"]))
     one, other = (torch.autograd.grad(value, new)[0] for value in (loss, shipped))
@@ -199,8 +208,10 @@ def test_the_parts_of_the_docs_are_taken_as_shown(package):
     settings = build_settings({"name": "x", "stages": stages}, check_files=False)
     policy = settings.stages.policy
     estimate = CustomAdvantages(policy.advantages, policy.advantage_options)
-    found, metrics = estimate([torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])], [2, 6, 1, 1])
-    assert [row.tolist() for row in found] == [[0.75, -0.25], [0.0, 0.0]] and metrics == {
+    advantages, metrics = estimate(
+        [torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])], [2, 6, 1, 1]
+    )
+    assert [row.tolist() for row in advantages] == [[0.75, -0.25], [0.0, 0.0]] and metrics == {
         "baseline": 0.375
     }
     from my_package.conditions import settled
@@ -210,10 +221,10 @@ def test_the_parts_of_the_docs_are_taken_as_shown(package):
     assert settled({"train/success_rate": [0.5]}) is None
     from my_package.measures import asks_back
 
-    asked = Trajectory(
+    trajectory = Trajectory(
         environment="e", level="l", kind="k", seed=0, prompt="p", target="t", turns=[Turn("why? ")]
     )
-    assert asks_back(asked) == 1.0
+    assert asks_back(trajectory) == 1.0
 
 
 def test_the_stage_of_the_docs_rounds_weights(package, monkeypatch, tmp_path):
@@ -265,7 +276,7 @@ def test_rewards_by_column_and_tools_are_used_as_shown(package):
         assert group.rewards == [expected]
 
 
-def calls_of(block):
+def list_calls(block):
     """(dotted name, call or None) of every use of `rl_core.NAME` in a block."""
     tree = ast.parse(block.text)
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
@@ -280,10 +291,12 @@ def calls_of(block):
 
 @pytest.mark.skipif(not hasattr(rl_core, "grpo"), reason="the Python API is not there yet")
 @pytest.mark.parametrize(
-    "block", [b for b in blocks("python") if "import rl_core\n" in b.text], ids=lambda b: b.place
+    "block",
+    [b for b in list_blocks("python") if "import rl_core\n" in b.text],
+    ids=lambda b: b.place,
 )
 def test_calls_of_the_python_api_fit_its_signatures(block):
-    used = list(calls_of(block))
+    used = list(list_calls(block))
     assert used
     for name, call in used:
         function = getattr(rl_core, name)
@@ -294,7 +307,7 @@ def test_calls_of_the_python_api_fit_its_signatures(block):
             )  # TypeError where it does not fit
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.place)
+@pytest.mark.parametrize("block", list_blocks("yaml"), ids=lambda block: block.place)
 def test_yaml_is_a_configuration(block, package, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "tasks.config.cross_checks.check_sink_installed", lambda sink: None
@@ -316,7 +329,9 @@ def test_yaml_is_a_configuration(block, package, tmp_path, monkeypatch):
     build_settings(shown, check_files=False)
 
 
-@pytest.mark.parametrize(("place", "line"), commands(), ids=[place for place, _ in commands()])
+@pytest.mark.parametrize(
+    ("place", "line"), list_commands(), ids=[place for place, _ in list_commands()]
+)
 def test_commands_parse(place, line):
     words = shlex.split(line.strip("`"), comments=True)[1:]
     if line.startswith("`"):  # in a sentence a command may stand without its arguments
@@ -348,7 +363,7 @@ def test_commands_of_pages_for_operators_work_from_a_wheel_which_has_no_folder_o
     monkeypatch.chdir(tmp_path)
     lines = [
         line
-        for place, line in commands()
+        for place, line in list_commands()
         if place.startswith(f"{page}:") and not line.startswith("`")
     ]
     named = [
@@ -360,22 +375,28 @@ def test_commands_of_pages_for_operators_work_from_a_wheel_which_has_no_folder_o
 
 
 def test_enough_is_shown():
-    assert len(commands()) > 40 and len(blocks("yaml")) > 8 and len(blocks("python")) > 6
+    assert (
+        len(list_commands()) > 40
+        and len(list_blocks("yaml")) > 8
+        and len(list_blocks("python")) > 6
+    )
 
 
-def documented_arguments():
+def list_documented_arguments():
     """By function or method of the API page: the arguments in its tables' rows."""
     text = (DOCS / "api.md").read_text().partition("\n## Arguments\n")[2].partition("\n## ")[0]
     training, methods, others = (
         table.partition("|---|---|---|\n")[2] for table in text.split("| argument | of |")[1:]
     )
     every = set(re.findall(r"`(\w+)`", text.partition("`all` are ")[2].partition(".")[0]))
-    found = {}
+    arguments_by_name = {}
     for prefix, table in (("", training), ("Training.", methods), ("", others)):
         for arguments, of in re.findall(r"^\| ([^|]*) \| ([^|]*) \|", table, re.MULTILINE):
             for name in every if of == "all" else re.findall(r"`(\w+)`", of):
-                found.setdefault(prefix + name, []).extend(re.findall(r"`(\w+)`", arguments))
-    return found
+                arguments_by_name.setdefault(prefix + name, []).extend(
+                    re.findall(r"`(\w+)`", arguments)
+                )
+    return arguments_by_name
 
 
 def test_the_api_page_names_every_argument():
@@ -388,8 +409,10 @@ def test_the_api_page_names_every_argument():
     public |= {name: one for name, one in methods.items() if "._" not in name}
     arguments = {name: sorted(inspect.signature(one).parameters) for name, one in public.items()}
     expected = {name: [one for one in names if one != "self"] for name, names in arguments.items()}
-    found = {name: sorted(names) for name, names in documented_arguments().items()}
-    assert len(found) > 20 and found == {name: names for name, names in expected.items() if names}
+    documented = {name: sorted(names) for name, names in list_documented_arguments().items()}
+    assert len(documented) > 20 and documented == {
+        name: names for name, names in expected.items() if names
+    }
 
 
 def test_the_api_page_shows_every_public_function():

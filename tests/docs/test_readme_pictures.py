@@ -53,9 +53,9 @@ def test_the_machine_is_named_by_what_it_has():
 )
 def test_a_document_has_one_place_for_each_and_nothing_else_changes(document, places):
     text = document.read_text(encoding="utf-8")
-    found = tool.with_results(text, places)
-    assert found.count("THE ") == 2
-    before, after = text.splitlines(), found.splitlines()
+    document_text = tool.with_results(text, places)
+    assert document_text.count("THE ") == 2
+    before, after = text.splitlines(), document_text.splitlines()
     assert set(after) - set(before) == {line for line in after if "THE " in line}
     with pytest.raises(ValueError, match="found 0 places"):
         tool.with_results("# nothing", places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-__all__ = ["MAX_BYTES", "PIECES", "mutated"]
+__all__ = ["MAX_BYTES", "PIECES", "mutate"]
 
 MAX_BYTES = 20_000
 PIECES: tuple[bytes, ...] = tuple(
@@ -175,7 +175,7 @@ PIECES: tuple[bytes, ...] = tuple(
 )
 
 
-def mutated(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
+def mutate(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
     """A changed input; `others`: inputs to take parts from."""
     for _ in range(chance.choice((1, 1, 2, 3, 6))):
         data = _CHANGES[chance.randrange(len(_CHANGES))](data, chance, others)[:MAX_BYTES]
@@ -221,14 +221,14 @@ def _splice(data: bytes, chance: random.Random, others: Sequence[bytes]) -> byte
     return data[: chance.randrange(len(data) + 1)] + other[chance.randrange(len(other) + 1) :]
 
 
-def _lines(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
+def _change_lines(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
     lines = data.split(b"\n")
     one, other = chance.randrange(len(lines)), chance.randrange(len(lines))
     lines[one], lines[other] = lines[other], lines[one]
     return b"\n".join(lines)
 
 
-def _value(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
+def _change_value(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
     """Another value behind a colon."""
     places = [index for index, byte in enumerate(data) if byte == ord(":")]
     if not places:
@@ -238,4 +238,4 @@ def _value(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes
     return data[:start] + b" " + chance.choice(PIECES) + data[min(ends, default=len(data)) :]
 
 
-_CHANGES = (_insert, _replace, _delete, _flip, _repeat, _splice, _lines, _value)
+_CHANGES = (_insert, _replace, _delete, _flip, _repeat, _splice, _change_lines, _change_value)

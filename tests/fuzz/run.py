@@ -21,8 +21,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from fuzz.mutation import mutated
-from fuzz.targets import CORPUS, SOURCES, TARGETS, corpus
+from fuzz.mutation import mutate
+from fuzz.targets import CORPUS, SOURCES, TARGETS, read_corpus
 
 SECONDS = 5.0  # of processor time that an input may take
 TRACED = 3  # of so many inputs one is traced, which takes several times as long
@@ -35,7 +35,7 @@ class _TooSlow(BaseException):
     pass
 
 
-def _late(signum: int, frame: FrameType | None) -> None:
+def _raise_timeout(signum: int, frame: FrameType | None) -> None:
     raise _TooSlow
 
 
@@ -50,11 +50,11 @@ class Fuzzer:
         self.failures: dict[str, bytes] = {}
         self.num_inputs = 0
         self.slowest = 0.0
-        kept = corpus(name)
-        self.target(kept[0])  # imports, outside any limit
-        for data in kept:
+        inputs = read_corpus(name)
+        self.target(inputs[0])  # imports, outside any limit
+        for data in inputs:
             self.feed(data)
-        self.pool += kept
+        self.pool += inputs
 
     def feed(self, data: bytes) -> None:
         """Run one input; keep it if it is new, note it if it fails."""
@@ -71,7 +71,7 @@ class Fuzzer:
     def fuzz(self, until: float) -> None:
         """Mutate inputs of the pool."""
         while time.monotonic() < until:
-            self.feed(mutated(self.chance.choice(self.pool), self.chance, self.pool))
+            self.feed(mutate(self.chance.choice(self.pool), self.chance, self.pool))
 
     def _cause(self, data: bytes, traced: bool = False) -> str | None:
         """Kind and place of a failure; None = the target does not fail."""
@@ -130,7 +130,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    signal.signal(signal.SIGPROF, _late)
+    signal.signal(signal.SIGPROF, _raise_timeout)
     end = time.monotonic() + 60 * arguments.minutes
     fuzzers = [Fuzzer(name, arguments.seed) for name in arguments.target or TARGETS]
     while time.monotonic() < end:

@@ -32,7 +32,7 @@ from rl_core.rollouts.rollout_files import _read_token_rows
 from rl_core.storage.line_logs import read_checked_lines
 from tasks.config import build_settings, digest_settings, dump_settings, load_settings
 
-__all__ = ["CORPUS", "SOURCES", "TARGETS", "corpus"]
+__all__ = ["CORPUS", "SOURCES", "TARGETS", "read_corpus"]
 
 CORPUS = Path(__file__).with_name("corpus")
 MAX_MESSAGE = 50_000
@@ -51,33 +51,33 @@ SOURCES = {
         "rl_core/data/messages",
         "rl_core/analysis/trajectories",
         "rl_core/readers",
-        "rl_core/storage/checked_lines",
-        "rl_core/rollouts/token_files",
+        "rl_core/storage/line_logs",
+        "rl_core/rollouts/rollout_files",
     ),
     "tool_call": (
         "rl_core/environments/tools",
         "rl_core/environments/calculator",
-        "rl_core/environments/solutions",
-        "rl_core/environments/external_scoring",
-        "rl_core/data/reasoning",
+        "rl_core/environments/answer_checks",
+        "rl_core/environments/question_episodes",
+        "rl_core/data/model_text",
     ),
     "chat": (
         "rl_core/data/chat",
         "rl_core/data/messages",
-        "rl_core/data/assistant",
-        "rl_core/data/conversation",
+        "rl_core/data/model_text",
+        "rl_core/data/formats",
     ),
-    "template": ("rl_core/data/template", "rl_core/data/chat"),
+    "template": ("rl_core/data/template_report", "rl_core/data/chat"),
 }
 
 
-def corpus(target: str) -> list[bytes]:
+def read_corpus(target: str) -> list[bytes]:
     """Kept inputs of a target, sorted by name."""
     return [path.read_bytes() for path in sorted((CORPUS / target).iterdir())]
 
 
 @functools.cache
-def _scratch() -> Path:
+def _make_scratch_folder() -> Path:
     folder = tempfile.mkdtemp(
         prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     )
@@ -85,30 +85,30 @@ def _scratch() -> Path:
     return Path(folder)
 
 
-def _file(name: str, data: bytes) -> Path:
-    path = _scratch() / name
+def _write_file(name: str, data: bytes) -> Path:
+    path = _make_scratch_folder() / name
     path.write_bytes(data)
     return path
 
 
-def _said(error: Exception) -> None:
+def _check_message(error: Exception) -> None:
     text = str(error)
     assert 0 < len(text) < MAX_MESSAGE, f"a message of {len(text)} characters"
 
 
-def config(data: bytes) -> None:
+def read_config(data: bytes) -> None:
     """A configuration: settings that stay the same when they are stored, or problems with their places."""
-    path = _file("config.yaml", data)
+    path = _write_file("config.yaml", data)
     try:
         settings = load_settings(path, check_files=False, import_code=False)
     except SettingsError as error:
-        _said(error)
+        _check_message(error)
         assert "config.yaml" in str(error), "the message names no place"
         return
-    plain = json.loads(
+    values = json.loads(
         json.dumps(dump_settings(settings), allow_nan=False, ensure_ascii=False).encode()
     )
-    again = build_settings(plain, check_files=False, import_code=False)
+    again = build_settings(values, check_files=False, import_code=False)
     assert digest_settings(again) == digest_settings(settings)
 
 
@@ -132,42 +132,42 @@ _RECORDS: tuple[Callable[..., records.Records], ...] = (
 )
 
 
-def data(data: bytes) -> None:
+def read_data(data: bytes) -> None:
     """Every reader of lines; rows that are taken can be stored and are then read as the same."""
-    path = _file("data.jsonl", data)
+    path = _write_file("data.jsonl", data)
     for read in _READERS:
         try:
             read(path)
         except DataError as error:
-            _said(error)
+            _check_message(error)
     for read_records in _RECORDS:
         try:
-            found = read_records(path, on_bad_row="skip")
+            rows_read = read_records(path, on_bad_row="skip")
         except DataError as error:
-            _said(error)
+            _check_message(error)
             continue
-        kept = "".join(
-            json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in found.rows
+        stored = "".join(
+            json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows_read.rows
         )
-        again = read_records(_file("again.jsonl", kept.encode("utf-8")))
-        assert again.rows == found.rows
+        again = read_records(_write_file("again.jsonl", stored.encode("utf-8")))
+        assert again.rows == rows_read.rows
 
 
-def tool_call(data: bytes) -> None:
+def read_tool_call(data: bytes) -> None:
     """A policy's text: a call that runs, misuse, or no call; and answers within it."""
     text = data.decode("utf-8", "replace")
     try:
         call = TOOLS.parse(text)
-        said = "" if call is None else TOOLS.run(call)[0]
+        output = "" if call is None else TOOLS.run(call)[0]
     except ToolMisuse as misuse:
-        said = str(misuse)
-    assert len(said.encode("utf-8")) < 9000
+        output = str(misuse)
+    assert len(output.encode("utf-8")) < 9000
     for answer in (extract_final_answer(text), read_tagged_answer(text)):
         assert answer is None or len(answer) <= len(text)
 
 
 @functools.cache
-def _renderers() -> tuple[ChatRenderer, ...]:
+def _make_renderers() -> tuple[ChatRenderer, ...]:
     plain = ChatRenderer(train_tokenizer(chat_templates.TEXTS, vocab_size=300))
     kinds = (
         chat_templates.OPENS_AND_STRIPS,
@@ -177,15 +177,15 @@ def _renderers() -> tuple[ChatRenderer, ...]:
     return (plain, *(ChatRenderer(chat_templates.family(kind)) for kind in kinds))
 
 
-def _tried(function: Callable[[], Any]) -> Any:
+def _try(function: Callable[[], Any]) -> Any:
     try:
         return function()
     except (DataError, SettingsError) as error:
-        _said(error)
+        _check_message(error)
         return None
 
 
-def chat(data: bytes) -> None:
+def read_chat(data: bytes) -> None:
     """Messages of a data file, through every kind of chat template, to token ids and a mask."""
     try:
         row = json.loads(data)
@@ -193,45 +193,45 @@ def chat(data: bytes) -> None:
         tools = validate_tools(row["tools"]) if row.get("tools") else []
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, BadRow):
         return
-    for renderer in _renderers():
-        with_tools = _tried(lambda renderer=renderer: renderer.with_tools(tools)) or renderer
+    for renderer in _make_renderers():
+        with_tools = _try(lambda renderer=renderer: renderer.with_tools(tools)) or renderer
         opening: Any = [message for message in messages if message["role"] != "assistant"]
-        made = _tried(lambda r=with_tools, given=opening: r.prompt_ids(given))
-        assert made is None or all(token >= 0 for token in made)
-        found = _tried(lambda r=with_tools: r.encode_conversation(messages))
-        if found is not None:
-            ids, mask = found
+        prompt_ids = _try(lambda r=with_tools, given=opening: r.prompt_ids(given))
+        assert prompt_ids is None or all(token >= 0 for token in prompt_ids)
+        encoded = _try(lambda r=with_tools: r.encode_conversation(messages))
+        if encoded is not None:
+            ids, mask = encoded
             assert len(ids) == len(mask) and (
                 any(mask) or all(m.get("weight") == 0 for m in messages if m["role"] == "assistant")
             )
         for message in messages:
-            ids = _tried(lambda r=with_tools, m=message: r.action_ids(m["content"]))
+            ids = _try(lambda r=with_tools, m=message: r.action_ids(m["content"]))
             assert ids is None or ids[-1] == with_tools.eos_id
             if ids is not None:
                 with_tools.action_text(ids).encode("utf-8")
 
 
 @functools.cache
-def _tokenizer() -> Any:
+def _make_tokenizer() -> Any:
     return chat_templates.family(chat_templates.HERMES)
 
 
-def template(data: bytes) -> None:
+def read_template(data: bytes) -> None:
     """A chat template: examined and used, or refused."""
-    tokenizer = _tokenizer()
+    tokenizer = _make_tokenizer()
     tokenizer.chat_template = data.decode("utf-8", "replace")
-    renderer = _tried(lambda: ChatRenderer(tokenizer))
+    renderer = _try(lambda: ChatRenderer(tokenizer))
     if renderer is None:
         return
-    ids = _tried(lambda: renderer.prompt_ids([{"role": "user", "content": "zoom 2 3"}]))
+    ids = _try(lambda: renderer.prompt_ids([{"role": "user", "content": "zoom 2 3"}]))
     assert ids is None or all(0 <= token < len(tokenizer) for token in ids)
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "config": config,
-    "data": data,
-    "tool_call": tool_call,
-    "chat": chat,
-    "template": template,
+    "config": read_config,
+    "data": read_data,
+    "tool_call": read_tool_call,
+    "chat": read_chat,
+    "template": read_template,
 }
 assert issubclass(SettingsError, PosttrainError)

@@ -16,7 +16,7 @@ FAKES = Path(__file__).parent / "fakes"
 
 @contextmanager
 def fakes(package: str) -> Iterator[None]:
-    """Have `package` be the fake one, here and in child processes."""
+    """Replace `package` by the fake one, here and in child processes."""
 
     def take_out() -> dict[str, ModuleType]:
         return {
@@ -37,7 +37,7 @@ def fakes(package: str) -> Iterator[None]:
 
 
 def stand_in(package: str) -> Callable[[], Iterator[None]]:
-    """A fixture during which `package` is the fake one."""
+    """Return a fixture during which `package` is the fake one."""
 
     @pytest.fixture(name="fake")
     def fixture() -> Iterator[None]:
@@ -48,7 +48,7 @@ def stand_in(package: str) -> Callable[[], Iterator[None]]:
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    """Have `package` be missing."""
+    """Make `package` appear to be missing."""
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,

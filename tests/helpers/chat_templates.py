@@ -1,7 +1,7 @@
 """Small chat templates that behave like those of well-known model families, and tokenizers for them.
 
 Written for the tests from the families' documented behaviour: where a thought is opened, what of it stays in the
-history, where the date is printed, how calls of tools are spelt. None is the family's own text.
+history, where the date is printed, how calls of tools are spelt. None is the text of a family.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OPENS_KEEPS_LAST = (
     "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
-# Thinks unless told not to: enable_thinking false puts an empty thought into the generation prompt.
+# Thinks by default: enable_thinking false puts an empty thought into the generation prompt.
 SWITCHED = OPENS_KEEPS_LAST.removesuffix("<think>\n{% endif %}") + (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
@@ -78,7 +78,7 @@ def family(
     special: bool = True,
     texts: Sequence[str] = TEXTS,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with <|im_start|> and <|im_end|>, `markers` as added tokens, and this chat template."""
+    """Make a tokenizer with <|im_start|> and <|im_end|>, `markers` as added tokens, and this chat template."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=train_tokenizer(texts, 300).backend_tokenizer,
         eos_token="<|endoftext|>",

@@ -32,9 +32,9 @@ _FLAGS = (
 
 
 class Chromium:
-    """One page; a context manager. `errors` are messages of its console, `requests` the addresses it asked for.
+    """One page; a context manager. `errors` are messages of its console, `requests` the addresses that it requested.
 
-    first: JavaScript that each document runs before its own.
+    first: JavaScript that each document runs before its scripts.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Chromium:
         raise TimeoutError("Chromium did not start")
 
     def call(self, method: str, **parameters):
-        """One command of the protocol; its result."""
+        """Call one command of the protocol; return its result."""
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
         while True:
@@ -112,15 +112,15 @@ class Chromium:
             self.requests.append(values["request"]["url"])
 
     def run(self, script: str):
-        """The value of a JavaScript expression."""
-        found = self.call(
+        """Evaluate a JavaScript expression and return its value."""
+        reply = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in reply, reply["exceptionDetails"]
+        return reply["result"].get("value")
 
     def wait(self, script: str, seconds: float = 60.0):
-        """Its value as soon as that is true."""
+        """Wait until the expression is true; return its value."""
         deadline = time.monotonic() + seconds
         while not (value := self.run(script)):
             if time.monotonic() > deadline:
@@ -156,7 +156,7 @@ class Chromium:
             )
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
-        """A screenshot as PNG."""
+        """Save a screenshot as PNG."""
         clip = {}
         if whole:
             size = self.call("Page.getLayoutMetrics")["cssContentSize"]

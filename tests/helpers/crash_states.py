@@ -1,11 +1,11 @@
-"""Crash states of a file system: what a disk may hold after a power cut, from a record of what was asked of it.
+"""Crash states of a file system: possible contents of a disk after a power cut, from a record of operations.
 
 `Recorder` notes every creation, write, fsync, rename and removal below a folder. `crash_states` gives the trees that a
 crash after any of them may leave:
 
 - data of a file that was not synced since: the old bytes, the new ones, a prefix, zeros, or sectors of all three;
-- entries of a folder that was not synced since: any of its operations lost, in any order, but those on one name in
-  theirs. A rename within a folder is one operation. Syncing a file says nothing about its name.
+- entries of a folder that was not synced since: any of its operations lost, in any order, but operations on one name in
+  their order. A rename within a folder is one operation. Syncing a file does not sync its name.
 
 That is POSIX at its weakest; real file systems keep more. `fsync` can be dropped by place, to see that it is needed.
 """
@@ -61,7 +61,7 @@ class Synced:
 
 @dataclass(frozen=True)
 class Mark:
-    """A promise that was given: whoever called was told that this is safe."""
+    """A promise to the caller that `value` is safe."""
 
     value: Any
 
@@ -82,8 +82,8 @@ class Recorder:
     _count: int = ROOT
 
     def __enter__(self) -> Recorder:
-        found = os.stat(self.root)
-        self._by_inode[found.st_dev, found.st_ino] = ROOT
+        info = os.stat(self.root)
+        self._by_inode[info.st_dev, info.st_ino] = ROOT
         self._look()
         self.ops.append(Synced(ROOT))
         self._stack = contextlib.ExitStack()
@@ -97,7 +97,7 @@ class Recorder:
         self._look()
 
     def mark(self, value: Any) -> None:
-        """Note a promise."""
+        """Record a promise."""
         self._look()
         self.ops.append(Mark(value))
 
@@ -116,11 +116,11 @@ class Recorder:
 
     def _fsync(self, descriptor: int) -> None:
         self._look()
-        found = os.fstat(descriptor)
-        node = self._by_inode.get((found.st_dev, found.st_ino))
+        info = os.fstat(descriptor)
+        node = self._by_inode.get((info.st_dev, info.st_ino))
         if node is None:
             return
-        site = _site()
+        site = _locate_fsync()
         self.sites[site] = self.sites.get(site, 0) + 1
         if site not in self.drop:
             self.ops.append(Synced(node))
@@ -141,7 +141,7 @@ class Recorder:
         return node
 
     def _look(self, folder: int = ROOT, path: Path | None = None) -> None:
-        """Note what came, went and changed since the last look."""
+        """Record what appeared, disappeared and changed since the last look."""
         path = path or self.root
         known = self._folders[folder]
         there = {entry.name: entry for entry in os.scandir(path)}
@@ -149,11 +149,11 @@ class Recorder:
             del known[name]
             self.ops.append(Entry(folder, drops=(name,)))
         for name, entry in sorted(there.items()):
-            found = entry.stat(follow_symlinks=False)
-            inode = (found.st_dev, found.st_ino)
+            info = entry.stat(follow_symlinks=False)
+            inode = (info.st_dev, info.st_ino)
             if name not in known:
                 node = (
-                    self._by_inode.get(inode) if found.st_nlink > 1 and not entry.is_dir() else None
+                    self._by_inode.get(inode) if info.st_nlink > 1 and not entry.is_dir() else None
                 )
                 if node is None:
                     self._count = node = self._count + 1
@@ -168,8 +168,8 @@ class Recorder:
                 self.ops.append(Data(known[name], content))
 
 
-def _site() -> str:
-    """Place of the fsync that is being called: the function, and the line in it."""
+def _locate_fsync() -> str:
+    """Return the place of the fsync that is being called: the function, and the line in it."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "fsync_path" and frame.f_back is not None:
         frame = frame.f_back
@@ -203,7 +203,7 @@ class _Disk:
         choose: Callable[[list[Entry]], list[Entry]],
         torn: Callable[[bytes, list[bytes]], bytes],
     ) -> Tree:
-        """One of the trees that may be found, by two choices: of a folder's operations, and of a file's bytes."""
+        """Build one possible tree by two choices: of a folder's operations, and of a file's bytes."""
         entries: dict[int, dict[str, int]] = {
             node: dict(names) for node, names in self.folders.items()
         }
@@ -234,34 +234,34 @@ def _put(names: dict[str, int], entry: Entry) -> None:
     names.update(entry.puts)
 
 
-def _closed(waiting: list[Entry], keep: list[bool]) -> list[Entry]:
-    """The operations to keep, without those whose names an operation before them was lost of."""
+def _keep_consistent(waiting: list[Entry], keep: list[bool]) -> list[Entry]:
+    """Return the operations to keep, without those on names of which an earlier operation was lost."""
     lost: set[str] = set()
-    kept = []
+    entries = []
     for entry, wanted in zip(waiting, keep, strict=True):
         if wanted and not (entry.names & lost):
-            kept.append(entry)
+            entries.append(entry)
         else:
             lost |= entry.names
-    return kept
+    return entries
 
 
-def _torn(rng: random.Random, old: bytes, written: list[bytes]) -> bytes:
+def _tear(rng: random.Random, old: bytes, written: list[bytes]) -> bytes:
     if not written:
         return old
     new = rng.choice([written[-1], *written])
-    kept = _common_start([old, *written])  # bytes that are on the disk and were not written since
-    return new[:kept] + _torn_bytes(rng, old[kept:], new[kept:])
+    start = _find_common_start([old, *written])  # bytes on the disk that were not written since
+    return new[:start] + _tear_bytes(rng, old[start:], new[start:])
 
 
-def _common_start(contents: list[bytes]) -> int:
+def _find_common_start(contents: list[bytes]) -> int:
     shortest = min(map(len, contents))
     return next(
         (i for i in range(shortest) if len({content[i] for content in contents}) > 1), shortest
     )
 
 
-def _torn_bytes(rng: random.Random, old: bytes, new: bytes) -> bytes:
+def _tear_bytes(rng: random.Random, old: bytes, new: bytes) -> bytes:
     kind = rng.randrange(6)
     if kind == 0:
         return old
@@ -282,10 +282,10 @@ def _torn_bytes(rng: random.Random, old: bytes, new: bytes) -> bytes:
     return b"".join(sectors)
 
 
-def _choices(
+def _list_choices(
     rng: random.Random, tries: int
 ) -> Iterator[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Ways to choose: nothing written back, everything, names without data, data without names, then by chance."""
+    """Yield choices: nothing written back, everything, names without data, data without names, then random ones."""
 
     def none(waiting: list[Entry]) -> list[Entry]:
         return []
@@ -295,7 +295,7 @@ def _choices(
 
     def some(waiting: list[Entry]) -> list[Entry]:
         share = rng.choice([0.2, 0.5, 0.8, 0.95])
-        return _closed(waiting, [rng.random() < share for _ in waiting])
+        return _keep_consistent(waiting, [rng.random() < share for _ in waiting])
 
     def old(before: bytes, written: list[bytes]) -> bytes:
         return before
@@ -304,7 +304,7 @@ def _choices(
         return written[-1] if written else before
 
     def any_of(before: bytes, written: list[bytes]) -> bytes:
-        return _torn(rng, before, written)
+        return _tear(rng, before, written)
 
     yield none, old
     yield everything, new
@@ -315,9 +315,9 @@ def _choices(
 
 
 def crash_states(ops: list[Any], tries: int, seed: int = 0) -> Iterator[tuple[Tree, list[Any]]]:
-    """(tree, promises given before the crash), each pair once, for a crash after every operation.
+    """Yield (tree, promises made before the crash), each pair once, for a crash after every operation.
 
-    tries: chosen by chance for every operation, beside the four extremes.
+    tries: random choices for every operation, in addition to the four extremes.
     """
     rng = random.Random(seed)
     folders = {node for op in ops if isinstance(op, Entry) and op.is_folder for _, node in op.puts}
@@ -328,7 +328,7 @@ def crash_states(ops: list[Any], tries: int, seed: int = 0) -> Iterator[tuple[Tr
         if isinstance(op, Mark):
             promises.append(op.value)
         disk.apply(op)
-        for choose, torn in _choices(rng, tries):
+        for choose, torn in _list_choices(rng, tries):
             tree = disk.tree(choose, torn)
             digest = hashlib.sha256(repr((tree, promises[-1:])).encode()).digest()
             if digest not in seen:

@@ -1,11 +1,11 @@
-"""Evaluations with given outcomes."""
+"""Evaluations with chosen outcomes."""
 
 from rl_core.evaluation import Evaluation, summarize_trajectories
 from rl_core.types import Trajectory
 
 
 def evaluation(successes, *, samples=1, rewards=None, first=0) -> Evaluation:
-    """An evaluation of episodes first, first + 1, ... with these numbers of successes among `samples` samples."""
+    """Make an evaluation of episodes first, first + 1, ... with these numbers of successes among `samples` samples."""
     return summarize_trajectories(
         Trajectory(
             environment="e",

@@ -13,11 +13,11 @@ def in_this_process(models, kind, settings, reward_models=()):
     """As `score_in_fresh_process`, with the same request, answered here."""
 
     def run(command, *, input, **options):
-        found = [
+        results = [
             export_verification_child.process_request(model)
             for model in json.loads(input)["models"]
         ]
-        return SimpleNamespace(stdout=json.dumps(found), stderr="", returncode=0)
+        return SimpleNamespace(stdout=json.dumps(results), stderr="", returncode=0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rl_core.models.export_verification.subprocess.run", run)

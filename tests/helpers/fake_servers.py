@@ -1,4 +1,4 @@
-"""`posttrain up` over servers of the test's own, which need no second to start: what stays real is the supervision.
+"""`posttrain up` over fake servers that start in less than a second; the supervision is real.
 
 `python fake_servers.py OUTPUT PORT PORT [OPTIONS OF up]`
 """
@@ -13,7 +13,7 @@ from posttrain.operations import commands, connection, supervisor
 from posttrain.operations.processes import MARK_VARIABLE, format_mark
 from posttrain.operations.services import ServiceSpec, fetch_json
 
-# Answers with its process id; has a child in a session of its own, as a worker has.
+# Answers with its process id; has a child in a separate session, as a worker has.
 SERVER = """
 import http.server, os, signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)

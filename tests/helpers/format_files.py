@@ -74,29 +74,29 @@ FILES = (
 
 
 def make_renderer(texts: list[str], vocab_size: int) -> ChatRenderer:
-    """Renderer of a tokenizer trained on the texts, with a template that TRL's masks can be taken from."""
+    """Make the renderer of a tokenizer trained on the texts, with a template from which TRL's masks can be taken."""
     tokenizer = train_tokenizer(texts, vocab_size)
     tokenizer.chat_template = TEMPLATE
     return ChatRenderer(tokenizer)
 
 
 def small_renderer() -> ChatRenderer:
-    """The same for the files of the folder, every time."""
+    """Return the same renderer for the files of the folder, every time."""
     return make_renderer([file.path.read_text() for file in FILES] * 3, 400)
 
 
-def raw_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows as they stand in a file."""
+def read_raw_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows as they stand in a file."""
     return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
 def read(path: Path, kind: RowKind) -> Records:
-    """Rows as they are loaded."""
+    """Return the rows as they are loaded."""
     return read_demonstrations(path) if kind == "demonstrations" else read_preferences(path)
 
 
 def sides_of(row: dict[str, Any], renderer: ChatRenderer) -> Sides:
-    """Token ids and loss mask of each sequence of a loaded row."""
+    """Return token ids and loss mask of each sequence of a loaded row."""
     if "messages" in row:
         return build_training_sequences(renderer, row["messages"], row.get("tools"))
     return [
@@ -106,11 +106,11 @@ def sides_of(row: dict[str, Any], renderer: ChatRenderer) -> Sides:
 
 
 def places(mask: list[bool]) -> list[int]:
-    """Places of the tokens that carry loss."""
+    """Return the positions of the tokens that carry loss."""
     return [place for place, learns in enumerate(mask) if learns]
 
 
 def recorded() -> dict[str, Any]:
-    """Results of `tests/benchmarks/trl_masks.py`."""
-    found: dict[str, Any] = json.loads(RECORDED.read_text())
-    return found
+    """Return the results of `tests/benchmarks/trl_masks.py`."""
+    results: dict[str, Any] = json.loads(RECORDED.read_text())
+    return results

@@ -52,13 +52,13 @@ from tasks.config import PipelineSettings
 
 def list_public_names() -> Names:
     """Return the names of `rl_core` with their parameters, and the members of its classes."""
-    found: Names = {}
+    names: Names = {}
     for name in rl_core.__all__:
         value = getattr(rl_core, name)
-        found[name] = describe_parameters(value)
+        names[name] = describe_parameters(value)
         if isinstance(value, type):
-            found |= {f"{name}.{member}": about for member, about in list_members(value)}
-    return found
+            names |= {f"{name}.{member}": about for member, about in list_members(value)}
+    return names
 
 
 def describe_parameters(value: Any) -> str:
@@ -114,19 +114,19 @@ def list_import_paths(frozen: Names) -> Names:
     Args:
         frozen: paths that were documented once: they count as long as they lead somewhere.
     """
-    found = set(frozen)
+    paths = set(frozen)
     for pattern in DOCUMENTS:
         for path in ROOT.glob(pattern):
             if path.is_file() and not set(path.parts) & {"site", "outputs"}:
                 text = path.read_text(errors="replace").replace("\\n", "\n")
-                found |= set(_DOTTED.findall(text))
+                paths |= set(_DOTTED.findall(text))
                 for module, names in _FROM.findall(text):
                     plain = re.sub(r"#[^\n]*", "", names)
-                    found |= {
+                    paths |= {
                         f"{module}.{name.split(' as ')[0]}"
                         for name in re.findall(r"\w[\w ]*", plain)
                     }
-    kinds = {path: resolve_import_path(path) for path in sorted(found)}
+    kinds = {path: resolve_import_path(path) for path in sorted(paths)}
     return {
         path: kind for path, kind in kinds.items() if kind
     }  # names of files, such as rl_core.toml, lead nowhere
@@ -154,11 +154,11 @@ def resolve_import_path(path: str) -> str:
 
 def list_settings() -> Names:
     """Return every YAML key with its default and choices."""
-    found = dict(list_keys(PipelineSettings))
+    names = dict(list_keys(PipelineSettings))
     for kind, prefix in ((ServiceSettings, "service.yaml"), (OnlineSettings, "online.yaml")):
-        found |= {f"{prefix}: {key}": about for key, about in list_keys(kind)}
-    found |= {f"by model: {key}": row.describe_values() for key, row in MODEL_DEFAULTS.items()}
-    return found | {f"main form: {name}": key for name, key in MAIN_SETTINGS.items()}
+        names |= {f"{prefix}: {key}": about for key, about in list_keys(kind)}
+    names |= {f"by model: {key}": row.describe_values() for key, row in MODEL_DEFAULTS.items()}
+    return names | {f"main form: {name}": key for name, key in MAIN_SETTINGS.items()}
 
 
 def list_keys(
@@ -177,8 +177,8 @@ def list_keys(
             mark = {tuple: "[]", dict: ".*"}.get(
                 typing.get_origin(strip_none(hints[field.name])), ""
             )
-            given = value if isinstance(value, one) else None
-            yield from list_keys(one, f"{key}{mark}", given)
+            instance = value if isinstance(value, one) else None
+            yield from list_keys(one, f"{key}{mark}", instance)
 
 
 def strip_none(hint: Any) -> Any:
@@ -228,29 +228,29 @@ def describe_default(value: Any) -> str:
 def list_framework_names() -> Names:
     """Return the names of TRL and verl with the keys that they are here."""
     rows: tuple[FrameworkAlias, ...] = (*list_trl_aliases(), *list_verl_aliases())
-    found: dict[str, set[str]] = {}
+    kinds_by_name: dict[str, set[str]] = {}
     for row in rows:
         for name in row.names:
-            found.setdefault(f"{row.framework}: {name}", set()).add(
+            kinds_by_name.setdefault(f"{row.framework}: {name}", set()).add(
                 ", ".join(row.settings_paths) or "none"
             )
-    return {name: "; ".join(sorted(here)) for name, here in found.items()}
+    return {name: "; ".join(sorted(here)) for name, here in kinds_by_name.items()}
 
 
 def list_choices_by_name() -> Names:
     """Return the names that stand for code in a configuration: environments, rewards, losses."""
-    found: Names = {}
+    names: Names = {}
     for name in SHIPPED_ENVIRONMENTS:
-        found[f"environment {name}"] = ""
-        found |= {f"environment {name}: {option}": "" for option in list_options(name)}
-    found |= {f"reward {name}": "" for name in REWARD_COMPONENTS}
-    found |= {f"service loss {name}": "" for name in LOSSES}
-    found |= {f"preset {name}": "" for name in PRESETS}
+        names[f"environment {name}"] = ""
+        names |= {f"environment {name}: {option}": "" for option in list_options(name)}
+    names |= {f"reward {name}": "" for name in REWARD_COMPONENTS}
+    names |= {f"service loss {name}": "" for name in LOSSES}
+    names |= {f"preset {name}": "" for name in PRESETS}
     for stage in stage_registry.list_stages():
-        found[f"stage {stage.name}"] = f"takes {', '.join(stage.takes)}; gives {stage.gives}"
-    found |= {f"config {name}": "" for name in shipped.list_config_names()}
+        names[f"stage {stage.name}"] = f"takes {', '.join(stage.takes)}; gives {stage.gives}"
+    names |= {f"config {name}": "" for name in shipped.list_config_names()}
     templates = sorted(path.name for path in shipped.locate_templates().iterdir() if path.is_file())
-    return found | {f"template {name}": "" for name in templates}
+    return names | {f"template {name}": "" for name in templates}
 
 
 def list_options(environment: str) -> list[str]:
@@ -293,22 +293,22 @@ def list_arguments(parser: argparse.ArgumentParser, place: str) -> Iterator[tupl
 
 def list_flows() -> Names:
     """Return flow names, deployments with entry points and parameters, automations, and events."""
-    found: Names = {f"flow {name}": "" for name in scan_calls("flow", "name")}
-    found |= {f"flow {post_training.name}": describe_parameters(post_training.fn)}
+    names: Names = {f"flow {name}": "" for name in scan_calls("flow", "name")}
+    names |= {f"flow {post_training.name}": describe_parameters(post_training.fn)}
     places = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text())
     for deployment in places["deployments"]:
         name, entry_point = f"deployment {deployment['name']}", deployment["entrypoint"]
         module, _, function = entry_point.rpartition(".")
         flow = getattr(importlib.import_module(module), function)
-        found[name] = f"flow {flow.name}{describe_parameters(flow.fn)}"
-        found[f"{name} at {entry_point}"] = ""
-        found |= {f"{name}: {key}": "" for key in list_leaves(deployment["parameters"])}
+        names[name] = f"flow {flow.name}{describe_parameters(flow.fn)}"
+        names[f"{name} at {entry_point}"] = ""
+        names |= {f"{name}: {key}": "" for key in list_leaves(deployment["parameters"])}
     for rule in yaml.safe_load((ROOT / "deployments/automations.yaml").read_text())["automations"]:
         trigger = rule["trigger"]
-        found[f"automation {rule['name']}"] = ", ".join(
+        names[f"automation {rule['name']}"] = ", ".join(
             [*trigger.get("expect", []), *trigger.get("after", [])]
         )
-    return found
+    return names
 
 
 def list_leaves(values: Mapping[str, Any], place: str = "") -> Iterator[str]:
@@ -323,9 +323,9 @@ def list_leaves(values: Mapping[str, Any], place: str = "") -> Iterator[str]:
 def list_project() -> Names:
     """Return scripts, entry points, extras and groups of entry points that are looked up."""
     project = PROJECT["project"]
-    found = {f"script {name}": "" for name in project["scripts"]}
+    entries = {f"script {name}": "" for name in project["scripts"]}
     for group, names in project["entry-points"].items():
-        found |= {f"entry point {group}: {name}": "" for name in names}
+        entries |= {f"entry point {group}: {name}": "" for name in names}
     for target in (
         *project["scripts"].values(),
         *(t for g in project["entry-points"].values() for t in g.values()),
@@ -333,8 +333,8 @@ def list_project() -> Names:
         assert resolve_import_path(target.replace(":", ".")), (
             f"pyproject.toml: {target} leads nowhere"
         )
-    found |= {f"extra {name}": "" for name in project["optional-dependencies"]}
-    return found | {
+    entries |= {f"extra {name}": "" for name in project["optional-dependencies"]}
+    return entries | {
         f"group of entry points {name}": "" for name in scan_literals(r"posttrain\.[a-z]+s")
     }
 
@@ -344,14 +344,14 @@ def list_project() -> Names:
 
 def list_metrics() -> Names:
     """Return every metric with its unit and its name outside, and the server's own metrics."""
-    found: Names = {}
+    names: Names = {}
     for group in METRIC_GROUPS:
         for metric in group.metrics:
-            found[metric.name] = (
+            names[metric.name] = (
                 f"{metric.unit}; outside {resolve_exported_metric(metric.name).name}"
             )
     families = text_string_to_metric_families(ServerMetrics().render_metrics(None).decode())
-    return found | {f"Prometheus: {family.name}": family.type for family in families}
+    return names | {f"Prometheus: {family.name}": family.type for family in families}
 
 
 def list_fault_points() -> Names:
@@ -364,15 +364,15 @@ def list_fault_points() -> Names:
 
 def list_tables() -> Names:
     """Return the columns and indexes of the training service's store."""
-    found: Names = {"format": str(tables.STORE_FORMAT)}
+    names: Names = {"format": str(tables.STORE_FORMAT)}
     for table in tables.metadata.sorted_tables:
-        found[f"table {table.name}"] = ""
+        names[f"table {table.name}"] = ""
         for column in table.columns:
             null = "" if column.nullable else " not null"
             key = " key" if column.primary_key else ""
-            found[f"{table.name}.{column.name}"] = f"{column.type}{null}{key}"
-        found |= {f"index {index.name}": ", ".join(index.columns.keys()) for index in table.indexes}
-    return found
+            names[f"{table.name}.{column.name}"] = f"{column.type}{null}{key}"
+        names |= {f"index {index.name}": ", ".join(index.columns.keys()) for index in table.indexes}
+    return names
 
 
 BODIES = (service_bodies, codec, request_bodies, rating_routes)
@@ -467,11 +467,11 @@ def list_routes(app: Any) -> set[str]:
 def list_described_fields(app: Any) -> set[str]:
     """Return the parameters, body and answer of every operation that /openapi.json describes."""
     document = find_application(app).openapi()
-    found = set()
+    fields = set()
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             place = f"{method.upper()} {path}"
-            found |= {
+            fields |= {
                 f"{place} parameter: {one['name']}" for one in operation.get("parameters", ())
             }
             sent = operation.get("requestBody", {})
@@ -482,10 +482,10 @@ def list_described_fields(app: Any) -> set[str]:
             }
             for name, part in [("body", sent), *answers.items()]:
                 schema = part.get("content", {}).get("application/json", {}).get("schema", {})
-                found |= {
+                fields |= {
                     f"{place} {name}: {field}" for field in list_schema_fields(schema, document)
                 }
-    return found
+    return fields
 
 
 def list_schema_fields(

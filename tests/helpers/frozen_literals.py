@@ -31,7 +31,7 @@ def parse_sources() -> tuple[ast.Module, ...]:
 
 
 def scan_literals(pattern: str) -> set[str]:
-    """Return the texts in the source that match a pattern as a whole."""
+    """Return the texts in the source that fully match a pattern."""
     matches: Callable[[str], Any] = re.compile(pattern).fullmatch
     return {
         node.value
@@ -43,27 +43,27 @@ def scan_literals(pattern: str) -> set[str]:
 
 def scan_calls(function: str, keyword: str = "") -> set[str]:
     """Return the texts that calls of a function have as first argument, or in a keyword."""
-    found = set()
+    texts = set()
     for tree in parse_sources():
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         for call in calls:
             if ast.unparse(call.func).rpartition(".")[2] != function:
                 continue
             named = [argument.value for argument in call.keywords if argument.arg == keyword]
-            given = named if keyword else call.args[:1]
-            found |= {one.value for one in given if isinstance(one, ast.Constant)}
-    return {text for text in found if isinstance(text, str)}
+            arguments = named if keyword else call.args[:1]
+            texts |= {one.value for one in arguments if isinstance(one, ast.Constant)}
+    return {text for text in texts if isinstance(text, str)}
 
 
 def list_environment_variables() -> Names:
     """Return the environment variables of the project that code and deployments name."""
-    found = scan_literals(r"POSTTRAIN_[A-Z][A-Z_]*[A-Z]")
+    names = scan_literals(r"POSTTRAIN_[A-Z][A-Z_]*[A-Z]")
     for path in (ROOT / "deployments").rglob("*"):
         if path.is_file():
-            found |= set(
+            names |= set(
                 re.findall(r"POSTTRAIN_[A-Z][A-Z_]*[A-Z]", path.read_text(errors="replace"))
             )
-    return dict.fromkeys(found, "")
+    return dict.fromkeys(names, "")
 
 
 def list_file_names() -> Names:
@@ -73,16 +73,16 @@ def list_file_names() -> Names:
 
 
 def list_dotted_names(listed: set[str], peers: set[str]) -> Names:
-    """Return the dotted names in the code that have no list of their own, as tags and events.
+    """Return the dotted names in the code that no other list has, as tags and events.
 
     Args:
         listed: names that other lists have.
         peers: names of other frameworks, whose beginnings are none of ours.
     """
-    found = scan_literals(r"[a-z][a-z0-9_]*(?:\.[a-z][A-Za-z0-9_]*)+\.?")
+    names = scan_literals(r"[a-z][a-z0-9_]*(?:\.[a-z][A-Za-z0-9_]*)+\.?")
     return {
         name: ""
-        for name in found
+        for name in names
         if name.rstrip(".") not in listed
         and not is_code_name(name)
         and not any(peer.startswith(name) for peer in peers)

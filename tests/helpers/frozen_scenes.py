@@ -76,12 +76,12 @@ def play_pipeline(folder: Path) -> set[str]:
         f"stages.{stage}=null"
         for stage in ("distill", "preference", "reward_model", "policy", "analyze")
     ]
-    asked = [
+    overrides = [
         "stages.promote.approve=manual",
         "stages.promote.approval_timeout_seconds=600",
         "seed=1",
     ]
-    again = run_stages(load_settings(config, [*short, *asked]))
+    again = run_stages(load_settings(config, [*short, *overrides]))
     printed = ask_commands(config, [str(run.parent.run_id) for run in (first, again)])
     assert run_command(
         ["approve", "small", "--config", str(config), "--yes", "--by", "ann", "--note", "fine"]
@@ -109,19 +109,19 @@ def ask_commands(config: Path, runs: list[str]) -> set[str]:
         "why": [str(config)],
         "plan": [str(config)],
     }
-    found = set()
+    paths = set()
     for command, arguments in questions.items():
         values = json.loads(run_command([command, *arguments, "--json"]))
-        found |= {f"posttrain {command} --json: {path}" for path in list_fields(values)}
-    return found
+        paths |= {f"posttrain {command} --json: {path}" for path in list_fields(values)}
+    return paths
 
 
 def run_command(arguments: list[str]) -> str:
     """Return what a command of `posttrain` prints."""
-    with redirect_stdout(io.StringIO()) as said, redirect_stderr(io.StringIO()) as errors:
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
         code = main(arguments)
     assert code in (0, 1), errors.getvalue()
-    return said.getvalue()
+    return output.getvalue()
 
 
 def run_stages(chosen: PipelineSettings, options: RunOptions | None = None) -> PipelineRun:
@@ -137,11 +137,11 @@ def answer_proofs(start: Callable[..., Any]) -> Callable[..., Any]:
     def run(command: Any, **options: Any) -> Any:
         if '"models"' not in str(options.get("input", "")):
             return start(command, **options)
-        found = [
+        results = [
             export_verification_child.process_request(model)
             for model in json.loads(options["input"])["models"]
         ]
-        return subprocess.CompletedProcess(command, 0, stdout=json.dumps(found), stderr="")
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps(results), stderr="")
 
     return run
 
@@ -231,7 +231,7 @@ def learn_online(folder: Path, lora: LoraSettings | None = None) -> None:
 
 
 def play_canaries(folder: Path, chosen: Any) -> None:
-    """Let the gate open the newest snapshot, play, and decide."""
+    """Run the gate until it opens the newest snapshot, plays, and decides."""
     snapshots = WeightSnapshots(folder / "snapshots")
     snapshots.set_live_version(snapshots.versions()[0])
     environment = make_environment("arithmetic")
@@ -287,11 +287,11 @@ class Recorder:
 
 def matches_route(pattern: str, path: str) -> bool:
     """Return True where a path is one of a route with parameters."""
-    parts, given = pattern.split("/"), path.split("/")
+    parts, segments = pattern.split("/"), path.split("/")
     if "{name:path}" in pattern:
-        given = given[: len(parts)]
-    return len(parts) == len(given) and all(
-        part == one or part.startswith("{") for part, one in zip(parts, given, strict=True)
+        segments = segments[: len(parts)]
+    return len(parts) == len(segments) and all(
+        part == one or part.startswith("{") for part, one in zip(parts, segments, strict=True)
     )
 
 
@@ -346,7 +346,7 @@ def use_training_routes(service: Service) -> str:
 
 
 def use_management_routes(service: Service, run: str) -> None:
-    """Ask everything that lists, describes or changes sessions, runs and saved weights."""
+    """Use every route that lists, describes or changes sessions, runs and saved weights."""
     session = service.call("GET", "sessions")["sessions"][0]
     saved = service.call("GET", "checkpoints")["checkpoints"][0]["tinker_path"].removeprefix(
         f"tinker://{run}/"
@@ -390,11 +390,11 @@ def forward_request(service: Service, request: httpx.Request) -> httpx.Response:
         for name, value in request.headers.items()
         if name in ("x-api-key", "content-type")
     }
-    found = service.client.request(
+    response = service.client.request(
         request.method, str(request.url), content=request.content, headers=headers
     )
-    kind = {"content-type": found.headers["content-type"]}
-    return httpx.Response(found.status_code, headers=kind, content=found.content)
+    kind = {"content-type": response.headers["content-type"]}
+    return httpx.Response(response.status_code, headers=kind, content=response.content)
 
 
 def chat_with_server(folder: Path) -> tuple[set[str], set[str]]:
@@ -440,7 +440,7 @@ def chat_with_server(folder: Path) -> tuple[set[str], set[str]]:
 
 
 def rate_answers(folder: Path) -> tuple[set[str], set[str]]:
-    """Rate and undo as the page of `posttrain prefer` does; return the fields and routes."""
+    """Use the routes of the `posttrain prefer` page to rate and undo; return the fields and routes."""
     with room_of(folder, count=6) as room:
         app = build_rating_app(room, RATING_TOKEN)
         client = TestClient(
@@ -453,13 +453,13 @@ def rate_answers(folder: Path) -> tuple[set[str], set[str]]:
         client.get("/api/page")
         shown = client.post("/api/question", json={"rater": "ann"}).json()
         for choice in ("left", "tie", "right"):
-            given = {
+            rating = {
                 "rater": "ann",
                 "item": shown["question"]["item"],
                 "count": shown["rated"],
                 "choice": choice,
             }
-            shown = client.post("/api/rate", json={**given, "comment": "c", "seconds": 1.5}).json()
+            shown = client.post("/api/rate", json={**rating, "comment": "c", "seconds": 1.5}).json()
         client.post("/api/undo", json={"rater": "ann"})
         client.get("/api/agreement")
     return recorder.fields, routes

@@ -126,7 +126,7 @@ class _Watch:
 
     def _written(self, event: str, path: Any) -> None:
         if os.fsdecode(path).startswith(os.path.join(tempfile.gettempdir(), "posttrain-")):
-            return  # a folder of its own, for a model that has to be downloaded
+            return  # a separate folder, for a model that has to be downloaded
         if event == "sqlite3.connect" and path in ("", ":memory:"):
             return
         real = os.path.realpath(os.fsdecode(path))
@@ -134,7 +134,7 @@ class _Watch:
             self.seen.append(f"{event} {real}"[:300])
 
 
-def _virtual_bytes() -> int:
+def _read_virtual_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -168,7 +168,7 @@ def _surround(request: dict[str, Any]) -> None:
         os.setuid(user)
 
 
-def _child(request: dict[str, Any], reply: int) -> None:
+def _run_child(request: dict[str, Any], reply: int) -> None:
     """Run one case, and write what the audit hook saw. Never returns."""
     os.setsid()
     os.chdir(request["folder"])
@@ -176,7 +176,7 @@ def _child(request: dict[str, Any], reply: int) -> None:
     err = os.open(request["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number, stream in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
         os.dup2(number, stream)
-    room = _virtual_bytes() + request["megabytes"] * 2**20
+    room = _read_virtual_bytes() + request["megabytes"] * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
     resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_seconds"], request["cpu_seconds"] + 2))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -204,7 +204,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        _child(request, writing)
+        _run_child(request, writing)
     os.close(writing)
     waiting = os.pidfd_open(pid)
     if not select.select([waiting], [], [], WALL_SECONDS)[0]:
@@ -222,7 +222,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Answer requests until standard input ends."""
+    """Serve requests until standard input ends."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for name in PRELOADED:

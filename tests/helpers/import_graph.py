@@ -9,17 +9,25 @@ from pathlib import Path
 
 from helpers import ROOT
 
-__all__ = ["circles", "edges", "imports_of", "modules", "parsed", "room_of", "rooms_imported"]
+__all__ = [
+    "find_circles",
+    "get_room",
+    "list_edges",
+    "list_imported_rooms",
+    "list_imports",
+    "modules",
+    "parsed",
+]
 
 
 def modules(package: str) -> dict[str, Path]:
-    """Dotted name -> file of every module; a package goes by its own name."""
-    found = {}
+    """Return dotted name -> file of every module; a package has its own entry."""
+    files = {}
     for path in sorted((ROOT / package).rglob("*.py")):
-        found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = (
+        files[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = (
             path
         )
-    return found
+    return files
 
 
 @cache
@@ -27,60 +35,60 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports_of(path: Path) -> list[tuple[int, str]]:
-    """(line, dotted name) of every import in a file, also within functions and under TYPE_CHECKING.
+def list_imports(path: Path) -> list[tuple[int, str]]:
+    """Return (line, dotted name) of every import in a file, also within functions and under TYPE_CHECKING.
 
     `from a.b import c` gives a.b and a.b.c: c may be a module.
     """
-    found = []
+    imports = []
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            imports += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, (
-                f"{path}:{node.lineno}: a relative import; write the whole name"
+                f"{path}:{node.lineno}: a relative import; write the full name"
             )
-            found.append((node.lineno, node.module))
-            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-    return found
+            imports.append((node.lineno, node.module))
+            imports += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return imports
 
 
 @cache
-def edges(package: str) -> dict[str, set[str]]:
-    """Module -> modules of the same package that it imports."""
+def list_edges(package: str) -> dict[str, set[str]]:
+    """Return module -> modules of the same package that it imports."""
     known = modules(package)
     return {
-        name: {other for _, other in imports_of(path)} & known.keys() - {name}
+        name: {other for _, other in list_imports(path)} & known.keys() - {name}
         for name, path in known.items()
     }
 
 
-def room_of(module: str) -> str:
-    """Second part of a dotted name; "" for the package itself."""
+def get_room(module: str) -> str:
+    """Return the second part of a dotted name; "" for the package itself."""
     return module.split(".")[1] if "." in module else ""
 
 
-def rooms_imported(package: str) -> dict[str, set[str]]:
-    """Room -> other rooms of the package that it imports."""
-    found: dict[str, set[str]] = {}
-    for module, others in edges(package).items():
-        found.setdefault(room_of(module), set()).update(
-            {room_of(other) for other in others} - {room_of(module)}
+def list_imported_rooms(package: str) -> dict[str, set[str]]:
+    """Return room -> other rooms of the package that it imports."""
+    rooms: dict[str, set[str]] = {}
+    for module, others in list_edges(package).items():
+        rooms.setdefault(get_room(module), set()).update(
+            {get_room(other) for other in others} - {get_room(module)}
         )
-    return found
+    return rooms
 
 
-def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of nodes that reach each other, each sorted."""
-    reached = {node: _reached(graph, node) for node in graph}
+def find_circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return groups of nodes that reach each other, each sorted."""
+    reached = {node: _find_reached(graph, node) for node in graph}
     groups = {
         tuple(sorted(m for m in reached[n] if n in reached[m])) for n in graph if n in reached[n]
     }
     return [list(group) for group in sorted(groups)]
 
 
-def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
-    """Nodes that a path of at least one edge leads to."""
+def _find_reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    """Return the nodes at the end of a path of at least one edge."""
     seen: set[str] = set()
     waiting = list(graph[start])
     while waiting:

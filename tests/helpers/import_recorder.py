@@ -15,7 +15,7 @@ __all__ = ["record"]
 
 
 def record(edges: dict[str, set[str]], packages: tuple[str, ...]) -> None:
-    """Note every import statement and call of `import_module` in these packages from now on."""
+    """Record every import statement and call of `import_module` in these packages from now on."""
     plain, by_name = builtins.__import__, importlib.import_module
 
     def note(importer: str, names: list[str]) -> None:
@@ -26,17 +26,17 @@ def record(edges: dict[str, set[str]], packages: tuple[str, ...]) -> None:
             edges.setdefault(importer, set()).update(known - {importer})
 
     def statement(name, globals=None, locals=None, fromlist=(), level=0):
-        found = plain(name, globals, locals, fromlist, level)
+        module = plain(name, globals, locals, fromlist, level)
         note(
             (globals or {}).get("__name__", ""),
             [name, *(f"{name}.{part}" for part in fromlist or ())],
         )
-        return found
+        return module
 
     def call(name, package=None):
-        found = by_name(name, package)
+        module = by_name(name, package)
         note(sys._getframe(1).f_globals.get("__name__", ""), [name])
-        return found
+        return module
 
     builtins.__import__, importlib.import_module = statement, call
 
@@ -48,7 +48,7 @@ def main() -> int:
     from posttrain.cli.main import main as posttrain
 
     code = posttrain(arguments)
-    Path(out).write_text(json.dumps({name: sorted(found) for name, found in edges.items()}))
+    Path(out).write_text(json.dumps({name: sorted(imported) for name, imported in edges.items()}))
     return code
 
 

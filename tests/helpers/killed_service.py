@@ -110,32 +110,32 @@ class KilledService:
         return False
 
     def children(self) -> dict[str, list[int]]:
-        """Living processes beside the server, by part."""
+        """Return the live processes that the server started, by part."""
         assert self.server is not None
-        found: dict[str, list[int]] = {}
+        pids: dict[str, list[int]] = {}
         for path in Path(f"/proc/{self.server.pid}/task").glob("*/children"):
             with contextlib.suppress(OSError):
                 for child in path.read_text().split():
                     words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
                     if "online" in words:
-                        found.setdefault(words[words.index("online") + 1], []).append(int(child))
-        return found
+                        pids.setdefault(words[words.index("online") + 1], []).append(int(child))
+        return pids
 
     def left(self) -> list[str]:
-        """Commands of processes of this service that still run."""
-        found = []
+        """Return the commands of processes of this service that still run."""
+        commands = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 words = path.read_bytes().decode(errors="replace").replace("\0", " ")
                 if str(self.folder) in words and "posttrain.cli.main" in words:
-                    found.append(words)
-        return found
+                    commands.append(words)
+        return commands
 
     @property
     def service(self) -> Path:
         """Folder of the service."""
-        (found,) = (self.folder / "out" / "tiny" / "online").glob("model-*")
-        return found
+        (folder,) = (self.folder / "out" / "tiny" / "online").glob("model-*")
+        return folder
 
     # Load
 
@@ -163,13 +163,13 @@ class KilledService:
                 "seed": seed,
                 "user": f"u{seed % 7}",
             }
-            found = client.post("/v1/chat/completions", json=body)
-            self.statuses[found.status_code] += 1
-            if found.status_code != 200:
+            response = client.post("/v1/chat/completions", json=body)
+            self.statuses[response.status_code] += 1
+            if response.status_code != 200:
                 return
-            answer = found.json()
+            answer = response.json()
             label = {"id": answer["id"], "choice": seed % 2}
-            # every third caller names the right answer, of which the worker samples its own
+            # every third caller names the right answer, for which the worker samples new rollouts
             label |= (
                 {"answer": answer["choices"][0]["message"]["content"] or "a"}
                 if seed % 3 == 0
@@ -185,7 +185,7 @@ class KilledService:
                     self.acknowledged.append(Acknowledged(answer["id"], versions.pop(), texts))
 
     def order_newest(self) -> None:
-        """Have the newest snapshot served, as the gate would."""
+        """Order the newest snapshot to be served, as the gate would."""
         with contextlib.suppress(ValueError):
             orders = read_gate_state(self.service).get("orders", [])
             versions = WeightSnapshots(self.service / "snapshots").list_versions()
@@ -258,7 +258,7 @@ class KilledService:
                 self.server.wait()
 
     def records(self) -> list[ExperienceLogRecord]:
-        """Everything in the log."""
+        """Return all records of the log."""
         return list(ExperienceLogReader(self.service / "buffer").read_records())
 
     def _has_learned(self) -> bool:
@@ -268,13 +268,13 @@ class KilledService:
     # Afterwards
 
     def verdict(self, checked: int = 50) -> dict[str, Any]:
-        """All counts that must be 0, and how much was tried.
+        """Return all counts that must be 0, and how much was tried.
 
         Args:
             checked: answers whose every token is computed again under the version that they name.
         """
         records = self.records()
-        kept = Counter(
+        logged = Counter(
             record.value["request_id"] for record in records if record.kind == "experience"
         )
         labelled = Counter(
@@ -290,8 +290,8 @@ class KilledService:
                 "online/fresh/rollouts"
             ],
             "versions": len({one.version for one in self.acknowledged}),
-            "lost": sum(not kept[one] or not labelled[one] for one in ids),
-            "kept_twice": sum(count > 1 for count in [*kept.values(), *labelled.values()]),
+            "lost": sum(not logged[one] or not labelled[one] for one in ids),
+            "kept_twice": sum(count > 1 for count in [*logged.values(), *labelled.values()]),
             "mixed": len(self.mixed),
             "other_answers": self._other_answers(records, checked),
             "other_weights": self._other_weights(),
@@ -303,7 +303,7 @@ class KilledService:
         }
 
     def _other_answers(self, records: list[ExperienceLogRecord], checked: int) -> int:
-        """Answers that are not those of the log, or whose log-probs are not those of their version's weights."""
+        """Count answers that differ from the log, or whose log-probs differ from those of their version's weights."""
         import torch
 
         from rl_core import load_policy
@@ -322,7 +322,7 @@ class KilledService:
         wrong = 0
         for one in self.rng.sample(self.acknowledged, min(checked, len(self.acknowledged))):
             experience = logged[one.answer_id]
-            said = [rollout.trajectory.turns[-1].action for rollout in experience.rollouts]
+            actions = [rollout.trajectory.turns[-1].action for rollout in experience.rollouts]
             load_trainable_weights(policy.model, snapshots.load_weights(one.version))
             (batch,) = build_batches(
                 [build_train_row(r) for r in experience.rollouts],
@@ -330,19 +330,19 @@ class KilledService:
                 policy.renderer.pad_id or 0,
             )
             with torch.no_grad():
-                found_BS = completion_logprobs(policy.model, batch)[0]
+                logprobs_BS = completion_logprobs(policy.model, batch)[0]
             assert batch.sampler_logprobs_BS is not None
             mask_BS = batch.loss_mask_BS
             is_equal = torch.allclose(
-                found_BS[mask_BS], batch.sampler_logprobs_BS[mask_BS], atol=2e-4
+                logprobs_BS[mask_BS], batch.sampler_logprobs_BS[mask_BS], atol=2e-4
             )
             wrong += not (
-                is_equal and said == one.texts and experience.policy_version == one.version
+                is_equal and actions == one.texts and experience.policy_version == one.version
             )
         return wrong
 
     def _other_weights(self) -> int:
-        """Snapshots and final weights that differ from those of an unkilled run of the same records, on one thread."""
+        """Count snapshots and final weights that differ from an unkilled, single-threaded run of the same records."""
         import torch
 
         from posttrain.online.worker_processes import replay_buffer

@@ -1,4 +1,4 @@
-"""Stage bodies for test_launch.py; run as a program, a stage of its own process that runs one of them.
+"""Stage bodies for test_launch.py; run as a program, a separate stage process that runs one of them.
 
 python launch_bodies.py FOLDER BODY
 """
@@ -31,7 +31,7 @@ class FileTracker(MemoryTracker):
 
 
 def context_of(folder, tracker=None, **options):
-    """A stage of two processes, without a pipeline run."""
+    """Make the context of a stage of two processes, without a pipeline run."""
     sft = {"batch_size": 4, "epochs": 4.0, "warmup_steps": 0, "checkpoint_every": 1, **options}
     sft["launch"] = {"kind": "torchrun", "processes": 2, "timeout_seconds": 120.0}
     stages = {"prepare_data": {}, "sft": sft}
@@ -55,7 +55,7 @@ def context_of(folder, tracker=None, **options):
 
 
 def train(context):
-    """Sixteen steps, slowly enough to be stopped."""
+    """Train sixteen steps, slowly enough to be stopped."""
     from rl_core.trainers.sft import SFTTrainer
 
     rows = [([1 + i % 9, 2, 3, 1 + i % 7], [False, False, True, True]) for i in range(16)]
@@ -81,7 +81,7 @@ def train(context):
 
 
 def fail_in_the_second(context):
-    """The first process waits for the second, which raises."""
+    """Fail in the second process, for which the first waits."""
     context.tracker.log_metrics({"train/loss": 2.5}, 1)
     context.process_group.all_reduce_max(0)
     if context.process_group.rank == 1:

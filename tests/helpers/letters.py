@@ -112,26 +112,26 @@ def weights(trainer):
 
 
 def weights_of(model):
-    """A copy of all weights, by name."""
+    """Return a copy of all weights, by name."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def sample_with(trainer, change):
-    """The sampler plays with weights that `change` has altered; the trainer keeps its own."""
+    """Make the sampler play with weights that `change` has altered; the trainer's weights stay the same."""
     run = trainer.backend.run_sequences
 
     def changed(*arguments):
-        own = weights_of(trainer.policy)
+        original = weights_of(trainer.policy)
         with torch.no_grad():
             change(trainer.policy)
         run(*arguments)
-        trainer.policy.load_state_dict(own)
+        trainer.policy.load_state_dict(original)
 
     trainer.backend.run_sequences = changed
 
 
-def kept_update(monkeypatch):
-    """The PolicyUpdate of the next step, in a list."""
+def capture_update(monkeypatch):
+    """Capture the PolicyUpdate of the next step, in a list."""
     updates = []
     made = PolicyUpdate.__init__
 
@@ -150,15 +150,15 @@ def comparable(metrics):
 
 
 def resumes_bit_for_bit(make):
-    """Two iterations and, by another trainer with their state, two more have the bits of four at once."""
-    whole, first, second = make(), make(), make()
-    expected = [comparable(whole.step()) for _ in range(4)]
-    found = [comparable(first.step()) for _ in range(2)]
+    """Return whether two iterations and two by another trainer with their state have the bits of four in a row."""
+    uninterrupted, first, second = make(), make(), make()
+    expected = [comparable(uninterrupted.step()) for _ in range(4)]
+    metrics = [comparable(first.step()) for _ in range(2)]
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer_step.load_state_dict(first.optimizer_step.state_dict())
     second.load_state_dict(first.state_dict())
-    found += [comparable(second.step()) for _ in range(2)]
-    return found == expected and torch.equal(weights(second), weights(whole))
+    metrics += [comparable(second.step()) for _ in range(2)]
+    return metrics == expected and torch.equal(weights(second), weights(uninterrupted))
 
 
 LOW = (CurriculumStage(name="one", levels={"low": 1.0}),)

@@ -28,7 +28,7 @@ def settings(**options):
 
 
 def length(trajectories):
-    """Characters of the answer."""
+    """Return the characters of the answer."""
     return [float(len(t.turns[-1].action)) for t in trajectories]
 
 

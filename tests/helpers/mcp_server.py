@@ -34,7 +34,7 @@ def hang() -> str:
 
 @server.tool()
 def whoami() -> str:
-    """Process and what it was given."""
+    """Return the process and its arguments."""
     return f"{os.getpid()} {os.environ.get('GIVEN', '-')} {os.environ.get('SECRET_FOR_TEST', '-')}"
 
 

@@ -127,7 +127,7 @@ def journal(
     metrics=(),
     torn: str = "",
 ) -> None:
-    """`metrics`: (step, seconds after the start, {name: value})."""
+    """Write a journal; `metrics`: (step, seconds after the start, {name: value})."""
     rows = [
         {
             "op": "start",
@@ -160,7 +160,7 @@ def make_run(
     begun: float = START,
     name: str = "demo",
 ) -> Path:
-    """A run whose policy is at iteration 5 of 10; `status` "" = it has not ended. Returns the pipeline's folder."""
+    """Make a run at iteration 5 of 10 of its policy; `status` "" = not ended. Returns the pipeline's folder."""
     home = output / name
     parent = home / "runs" / started.replace(" ", "-").replace(":", "-")
     ended = begun + 100 if status else None

@@ -20,7 +20,7 @@ def rollout(
     seed=1,
     task=0.0,
 ):
-    """One turn: a prompt of two tokens and these."""
+    """Make a rollout of one turn: a prompt of two tokens and these."""
     text = "" if answer is None else f"answer {answer}"
     trajectory = Trajectory(
         environment="arithmetic",
@@ -37,15 +37,17 @@ def rollout(
         temperature=temperature,
         num_action_tokens=len(tokens),
     )
-    given = list(logprobs) if logprobs is not None else [-1.0 - 0.1 * i for i in range(len(tokens))]
-    return Rollout([1, 2], list(tokens), [True] * len(tokens), given, trajectory)
+    all_logprobs = (
+        list(logprobs) if logprobs is not None else [-1.0 - 0.1 * i for i in range(len(tokens))]
+    )
+    return Rollout([1, 2], list(tokens), [True] * len(tokens), all_logprobs, trajectory)
 
 
-def recorded(rollout_, seed=0, kept=3):
-    """The top tokens of random distributions."""
+def recorded(rollout_, seed=0, num_kept=3):
+    """Return the top tokens of random distributions."""
     rng = np.random.default_rng(seed)
     probabilities = rng.dirichlet(np.ones(VOCABULARY), size=len(rollout_.completion_ids))
-    order = np.argsort(-probabilities, axis=1)[:, :kept]
+    order = np.argsort(-probabilities, axis=1)[:, :num_kept]
     top = np.take_along_axis(probabilities, order, axis=1)
     return RecordedTopK(
         order.astype(np.int32), np.log(top).astype(np.float32), (1 - top.sum(1)).astype(np.float32)
@@ -55,7 +57,7 @@ def recorded(rollout_, seed=0, kept=3):
 def experience(
     request="r1", answers=("a", "a", "b"), *, caller="anna", time=1000.0, top=False, **options
 ):
-    """One request whose samples gave these answers."""
+    """Make one request whose samples gave these answers."""
     rollouts = tuple(
         rollout(answer, tokens=(3 + i % 3, 4), **options) for i, answer in enumerate(answers)
     )

@@ -53,7 +53,7 @@ def settings(update=None, **options):
 
 
 def answered(number, *, version=0, seed=0, callers=3, singles=False):
-    """A request whose three samples are drawn from `seed` and its number alone."""
+    """Make a request whose three samples depend on `seed` and its number alone."""
     rng = np.random.default_rng([seed, number])
     rollouts = []
     for sample in range(1 if singles and number % 4 == 1 else 3):
@@ -87,7 +87,7 @@ def answered(number, *, version=0, seed=0, callers=3, singles=False):
 
 
 def write_traffic(folder, numbers, *, version=0, feedback=4, segment_bytes=4096, **options):
-    """Requests with these numbers; every `feedback`-th is answered by feedback two requests later."""
+    """Write requests with these numbers; every `feedback`-th is answered by feedback two requests later."""
     with ExperienceLog(folder, segment_bytes=segment_bytes) as log:
         for number in numbers:
             log.append_experience(answered(number, version=version, **options))
@@ -123,14 +123,14 @@ def make_worker(
 
 
 def run_to_end(worker):
-    """Everything that the log holds by now, then save."""
+    """Run the worker over everything in the log, then save."""
     while worker.step():
         pass
     worker.save_checkpoint()
 
 
 def outcome(worker):
-    """Everything that two workers of the same records must have in common, to the last bit."""
+    """Return everything that two workers of the same records must have in common, to the last bit."""
     tensors = []
 
     def collect(value):

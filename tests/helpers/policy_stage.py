@@ -35,7 +35,7 @@ def save_base(folder: Path, preset: str = "nano") -> Path:
 
 
 def context_of(base: Path, folder: Path, **options: Any) -> StageContext:
-    """The stage's context in a folder, which may hold what a killed run left; `options`: of its settings."""
+    """Make the stage's context in a folder, which may hold remains of a killed run; `options`: of its settings."""
     folder.mkdir(exist_ok=True)
     stage = {
         "iterations": 2,

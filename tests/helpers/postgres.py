@@ -1,4 +1,4 @@
-"""A PostgreSQL server for a test: started with initdb and pg_ctl in a folder of its own, ended with it."""
+"""A PostgreSQL server for a test: started with initdb and pg_ctl in a temporary folder, ended with it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PASSWORD = "pass/word"  # a character that has to be escaped in an address
 
 
 def missing() -> str:
-    """Why no server can be started here; "" = one can."""
-    if not _programs():
+    """Return why no server can be started here; "" = one can."""
+    if not _find_programs():
         return "PostgreSQL's initdb and pg_ctl are not on this machine"
-    if os.geteuid() == 0 and (_user() is None or shutil.which("setpriv") is None):
+    if os.geteuid() == 0 and (_find_user() is None or shutil.which("setpriv") is None):
         return "PostgreSQL refuses to run as root, and there is no user or no setpriv to change to"
     try:
         import psycopg2
@@ -29,13 +29,13 @@ def missing() -> str:
     return ""
 
 
-def _programs() -> Path | None:
-    if found := shutil.which("initdb"):
-        return Path(found).resolve().parent
+def _find_programs() -> Path | None:
+    if program := shutil.which("initdb"):
+        return Path(program).resolve().parent
     return next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
 
 
-def _user() -> pwd.struct_passwd | None:
+def _find_user() -> pwd.struct_passwd | None:
     for name in ("postgres", "nobody"):
         with contextlib.suppress(KeyError):
             return pwd.getpwnam(name)
@@ -44,15 +44,15 @@ def _user() -> pwd.struct_passwd | None:
 
 @contextlib.contextmanager
 def postgres() -> Iterator[str]:
-    """A running server; gives `USER:PASSWORD@HOST:PORT` as part of an address."""
-    programs = _programs()
+    """Run a server; yield `USER:PASSWORD@HOST:PORT` as part of an address."""
+    programs = _find_programs()
     assert programs is not None
     folder = Path(
         tempfile.mkdtemp(prefix="posttrain-pg-")
-    )  # a user who is not us cannot enter pytest's own folder
+    )  # another user cannot enter pytest's folder
     prefix: list[str] = []
     if os.geteuid() == 0:
-        user = _user()
+        user = _find_user()
         assert user is not None
         os.chown(folder, user.pw_uid, user.pw_gid)
         prefix = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def migrated(home: Path, *names: str) -> Path:
-    """`home` with a database; `names`: its rows."""
+    """Create the database of `home`; `names`: its rows."""
     home.mkdir(parents=True)
     with closing(sqlite3.connect(home / "prefect.db")) as database:
         database.execute("PRAGMA journal_mode = WAL")

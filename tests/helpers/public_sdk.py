@@ -20,7 +20,7 @@ from tasks.config import dump_settings
 
 
 def sdk_environments(folder):
-    """python(version): the interpreter of an environment with the newest SDK of that minor version."""
+    """Return python(version): the interpreter of an environment with the newest SDK of that minor version."""
     folder = Path(os.environ.get("POSTTRAIN_SDK_ENVIRONMENTS") or folder)
 
     def python(version):
@@ -47,7 +47,7 @@ def sdk_environments(folder):
 
 @contextlib.contextmanager
 def serving(folder, bases):
-    """(address, key) of a service in a folder, as two processes."""
+    """Run a service in a folder, as two processes; yield (address, key)."""
     port = next(number for number in range(8400, 8500) if is_port_free(number))
     values = {
         "folder": str(folder / "service"),

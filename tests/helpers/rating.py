@@ -24,7 +24,7 @@ TURNS = [
 
 
 def items(count, answers=2):
-    """Items with texts, code-like marks, and a trajectory at every fourth place."""
+    """Make items with texts, code-like marks, and a trajectory at every fourth position."""
     made = []
     for number in range(count):
         texts = (
@@ -41,13 +41,13 @@ def items(count, answers=2):
 
 
 def room_of(folder, count=12, answers=2, **options):
-    given = {"overlap": 0.5, "repeat": 0.0, **options}
-    return RatingSession(folder, items(count, answers), RatingSettings(**given), seed=0)
+    settings = {"overlap": 0.5, "repeat": 0.0, **options}
+    return RatingSession(folder, items(count, answers), RatingSettings(**settings), seed=0)
 
 
 @contextlib.contextmanager
 def served(room):
-    """Address of the room's page, token included."""
+    """Serve the room's page; yield its address with the token."""
     import uvicorn
 
     port = find_free_port(18330)
@@ -78,7 +78,7 @@ prefer: {overlap: 0.0, repeat: 0.0}
 
 
 class Command:
-    """`posttrain prefer` in a process of its own, over a file of answers."""
+    """`posttrain prefer` in a separate process, over a file of answers."""
 
     def __init__(self, folder, count=6):
         (folder / "rated.yaml").write_text(CONFIG)

@@ -89,7 +89,7 @@ class MemoryStore:
 
 
 def disturb(event):
-    """Things that a run may have met before the cut; afterwards the checkpoint alone knows of them."""
+    """Change state that a run may have met before the cut; afterwards only the checkpoint has it."""
     if event.kind != "iteration" or event.iteration != 2:
         return
     steps = [event.trainer.optimizer_step]
@@ -114,7 +114,7 @@ class _Cut:
 
 
 def run(scenario, store=None, *, cut=None, best_metric="eval/chosen"):
-    """Result of a run as bits: (weights, outcome, history), None where it was cut; every metric."""
+    """Return the result of a run as bits: (weights, outcome, history), None if it was cut; and every metric."""
     trainer, tracker = scenario.trainer(), MemoryTracker()
     callbacks = [disturb, *([_Cut(cut)] if cut else [])]
     try:
@@ -143,14 +143,14 @@ def run(scenario, store=None, *, cut=None, best_metric="eval/chosen"):
     return (weights_digest(trainer.model), facts, history), logged_bits(tracker)
 
 
-def chosen(evaluate, trainer):
-    """The trainer's metrics, and one that is best at the first evaluation."""
+def count_evaluations(evaluate, trainer):
+    """Return the trainer's metrics, and one that is best at the first evaluation."""
     calls = trainer.optimizer_step.num_steps
     return {**evaluate(), "eval/chosen": 1.0 / (1 + calls)}
 
 
-def weighed(model):
-    """An evaluation that sees the weights in the model, averaged ones too."""
+def evaluate_weights(model):
+    """Evaluate by the weights in the model, averaged ones too."""
     return {
         "eval/weights": sum(
             float(parameter.double().abs().sum()) for parameter in model.parameters()
@@ -159,7 +159,7 @@ def weighed(model):
 
 
 def with_choice(trainer):
-    trainer.evaluate = functools.partial(chosen, trainer.evaluate, trainer)
+    trainer.evaluate = functools.partial(count_evaluations, trainer.evaluate, trainer)
     return trainer
 
 
@@ -176,7 +176,7 @@ OPTIMIZER = {
 EVERYTHING = {"ema_decay": 0.6, "grokfast_lambda": 0.5, "grokfast_alpha": 0.9}
 
 
-def rows_of(count, seed=0):
+def make_rows(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for index in range(count):
@@ -185,7 +185,7 @@ def rows_of(count, seed=0):
     return rows
 
 
-def pairs_of(count, seed=0, labelled=False):
+def make_pairs(count, seed=0, labelled=False):
     generator = torch.Generator().manual_seed(seed)
     pairs = []
     for index in range(count):
@@ -199,31 +199,31 @@ def pairs_of(count, seed=0, labelled=False):
     return pairs
 
 
-def adapted(dropout=0.3, **options):
+def make_adapted_model(dropout=0.3, **options):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         settings = LoraSettings(rank=2, dropout=dropout, target_modules=("q_proj", "down_proj"))
         return lora.add_adapter(nano(**options), settings)
 
 
-def sft(model=None, **changes):
+def make_sft(model=None, **changes):
     settings = SFTSettings(**{**OPTIMIZER, **LOOP, "epochs": 9.0, **changes})
     model = nano(dropout=0.2) if model is None else model()
-    return with_choice(SFTTrainer(model, PAD, rows_of(14), rows_of(5, 1), settings, 7))
+    return with_choice(SFTTrainer(model, PAD, make_rows(14), make_rows(5, 1), settings, 7))
 
 
-def reward_model(**changes):
+def make_reward_model(**changes):
     settings = RewardModelSettings(
         **{**OPTIMIZER, **LOOP, "epochs": 9.0, "dropout": True, **changes}
     )
-    pairs = [(pair.chosen_ids, pair.rejected_ids) for pair in pairs_of(14)]
+    pairs = [(pair.chosen_ids, pair.rejected_ids) for pair in make_pairs(14)]
     model = nano(0, 0.2, LlamaForSequenceClassification, num_labels=1)
     return with_choice(RewardModelTrainer(model, PAD, pairs, pairs[:5], settings, 7))
 
 
-def preference(loss, model=None, **changes):
+def make_preference(loss, model=None, **changes):
     settings = PreferenceSettings(**{**OPTIMIZER, **LOOP, "epochs": 9.0, "loss": loss, **changes})
-    pairs = [pairs_of(count, seed, loss == "kto") for count, seed in ((14, 0), (5, 1))]
+    pairs = [make_pairs(count, seed, loss == "kto") for count, seed in ((14, 0), (5, 1))]
     model = nano(dropout=0.2) if model is None else model()
     return with_choice(PreferenceTrainer(model, PAD, *pairs, settings, 7))
 
@@ -232,37 +232,37 @@ def preference(loss, model=None, **changes):
 
 
 @functools.cache
-def tokenizer():
+def make_tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
 @functools.cache
-def started(seed=0):
+def make_started_model(seed=0):
     return causal_lm.create_model(
-        ModelSettings(preset="nano", context=32, device="cpu"), tokenizer(), seed
+        ModelSettings(preset="nano", context=32, device="cpu"), make_tokenizer(), seed
     )
 
 
-def adapted_policy():
+def make_adapted_policy():
     with torch.random.fork_rng():
         torch.manual_seed(1)
         settings = LoraSettings(rank=2, dropout=0.3, target_modules=("q_proj", "down_proj"))
-        return lora.add_adapter(copy.deepcopy(started()), settings)
+        return lora.add_adapter(copy.deepcopy(make_started_model()), settings)
 
 
-def with_luck(trajectories):
-    """A reward of the user's that draws from the global generators."""
+def reward_with_luck(trajectories):
+    """Return a user-defined reward that draws from the global generators."""
     return [random.random() + float(np.random.rand()) + float(torch.rand(())) for _ in trajectories]
 
 
-def two_stages(**options):
+def make_two_stages(**options):
     return (
         CurriculumStage(name="one", levels={"low": 1.0}, max_iterations=2),
         CurriculumStage(name="two", levels={"low": 1.0, "high": 2.0}, **options),
     )
 
 
-def policy(environment=None, rewards=None, reference=False, evaluator=None, **changes):
+def make_policy(environment=None, rewards=None, reference=False, evaluator=None, **changes):
     options = {
         **LOOP,
         "iterations": ITERATIONS,
@@ -275,24 +275,24 @@ def policy(environment=None, rewards=None, reference=False, evaluator=None, **ch
         "entropy_coef": 0.02,
         "entropy_decay": 0.9,
         "sampling": SamplingSettings(max_completion_tokens=3, temperature=0.8),
-        "curriculum": two_stages(),
+        "curriculum": make_two_stages(),
         **changes,
     }
-    reference_model = copy.deepcopy(started(1)) if reference else None
+    reference_model = copy.deepcopy(make_started_model(1)) if reference else None
     model = options.pop("model", None)
     trainer = make_trainer(
-        tokenizer(),
+        make_tokenizer(),
         environment or FewLetters(),
         rewards=rewards,
         reference=reference_model,
         model=model() if model else None,
         **options,
     )
-    trainer.evaluator = functools.partial(weighed, trainer.model)
+    trainer.evaluator = functools.partial(evaluate_weights, trainer.model)
     return with_choice(trainer)
 
 
-def all_rewards():
+def make_all_rewards():
     options = RewardSettings(
         normalise=("length", "task"),
         clip=4.0,
@@ -310,7 +310,7 @@ def all_rewards():
     }
     scorer = lambda rows: [sum(row) % 7 for row in rows]  # noqa: E731
     return RewardOrchestrator(
-        parts, options=options, seed=3, scorer=scorer, functions={"luck": with_luck}
+        parts, options=options, seed=3, scorer=scorer, functions={"luck": reward_with_luck}
     )
 
 
@@ -334,9 +334,11 @@ class _TwoTurns(Letters):
         return episode
 
 
-def rewarded():
+def make_rewarded():
     sampling = SamplingSettings(max_completion_tokens=14, max_turns=2, temperature=0.8)
-    return policy(_TwoTurns(), all_rewards(), sampling=sampling, curriculum=two_stages())
+    return make_policy(
+        _TwoTurns(), make_all_rewards(), sampling=sampling, curriculum=make_two_stages()
+    )
 
 
 ADAPTIVE = {
@@ -349,8 +351,8 @@ ADAPTIVE = {
 REPLAY = {"replay": ReplaySettings(iterations=2, share=0.7), "importance": "token"}
 
 
-def rolled_back():
-    """Goes back to the entry of its stage right after the cut."""
+def make_rolled_back():
+    """Make a trainer that rolls back to the entry of its stage right after the cut."""
     rollback = RollbackSettings(window=2, margin=0.9, cooldown=0, max_rollbacks=2)
     exit_condition = ExitCondition(metric="completion_tokens", window=4, threshold=0.0)
     stages = (
@@ -359,7 +361,7 @@ def rolled_back():
             name="two", levels={"low": 1.0, "high": 1.0}, exit_conditions=(exit_condition,)
         ),
     )
-    trainer = policy(curriculum=stages, rollback=rollback, **ADAPTIVE, **REPLAY)
+    trainer = make_policy(curriculum=stages, rollback=rollback, **ADAPTIVE, **REPLAY)
     watch = trainer.curriculum.rollback_monitor
     plain = watch.check_iteration
 
@@ -372,9 +374,9 @@ def rolled_back():
     return trainer
 
 
-def doubted():
-    """Goes back to the weights of the first comparison with the sampler, as the second one, behind the cut, fails."""
-    trainer = policy(
+def make_doubted():
+    """Make a trainer that returns to the weights of the first comparison with the sampler, as the second one fails after the cut."""
+    trainer = make_policy(
         numerics=NumericsGateSettings(every=CUT, action="rollback", bound=1e-3),
         **ADAPTIVE,
         **REPLAY,
@@ -391,7 +393,7 @@ def doubted():
     return trainer
 
 
-def distilled():
+def make_distilled():
     settings = DistillationSettings(
         iterations=ITERATIONS,
         prompts_per_iteration=10,
@@ -405,22 +407,22 @@ def distilled():
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     del values["rewards"]
     trainer = make_trainer(
-        tokenizer(),
-        teacher=LocalTeacher(copy.deepcopy(started(1))),
+        make_tokenizer(),
+        teacher=LocalTeacher(copy.deepcopy(make_started_model(1))),
         kind=DistilledPolicySettings,
         **values,
     )
-    trainer.evaluator = functools.partial(weighed, trainer.model)
+    trainer.evaluator = functools.partial(evaluate_weights, trainer.model)
     return with_choice(trainer)
 
 
 @functools.cache
-def thinking():
+def make_thinking():
     renderer = renderer_of_texts()
     return renderer, teach(renderer)
 
 
-def thoughts(**changes):
+def make_thoughts(**changes):
     options = {
         **LOOP,
         "iterations": ITERATIONS,
@@ -433,11 +435,11 @@ def thoughts(**changes):
         "sampling": SamplingSettings(max_completion_tokens=30, temperature=0.8),
         **changes,
     }
-    return with_choice(make_thinker(*thinking(), **options))
+    return with_choice(make_thinker(*make_thinking(), **options))
 
 
-def adapted_thoughts():
-    renderer, taught = thinking()
+def make_adapted_thoughts():
+    renderer, taught = make_thinking()
     with torch.random.fork_rng():
         torch.manual_seed(1)
         settings = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
@@ -455,34 +457,36 @@ def adapted_thoughts():
 
 
 SCENARIOS = {
-    "sft": Scenario(lambda: sft(**EVERYTHING), draws=True),
-    "sft packed": Scenario(lambda: sft(packing=True), draws=True),
-    "sft lora": Scenario(lambda: sft(adapted), draws=True),
-    "sft muon bfloat16": Scenario(lambda: sft(lambda: nano().bfloat16(), optimizer="muon")),
-    "reward model": Scenario(lambda: reward_model(**EVERYTHING), draws=True),
-    "dpo": Scenario(lambda: preference("dpo", dropout=True)),
-    "dpo lora": Scenario(lambda: preference("dpo", adapted, dropout=True)),
-    "ipo": Scenario(lambda: preference("ipo")),
-    "kto": Scenario(lambda: preference("kto")),
-    "simpo": Scenario(lambda: preference("simpo")),
-    "orpo": Scenario(lambda: preference("orpo")),
-    "grpo": Scenario(lambda: policy(**ADAPTIVE, **REPLAY, epochs=2, minibatches=2, ema_decay=0.6)),
-    "grpo lora": Scenario(lambda: policy(model=adapted_policy, dropout=True, epochs=2)),
-    "grpo rewards": Scenario(rewarded, draws=True),
-    "grpo rollback": Scenario(rolled_back),
-    "grpo numerics": Scenario(doubted),
-    "ppo": Scenario(lambda: policy(algorithm="ppo", epochs=2, minibatches=2, **REPLAY)),
-    "ppo shared": Scenario(
-        lambda: policy(algorithm="ppo", critic=CriticSettings(kind="shared"), epochs=2)
+    "sft": Scenario(lambda: make_sft(**EVERYTHING), draws=True),
+    "sft packed": Scenario(lambda: make_sft(packing=True), draws=True),
+    "sft lora": Scenario(lambda: make_sft(make_adapted_model), draws=True),
+    "sft muon bfloat16": Scenario(lambda: make_sft(lambda: nano().bfloat16(), optimizer="muon")),
+    "reward model": Scenario(lambda: make_reward_model(**EVERYTHING), draws=True),
+    "dpo": Scenario(lambda: make_preference("dpo", dropout=True)),
+    "dpo lora": Scenario(lambda: make_preference("dpo", make_adapted_model, dropout=True)),
+    "ipo": Scenario(lambda: make_preference("ipo")),
+    "kto": Scenario(lambda: make_preference("kto")),
+    "simpo": Scenario(lambda: make_preference("simpo")),
+    "orpo": Scenario(lambda: make_preference("orpo")),
+    "grpo": Scenario(
+        lambda: make_policy(**ADAPTIVE, **REPLAY, epochs=2, minibatches=2, ema_decay=0.6)
     ),
-    "dr_grpo": Scenario(lambda: policy(algorithm="dr_grpo")),
-    "dapo": Scenario(lambda: policy(algorithm="dapo", overlong_buffer=0)),
-    "gspo": Scenario(lambda: policy(algorithm="gspo", epochs=2)),
-    "cispo": Scenario(lambda: policy(algorithm="cispo", epochs=2)),
-    "sapo": Scenario(lambda: policy(algorithm="sapo", epochs=2)),
-    "rloo": Scenario(lambda: policy(algorithm="rloo", **ADAPTIVE, kl_in="reward")),
-    "reinforce": Scenario(lambda: policy(algorithm="reinforce", critic=CriticSettings())),
-    "distill": Scenario(distilled),
-    "thoughts": Scenario(thoughts),
-    "thoughts lora": Scenario(adapted_thoughts),
+    "grpo lora": Scenario(lambda: make_policy(model=make_adapted_policy, dropout=True, epochs=2)),
+    "grpo rewards": Scenario(make_rewarded, draws=True),
+    "grpo rollback": Scenario(make_rolled_back),
+    "grpo numerics": Scenario(make_doubted),
+    "ppo": Scenario(lambda: make_policy(algorithm="ppo", epochs=2, minibatches=2, **REPLAY)),
+    "ppo shared": Scenario(
+        lambda: make_policy(algorithm="ppo", critic=CriticSettings(kind="shared"), epochs=2)
+    ),
+    "dr_grpo": Scenario(lambda: make_policy(algorithm="dr_grpo")),
+    "dapo": Scenario(lambda: make_policy(algorithm="dapo", overlong_buffer=0)),
+    "gspo": Scenario(lambda: make_policy(algorithm="gspo", epochs=2)),
+    "cispo": Scenario(lambda: make_policy(algorithm="cispo", epochs=2)),
+    "sapo": Scenario(lambda: make_policy(algorithm="sapo", epochs=2)),
+    "rloo": Scenario(lambda: make_policy(algorithm="rloo", **ADAPTIVE, kl_in="reward")),
+    "reinforce": Scenario(lambda: make_policy(algorithm="reinforce", critic=CriticSettings())),
+    "distill": Scenario(make_distilled),
+    "thoughts": Scenario(make_thoughts),
+    "thoughts lora": Scenario(make_adapted_thoughts),
 }

@@ -17,7 +17,7 @@ KEY = "POSTTRAIN_TEST_SERVER_KEY"
 
 @contextlib.contextmanager
 def letters_server(tokenizer, folder, model=None, **settings):
-    """A server of the model that `letters_trainer` starts from; it takes orders."""
+    """Run a server of the model that `letters_trainer` starts from; it takes orders."""
     model = model or compiled_model(tokenizer)
     save(model, tokenizer, folder / "base")
     os.environ[KEY] = TOKEN
@@ -27,7 +27,7 @@ def letters_server(tokenizer, folder, model=None, **settings):
 
 
 def server_settings(url, **options):
-    """Rollout settings for a server at this address."""
+    """Return rollout settings for a server at this address."""
     options = {"key_variable": KEY, "patience_s": 0.0, **options}
     address = re.sub("^http://", "", url)
     return RolloutSettings(
@@ -36,7 +36,7 @@ def server_settings(url, **options):
 
 
 def with_server(trainer, url, *, max_length=32, bound=None, **options):
-    """The trainer with its backend exchanged for a server, as the recipe does it."""
+    """Replace the trainer's backend by a server, as the recipe does it."""
     tokenizer = trainer.renderer.tokenizer
     backend = ServerBackend(
         trainer.policy,
@@ -51,7 +51,7 @@ def with_server(trainer, url, *, max_length=32, bound=None, **options):
 
 
 def served_trainer(tokenizer, url, **options):
-    """A trainer of letters on a server."""
+    """Make a trainer of letters on a server."""
     of_server = {
         name: options.pop(name)
         for name in list(options)
@@ -61,7 +61,7 @@ def served_trainer(tokenizer, url, **options):
 
 
 def sampled(trainer):
-    """Tokens and log-probabilities of the newest rollouts."""
+    """Return tokens and log-probabilities of the newest rollouts."""
     return [
         (r.completion_ids, r.sampler_logprobs) for group in trainer.groups for r in group.rollouts
     ]

@@ -28,7 +28,7 @@ SHAPE = dict(
     num_key_value_heads=2,
     intermediate_size=64,
     max_position_embeddings=128,
-    initializer_range=0.3,  # sharp distributions, so that a wrong key or position changes tokens at once
+    initializer_range=0.3,  # sharp distributions, so that a wrong key or position changes tokens immediately
     pad_token_id=0,
     bos_token_id=None,
     eos_token_id=1,
@@ -36,7 +36,7 @@ SHAPE = dict(
 
 
 def make_model(family: str, **options: object) -> PreTrainedModel:
-    """A model with random weights, its biases and norms too, so that none of them can be forgotten."""
+    """Make a model with random weights, its biases and norms too, so that none of them can be forgotten."""
     config_class, model_class = {
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -88,7 +88,7 @@ MODELS = {
 
 
 def model_named(name: str) -> PreTrainedModel:
-    """One of MODELS: every family and peculiarity that the engine says it supports."""
+    """Make one of MODELS: every family and peculiarity that the engine claims to support."""
     family, options = MODELS[name]
     return make_model(family, **options)
 
@@ -115,7 +115,7 @@ class ScriptedSequence:
     def take_action(
         self, action_ids: list[int], logprobs: list[float], hit_limit: bool
     ) -> list[int] | None:
-        """See `RolloutSequence`."""
+        """Take an action; see `RolloutSequence`."""
         assert len(action_ids) == len(logprobs) > 0
         self.turns.append((action_ids, hit_limit))
         self._append(action_ids, logprobs, True)
@@ -150,5 +150,5 @@ def make_sessions(num_prompts: int = 4, group: int = 3) -> list[ScriptedSequence
 
 
 def sampling(**options: float) -> SamplingSettings:
-    """Settings under which these sequences have room for several turns."""
+    """Return settings under which these sequences have room for several turns."""
     return SamplingSettings(**{"max_completion_tokens": ROOM, "slots": 100, **options})

@@ -44,7 +44,7 @@ SHAPE = dict(
 def make_base(
     folder: Path, seed: int = 0, model_class=LlamaForCausalLM, config_class=LlamaConfig, **options
 ) -> Path:
-    """A model folder with random weights."""
+    """Make a model folder with random weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config_class(**{**SHAPE, **options}))
@@ -53,14 +53,14 @@ def make_base(
 
 
 def make_engine(folder: Path, **settings) -> TrainingEngine:
-    """An engine whose only base model is 'base'."""
+    """Make an engine whose only base model is 'base'."""
     return TrainingEngine(
         ServiceEngineSettings(**{"bases": {"base": str(folder)}, "device": "cpu", **settings})
     )
 
 
 def new_run(engine: TrainingEngine, name: str, rank: int = 4, seed: int = 0, **adapter) -> None:
-    """A training run whose adapter is not 0, as after some updates."""
+    """Make a training run whose adapter is not 0, as after some updates."""
     engine.create_model(
         CreateModel(
             model_id=name, base="base", adapter=AdapterConfig(rank=rank, seed=seed, **adapter)
@@ -78,7 +78,7 @@ RANKS = {"a": 4, "b": 1, "c": 16}  # of the training runs of `engine_with`, by n
 
 
 def engine_with(folder: Path, names: Iterable[str], **settings) -> TrainingEngine:
-    """An engine with these training runs, each of another rank."""
+    """Make an engine with these training runs, each of another rank."""
     engine = make_engine(folder, **settings)
     for name in names:
         new_run(engine, name, rank=RANKS[name], seed=sorted(RANKS).index(name))
@@ -108,7 +108,7 @@ def random_data(
 
 
 def merged_gradient(run, data: tuple[Datum, ...]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Cross entropy and its gradient by torch in float64: W + scale B A in place of W, one datum after the other."""
+    """Cross entropy and its gradient by torch in float64: W + scale B A for W, one datum after the other."""
     model = copy.deepcopy(run.base.model).double()
     factors = {
         name: p.detach().double().requires_grad_()
@@ -143,7 +143,7 @@ def step_request(name: str, learning_rate: float = 1e-2, **adam) -> OptimStep:
 
 
 def bits(state: object) -> object:
-    """A state with every tensor and array as its bytes, for comparison to the last bit."""
+    """Return a state with every tensor and array as its bytes, for comparison to the last bit."""
     if isinstance(state, torch.Tensor):
         return str(state.dtype), tuple(state.shape), state.contiguous().view(-1).numpy().tobytes()
     if isinstance(state, np.ndarray):

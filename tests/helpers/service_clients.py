@@ -14,7 +14,7 @@ from posttrain.training_service.wire.protobuf_messages import create_message, wr
 OWNER, SESSION = "key-1", "s"
 
 
-def _new(kind, target, seq, body, **more):
+def _open_run(kind, target, seq, body, **more):
     payload = json.dumps(body).encode()
     return NewRequest(
         kind=kind,
@@ -37,7 +37,7 @@ def create(run, *, base="base", rank=4, seed=0, optimizer="adamw", full=False):
         "lora_config": lora,
         "optimizer_config": {"type": optimizer},
     }
-    return _new("create_model", run, 0, body, facts={"seed": seed})
+    return _open_run("create_model", run, 0, body, facts={"seed": seed})
 
 
 def loss(run, seq, data, loss_fn="cross_entropy", forward_only=False, **options):
@@ -63,7 +63,7 @@ def loss(run, seq, data, loss_fn="cross_entropy", forward_only=False, **options)
 
 
 def update(run, seq, learning_rate=1e-2, **adam):
-    return _new(
+    return _open_run(
         "optim_step",
         run,
         seq,
@@ -72,27 +72,33 @@ def update(run, seq, learning_rate=1e-2, **adam):
 
 
 def save(run, seq, name, **more):
-    return _new("save_weights", run, seq, {"model_id": run, "seq_id": seq, "path": name, **more})
+    return _open_run(
+        "save_weights", run, seq, {"model_id": run, "seq_id": seq, "path": name, **more}
+    )
 
 
 def save_external(run, seq, name):
-    return _new("save_weights_external", run, seq, {"model_id": run, "seq_id": seq, "path": name})
+    return _open_run(
+        "save_weights_external", run, seq, {"model_id": run, "seq_id": seq, "path": name}
+    )
 
 
 def save_for_sampler(run, seq, name):
-    return _new(
+    return _open_run(
         "save_weights_for_sampler", run, seq, {"model_id": run, "seq_id": seq, "path": name}
     )
 
 
 def publish(run, seq, sampler, kind="snapshot"):
     body = {"model_id": run, "seq_id": seq, "sampling_session_seq_id": seq, "kind": kind}
-    return _new("save_weights_for_sampler", run, seq, body, facts={"sampling_session_id": sampler})
+    return _open_run(
+        "save_weights_for_sampler", run, seq, body, facts={"sampling_session_id": sampler}
+    )
 
 
 def load(run, seq, path, optimizer=True):
     body = {"model_id": run, "seq_id": seq} if seq else {"session_id": SESSION, "model_seq_id": 0}
-    return _new("load_weights", run, seq, {**body, "path": path, "optimizer": optimizer})
+    return _open_run("load_weights", run, seq, {**body, "path": path, "optimizer": optimizer})
 
 
 def open_sampler(sampler, *, base=None, path=None):
@@ -102,7 +108,7 @@ def open_sampler(sampler, *, base=None, path=None):
         "base_model": base,
         "model_path": path,
     }
-    return _new("create_sampler", sampler, 0, body)
+    return _open_run("create_sampler", sampler, 0, body)
 
 
 def sample(sampler, seq, prompt=(5, 6, 7), num_samples=2, max_tokens=4, temperature=1.0, **more):
@@ -116,13 +122,13 @@ def sample(sampler, seq, prompt=(5, 6, 7), num_samples=2, max_tokens=4, temperat
         "sampling_params": {"max_tokens": max_tokens, "temperature": temperature, "stop": []},
         **more,
     }
-    return _new("sample", sampler, seq, body, facts={"seed": 1000 + seq})
+    return _open_run("sample", sampler, seq, body, facts={"seed": 1000 + seq})
 
 
 def evaluate(
     run, number, model, against=None, texts=((5, 6, 7, 8), (9, 8, 7)), prompts=((5, 6),), **more
 ):
-    """number: of the evaluation among its run's; the server draws it from the evaluation's id."""
+    """Evaluate; number: of the evaluation among its run's; the server draws it from the evaluation's id."""
     body = {
         "model": model,
         "against": against,
@@ -133,11 +139,11 @@ def evaluate(
         "sampling": {"max_tokens": 4, "stop": []},
         **more,
     }
-    return _new("evaluate", run, number, body, facts={"evaluation_id": f"e-{run}-{number}"})
+    return _open_run("evaluate", run, number, body, facts={"evaluation_id": f"e-{run}-{number}"})
 
 
 def unload(run, seq):
-    return _new("unload_model", run, seq, {"model_id": run, "seq_id": seq})
+    return _open_run("unload_model", run, seq, {"model_id": run, "seq_id": seq})
 
 
 # ------------------------------------------------------------------------------------------------------------ scripts
@@ -152,7 +158,7 @@ class Line:
 
 
 def script(run: str, number: int, steps: int) -> list[Line]:
-    """A client: trains with the next requests in flight, saves, evaluates, samples from fresh weights, loads.
+    """Run a client: train with the next requests in flight, save, evaluate, sample from fresh weights, load.
 
     Args:
         number: of the client; sets its data, rank, losses and optimizer.
@@ -179,7 +185,7 @@ def script(run: str, number: int, steps: int) -> list[Line]:
             seq += 1
             add(
                 loss(run, seq, random_data(number, rows=1), "no_such_loss"), made
-            )  # fails, and the run goes on
+            )  # fails, and the run continues
         seq += 1
         add(update(run, seq, weight_decay=0.1, grad_clip_norm=float(step % 2)), made)
         if step % 3 == 2:

@@ -59,14 +59,14 @@ class Service:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def post(self, path: str, body: Any = None, *, status: int = 200, **more: Any) -> Any:
-        """The decoded answer to a JSON request."""
+        """Return the decoded answer to a JSON request."""
         return self.call("POST", path, status=status, json=body if body is not None else {}, **more)
 
     def call(self, method: str, path: str, *, status: int = 200, **more: Any) -> Any:
-        found = self.client.request(method, f"/api/v1/{path}", **more)
-        assert found.status_code == status, found.text
-        is_json = "json" in found.headers.get("content-type", "")
-        return found.json() if is_json else found.content
+        response = self.client.request(method, f"/api/v1/{path}", **more)
+        assert response.status_code == status, response.text
+        is_json = "json" in response.headers.get("content-type", "")
+        return response.json() if is_json else response.content
 
     def session(self) -> str:
         return str(self.post("create_session", {"tags": [], "sdk_version": "test"})["session_id"])
@@ -87,7 +87,7 @@ class Service:
         return self.raw("forward_backward", payload, status=status)
 
     def raw(self, path: str, payload: bytes, *, status: int = 200, **headers: str) -> Any:
-        """The answer to a protobuf body."""
+        """Return the answer to a protobuf body."""
         sent = {
             "content-type": "application/x-protobuf",
             **{name.replace("_", "-"): v for name, v in headers.items()},
@@ -95,17 +95,17 @@ class Service:
         return self.call("POST", path, status=status, content=payload, headers=sent)
 
     def result(self, promise: Any) -> Any:
-        """The result of a promise: a decoded JSON object, or protobuf bytes."""
+        """Return the result of a promise: a decoded JSON object, or protobuf bytes."""
         for _ in range(20):
-            found: httpx.Response = self.client.post(
+            response: httpx.Response = self.client.post(
                 "/api/v1/retrieve_future", json={"request_id": promise["request_id"]}
             )
-            if found.status_code != 408:
-                assert found.status_code == 200, found.text
+            if response.status_code != 408:
+                assert response.status_code == 200, response.text
                 return (
-                    found.content
-                    if "protobuf" in found.headers["content-type"]
-                    else json.loads(found.text)
+                    response.content
+                    if "protobuf" in response.headers["content-type"]
+                    else json.loads(response.text)
                 )
         raise AssertionError(f"no result of {promise}")
 
@@ -114,7 +114,7 @@ class Service:
 def running_service(
     folder: Path, base: Path, *, worker: bool = True, **server: Any
 ) -> Iterator[Service]:
-    """A service until the block ends."""
+    """Run a service until the block ends."""
     service = Service(folder, base, **server)
     with contextlib.closing(service.store), service.client:
         if worker:

@@ -40,40 +40,45 @@ class Clients:
         return going
 
     def _is_final(self, request_id: str) -> bool:
-        found = self.store.find_result(request_id)
-        assert found is not None, f"{request_id} is lost"
-        return found.is_final
+        result = self.store.find_result(request_id)
+        assert result is not None, f"{request_id} is lost"
+        return result.is_final
 
 
 def answers(
     store: ServiceStore, scripts: Sequence[Sequence[Line]]
 ) -> dict[tuple[str, str, int], tuple]:
-    """(kind, target, seq) -> state, answer, error of every request."""
-    found = {}
+    """Return (kind, target, seq) -> state, answer, error of every request."""
+    results = {}
     for script in scripts:
         for line in script:
             one: StoredRequest = store.accept_request(
                 line.request
             )  # the same request again: its answer
             assert one.is_final, f"{one.kind} {one.target} {one.seq} has no answer"
-            found[one.kind, one.target, one.seq] = (one.state, one.answer, one.error, one.category)
-    return found
+            results[one.kind, one.target, one.seq] = (
+                one.state,
+                one.answer,
+                one.error,
+                one.category,
+            )
+    return results
 
 
 def weights(store: ServiceStore, folder: Path) -> dict[str, object]:
-    """All that was saved with its optimizer: path -> bits."""
-    found = {}
+    """Return everything that was saved with its optimizer: path -> bits."""
+    states = {}
     for record in store.list_checkpoints(limit=10_000).items:
         state = read_state(folder / record.folder)
-        found[record.path] = (
+        states[record.path] = (
             record.steps,
             bits({key: value for key, value in state.items() if key != "note"}),
         )
-    return found
+    return states
 
 
 def settings_of(folder: Path, base: Path, **worker):
-    """Settings of a service in a folder; few tokens a pass, so that batches are cut."""
+    """Return the settings of a service in a folder; few tokens a pass, so that batches are cut."""
     from rl_core.settings import ServiceEngineSettings, ServiceSettings, ServiceWorkerSettings
 
     engine = ServiceEngineSettings(

@@ -33,7 +33,7 @@ TEXTS = [
 def make_folder_of_model(
     folder: Path, seed: int = 0, texts: list[str] = TEXTS, **settings: Any
 ) -> Path:
-    """A model folder: byte-level tokenizer, random weights that are sharp enough for answers to differ."""
+    """Make a model folder: byte-level tokenizer, random weights that are sharp enough for answers to differ."""
     made = ModelSettings(
         **{"preset": "nano", "vocab_size": 400, "context": 256, "device": "cpu", **settings}
     )
@@ -97,14 +97,14 @@ class RunningServer:
         assert not self._thread.is_alive()
 
     def chat(self, content: str = "row 2", *, status: int = 200, **more: Any) -> Any:
-        """The decoded answer to one question."""
+        """Return the decoded answer to one question."""
         body = {"model": "small", "messages": [{"role": "user", "content": content}], **more}
-        found = self.client.post("/v1/chat/completions", json=body)
-        assert found.status_code == status, found.text
-        return found.json()
+        response = self.client.post("/v1/chat/completions", json=body)
+        assert response.status_code == status, response.text
+        return response.json()
 
     def stream(self, content: str = "row 2", **more: Any) -> list[Any]:
-        """The parts of a stream."""
+        """Return the parts of a stream."""
         body = {
             "model": "small",
             "messages": [{"role": "user", "content": content}],
@@ -135,7 +135,7 @@ def offline_answer(
     choice: int = 0,
     **sampling: Any,
 ) -> AnswerSequence:
-    """Answer of the offline engine to a question on the same weights."""
+    """Return the answer of the offline engine to a question on the same weights."""
     renderer = model.renderer
     backend = create_rollout_backend(
         model.model, eos_ids=renderer.eos_ids, pad_id=renderer.pad_id, max_length=model.context
@@ -151,7 +151,7 @@ def offline_answer(
 
 @contextlib.contextmanager
 def running_server(folder: Path, model: Path, **settings: Any) -> Iterator[RunningServer]:
-    """A server until the block ends."""
+    """Run a server until the block ends."""
     server = RunningServer(folder, model, **settings)
     server.start()
     try:

@@ -1,4 +1,4 @@
-"""Scenarios of sharded_scenarios.py for trainers that sample from their own policy."""
+"""Scenarios of sharded_scenarios.py for trainers that sample from their policy."""
 
 import dataclasses
 import functools
@@ -37,22 +37,22 @@ OPTIONS = {
 TWICE = {"epochs": 2, "minibatches": 2}
 
 
-def tokenizer():
+def make_tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-def model_of(seed=0, lora=None):
+def make_model(seed=0, lora=None):
     settings = ModelSettings(preset="nano", context=32, device="cpu")
-    model = causal_lm.create_model(settings, tokenizer(), seed)
+    model = causal_lm.create_model(settings, make_tokenizer(), seed)
     if lora is not None:
         model = add_adapter(model, lora)
     return model
 
 
-def policy_trainer(process_group, **options):
-    model = options.pop("model", None) or model_of()
+def make_policy_trainer(process_group, **options):
+    model = options.pop("model", None) or make_model()
     trainer = make_trainer(
-        tokenizer(), model=model, process_group=process_group, **{**OPTIONS, **options}
+        make_tokenizer(), model=model, process_group=process_group, **{**OPTIONS, **options}
     )
     requests = [EpisodeRequest(level, seed) for seed in range(3) for level in Letters.levels]
 
@@ -74,7 +74,7 @@ def policy_trainer(process_group, **options):
 
 
 def with_other_backend(trainer):
-    """The processes generate different numbers of tokens with the modules themselves."""
+    """Let the processes generate different numbers of tokens with the modules themselves."""
     trainer.backend = TransformersBackend(
         trainer.policy,
         eos_ids=range(0, trainer.policy.config.vocab_size, 2),
@@ -84,14 +84,14 @@ def with_other_backend(trainer):
     return trainer
 
 
-def with_own_reference(trainer):
-    """The reference of the KL is the policy without its adapters."""
+def use_shared_reference(trainer):
+    """Use the policy without its adapters as the reference of the KL."""
     trainer.reference = trainer.model
     return trainer
 
 
 def with_adapter(model, settings):
-    """B away from 0, where A has no gradient and Adam makes whole steps of its rounding errors."""
+    """Add an adapter with B away from 0, where A has no gradient and Adam makes full steps of its rounding errors."""
     model = add_adapter(model, settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -100,7 +100,7 @@ def with_adapter(model, settings):
     return model
 
 
-def inner_rewards():
+def make_inner_rewards():
     return RewardOrchestrator({"task": 1.0, "curiosity": 0.3, "coherence": 0.2})
 
 
@@ -113,34 +113,34 @@ STAGES = (
 )
 
 
-def centred(rewards_R, groups_R, lengths_R):
+def center_rewards(rewards_R, groups_R, lengths_R):
     """Rewards minus the mean of all, by length: an advantage estimator of a user's."""
     return (rewards_R - rewards_R.mean()) / lengths_R, {"length": lengths_R.double().mean()}
 
 
-def scenarios(process_group, folder, numbers):
-    """By name, what gives numbers; `numbers` runs a trainer."""
+def list_scenarios(process_group, folder, numbers):
+    """Yield (name, function that returns numbers); `numbers` runs a trainer."""
     ours = folder / ("alone" if process_group.size == 1 else "together")
-    of = functools.partial(policy_trainer, process_group)
+    of = functools.partial(make_policy_trainer, process_group)
 
     def run(trainer, **options):
         return numbers(trainer, process_group, iterations=trainer.settings.iterations, **options)
 
     held = {"kl_coef": 0.1, "entropy_coef": 0.01}
-    yield "grpo", lambda: run(of(reference=model_of(1), **held, **TWICE))
+    yield "grpo", lambda: run(of(reference=make_model(1), **held, **TWICE))
     soft = {"algorithm": "sapo", "importance": "geometric", "importance_mask": "token"}
-    yield "sapo", lambda: run(of(reference=model_of(1), **soft, **held, **TWICE))
-    own = {
+    yield "sapo", lambda: run(of(reference=make_model(1), **soft, **held, **TWICE))
+    custom = {
         "loss": "rl_core.losses.policy:sapo_loss",
         "advantages": "helpers.sharded_policies:centred",
     }
     yield (
         "own parts",
-        lambda: run(of(loss_aggregation="sequence_mean", importance="token", **own, **TWICE)),
+        lambda: run(of(loss_aggregation="sequence_mean", importance="token", **custom, **TWICE)),
     )
     taught = {
         "kind": DistilledPolicySettings,
-        "teacher": LocalTeacher(model_of(1)),
+        "teacher": LocalTeacher(make_model(1)),
         "gamma": 0.5,
         "learning_rate": 3e-3,
     }
@@ -154,7 +154,7 @@ def scenarios(process_group, folder, numbers):
                 of(
                     algorithm="ppo",
                     critic=critic,
-                    reference=model_of(1),
+                    reference=make_model(1),
                     kl_coef=0.1,
                     kl_in="reward",
                     **TWICE,
@@ -162,13 +162,13 @@ def scenarios(process_group, folder, numbers):
             ),
         )
     yield "limited", lambda: run(of(kl_max=0.15, **TWICE))
-    yield "inner rewards", lambda: run(of(rewards=inner_rewards()))
+    yield "inner rewards", lambda: run(of(rewards=make_inner_rewards()))
     lora = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
-    yield "policy adapters", lambda: run(of(model=model_of(lora=lora), learning_rate=5e-2))
+    yield "policy adapters", lambda: run(of(model=make_model(lora=lora), learning_rate=5e-2))
     noisy = dataclasses.replace(lora, dropout=0.3)
     yield (
         "dropout",
-        lambda: run(of(model=model_of(lora=noisy), learning_rate=5e-2, dropout=True, **TWICE)),
+        lambda: run(of(model=make_model(lora=noisy), learning_rate=5e-2, dropout=True, **TWICE)),
     )
     renderer = thinkers.renderer_of_texts()
     yield (
@@ -186,7 +186,7 @@ def scenarios(process_group, folder, numbers):
     yield (
         "thoughts adapters",
         lambda: run(
-            with_own_reference(
+            use_shared_reference(
                 thinkers.make_trainer(
                     renderer,
                     with_adapter(thinkers.teach(renderer), lora),
@@ -198,7 +198,7 @@ def scenarios(process_group, folder, numbers):
                     baseline_width=8,
                     bootstrap_samples=100,
                     advantages="returns",
-                    reference=model_of(0),
+                    reference=make_model(0),
                     learning_rate=1e-3,
                 )
             )
@@ -217,7 +217,7 @@ def scenarios(process_group, folder, numbers):
     }
 
     def long(iterations, place=None):
-        trainer = of(reference=model_of(2), rewards=inner_rewards(), **stateful)
+        trainer = of(reference=make_model(2), rewards=make_inner_rewards(), **stateful)
         return numbers(trainer, process_group, folder=place, iterations=iterations)
 
     yield "cut policy", lambda: long(3, ours / "policy")
@@ -225,12 +225,12 @@ def scenarios(process_group, folder, numbers):
     yield "whole policy", lambda: long(7)
 
 
-def by_layer(process_group, numbers):
-    """The same where the weights of one block at a time are collected."""
+def list_layer_scenarios(process_group, numbers):
+    """Yield the scenarios in which the weights of one block at a time are collected."""
     of = functools.partial(
-        policy_trainer,
+        make_policy_trainer,
         process_group,
-        reference=model_of(1),
+        reference=make_model(1),
         kl_coef=0.1,
         entropy_coef=0.01,
         **TWICE,

@@ -36,7 +36,7 @@ from rl_core.trainers.sft import SFTTrainer
 from rl_core.training import optimizer_step
 from rl_core.training.loop import run_loop
 
-# 11 rows in batches of 5: the last batch of an epoch has one row, so one process has nothing of its own to do.
+# 11 rows in batches of 5: the last batch of an epoch has one row, so one process has no row.
 OPTIONS = {
     "learning_rate": 1e-2,
     "warmup_steps": 2,
@@ -61,7 +61,7 @@ LONG = {
 }
 
 
-def model_of(kind=None):
+def make_model(kind=None):
     torch.manual_seed(3)
     model = nano(tie_word_embeddings=True) if kind is None else nano(0, 0.0, kind, num_labels=1)
     head = model.score if kind else model.lm_head
@@ -69,7 +69,7 @@ def model_of(kind=None):
     return model
 
 
-def ids_of(count, seed):
+def draw_ids(count, seed):
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(1, VOCABULARY - 1, (3 + 2 * (i % 4),), generator=generator).tolist()
@@ -77,49 +77,53 @@ def ids_of(count, seed):
     ]
 
 
-def sft_trainer(process_group, model=None, **changes):
+def make_sft_trainer(process_group, model=None, **changes):
     def rows(count, seed):
-        return [(ids + ids, [False] * len(ids) + [True] * len(ids)) for ids in ids_of(count, seed)]
+        return [
+            (ids + ids, [False] * len(ids) + [True] * len(ids)) for ids in draw_ids(count, seed)
+        ]
 
     settings = SFTSettings(**{**OPTIONS, "micro_batch_tokens": 30, **changes})
-    return SFTTrainer(model or model_of(), PAD, rows(11, 0), rows(3, 1), settings, 7, process_group)
+    return SFTTrainer(
+        model or make_model(), PAD, rows(11, 0), rows(3, 1), settings, 7, process_group
+    )
 
 
-def reward_trainer(process_group, **changes):
+def make_reward_trainer(process_group, **changes):
     def pairs(count, seed):
-        return [([*ids, 9], ids + ids[:1] + [2]) for ids in ids_of(count, seed)]
+        return [([*ids, 9], ids + ids[:1] + [2]) for ids in draw_ids(count, seed)]
 
     settings = RewardModelSettings(**{**OPTIONS, "micro_batch_tokens": 40, **changes})
-    model = model_of(LlamaForSequenceClassification)
+    model = make_model(LlamaForSequenceClassification)
     return RewardModelTrainer(model, PAD, pairs(11, 0), pairs(5, 1), settings, 7, process_group)
 
 
-def preference_trainer(process_group, **changes):
+def make_preference_trainer(process_group, **changes):
     def side(ids, more):
         return PairSide(ids, more, [True] * len(more))
 
     def pairs(count, seed):
         return [
             PreferencePair(side(ids, [9, *ids[:2]]), side(ids, [2, 3]))
-            for ids in ids_of(count, seed)
+            for ids in draw_ids(count, seed)
         ]
 
     settings = PreferenceSettings(
         **{**OPTIONS, "micro_batch_tokens": 40, "sft_coef": 0.1, **changes}
     )
     return PreferenceTrainer(
-        model_of(), PAD, pairs(11, 0), pairs(5, 1), settings, 7, process_group=process_group
+        make_model(), PAD, pairs(11, 0), pairs(5, 1), settings, 7, process_group=process_group
     )
 
 
-def numbers(trainer, process_group, *, folder=None, iterations=None, **options):
-    """The loop's metrics by step, and the sum of the absolute weights that it leaves."""
+def collect_numbers(trainer, process_group, *, folder=None, iterations=None, **options):
+    """Return the loop's metrics by step, and the sum of the absolute weights at its end."""
     tracker = MemoryTracker()
     store = CheckpointStore(folder) if folder else None
     options["iterations"] = iterations or trainer.total_steps
     outcome = run_loop(trainer, trainer.settings, tracker=tracker, checkpoints=store, **options)
     weights = trainer.optimizer_step.sharded.gather_state(collect_trainable_weights(trainer.model))
-    kept = {
+    reported = {
         f"{name} {step}": value
         for step, row in tracker.metrics
         for name, value in row.items()
@@ -131,15 +135,15 @@ def numbers(trainer, process_group, *, folder=None, iterations=None, **options):
         else 0.0
     )
     return {
-        "metrics": kept,
+        "metrics": reported,
         "weights": size,
         "iterations": outcome.iterations,
         "best": outcome.best_iteration,
     }
 
 
-def refusing(trainer):
-    """The loss refuses one row of the second step, in whichever process has it; no other row holds the token 10."""
+def refuse_a_row(trainer):
+    """Make the loss refuse one row of the second step, in either process; no other row holds the token 10."""
     loss = trainer._compute_loss
     rows, place = list(trainer._train), trainer.order._rows[7]
     rows[place] = replace(rows[place], completion_ids=[*rows[place].completion_ids[:-1], 10])
@@ -159,7 +163,7 @@ def refusing(trainer):
     return trainer
 
 
-def adapters():
+def make_adapters():
     settings = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
     model = lora.add_adapter(nano(), settings)
     with torch.no_grad():
@@ -169,14 +173,14 @@ def adapters():
     return model
 
 
-def stopped(process_group):
+def stop_early(process_group):
     event = threading.Event()
     if (
         process_group.rank == process_group.size - 1
     ):  # the other process hears of it only from this one
         event.set()
     try:
-        numbers(sft_trainer(process_group), process_group, stop_event=event)
+        collect_numbers(make_sft_trainer(process_group), process_group, stop_event=event)
     except Stopped as error:
         return error.signum
     return None
@@ -193,62 +197,84 @@ EXTRAS = {
 }
 
 
-def scenarios(process_group, folder):
-    """By name, what gives numbers; the order is the same in all processes."""
+def list_scenarios(process_group, folder):
+    """Yield (name, function that returns numbers); the order is the same in all processes."""
     ours = folder / ("alone" if process_group.size == 1 else "together")
     best = {"best_metric": "eval/loss", "larger_is_better": False}
-    yield "sft", lambda: numbers(sft_trainer(process_group), process_group)
-    yield "reward_model", lambda: numbers(reward_trainer(process_group), process_group)
-    yield "preference", lambda: numbers(preference_trainer(process_group), process_group)
-    yield "extras", lambda: numbers(sft_trainer(process_group, **EXTRAS), process_group, **best)
-    yield "muon", lambda: numbers(sft_trainer(process_group, optimizer="muon"), process_group)
+    yield "sft", lambda: collect_numbers(make_sft_trainer(process_group), process_group)
+    yield "reward_model", lambda: collect_numbers(make_reward_trainer(process_group), process_group)
+    yield (
+        "preference",
+        lambda: collect_numbers(make_preference_trainer(process_group), process_group),
+    )
+    yield (
+        "extras",
+        lambda: collect_numbers(make_sft_trainer(process_group, **EXTRAS), process_group, **best),
+    )
+    yield (
+        "muon",
+        lambda: collect_numbers(make_sft_trainer(process_group, optimizer="muon"), process_group),
+    )
     yield (
         "bfloat16",
-        lambda: numbers(sft_trainer(process_group, model_of().bfloat16()), process_group),
+        lambda: collect_numbers(
+            make_sft_trainer(process_group, make_model().bfloat16()), process_group
+        ),
     )
-    yield "adapters", lambda: numbers(sft_trainer(process_group, adapters()), process_group)
-    yield "refused", lambda: numbers(refusing(sft_trainer(process_group)), process_group)
-    yield "stopped", lambda: stopped(process_group)
+    yield (
+        "adapters",
+        lambda: collect_numbers(make_sft_trainer(process_group, make_adapters()), process_group),
+    )
+    yield (
+        "refused",
+        lambda: collect_numbers(refuse_a_row(make_sft_trainer(process_group)), process_group),
+    )
+    yield "stopped", lambda: stop_early(process_group)
     for name, changes in (("plain", {}), ("muon", {"optimizer": "muon"})):
-        long = functools.partial(long_run, process_group, **changes)
+        long = functools.partial(run_long, process_group, **changes)
         yield f"cut {name}", functools.partial(long, 3, ours / name)
         yield f"rest {name}", functools.partial(long, 7, ours / name)
         yield f"whole {name}", functools.partial(long, 7)
-    yield from sharded_policies.scenarios(process_group, folder, numbers)
+    yield from sharded_policies.list_scenarios(process_group, folder, collect_numbers)
     if process_group.size == 1:
-        yield "taken over", lambda: long_run(process_group, 7, folder / "of two")
+        yield "taken over", lambda: run_long(process_group, 7, folder / "of two")
         return
-    yield "cut for one", lambda: long_run(process_group, 3, folder / "of two")
-    yield "taken over", lambda: long_run(process_group, 7, folder / "of one")
+    yield "cut for one", lambda: run_long(process_group, 3, folder / "of two")
+    yield "taken over", lambda: run_long(process_group, 7, folder / "of one")
     optimizer_step.Shards = functools.partial(Shards, by_layer=True)
-    yield "by layer", lambda: numbers(sft_trainer(process_group), process_group)
-    yield "by layer refused", lambda: numbers(refusing(sft_trainer(process_group)), process_group)
-    yield from sharded_policies.by_layer(process_group, numbers)
+    yield "by layer", lambda: collect_numbers(make_sft_trainer(process_group), process_group)
+    yield (
+        "by layer refused",
+        lambda: collect_numbers(refuse_a_row(make_sft_trainer(process_group)), process_group),
+    )
+    yield from sharded_policies.list_layer_scenarios(process_group, collect_numbers)
     yield (
         "by layer recomputed",
-        lambda: numbers(sft_trainer(process_group, activation_checkpointing=True), process_group),
+        lambda: collect_numbers(
+            make_sft_trainer(process_group, activation_checkpointing=True), process_group
+        ),
     )
 
 
-def long_run(process_group, iterations, folder=None, **changes):
-    """Training with every kind of state; resumes from the folder."""
-    trainer = sft_trainer(
+def run_long(process_group, iterations, folder=None, **changes):
+    """Train with every kind of state; resume from the folder."""
+    trainer = make_sft_trainer(
         process_group, **{**EXTRAS, "patience": None, "checkpoint_every": 3, **changes}
     )
-    return numbers(trainer, process_group, folder=folder, iterations=iterations)
+    return collect_numbers(trainer, process_group, folder=folder, iterations=iterations)
 
 
 def compute(process_group, folder, name, left_out):
-    found = {}
-    for title, scenario in scenarios(process_group, folder):
+    results = {}
+    for title, scenario in list_scenarios(process_group, folder):
         if title in left_out:
             continue
         try:
-            found[title] = scenario()
+            results[title] = scenario()
         except BaseException:
-            found[title] = traceback.format_exc()
+            results[title] = traceback.format_exc()
             break  # the processes are no longer at the same place
-    (folder / f"{name}.json").write_text(json.dumps(found))
+    (folder / f"{name}.json").write_text(json.dumps(results))
 
 
 def fork(folder, rank, port, left_out, size):
@@ -275,7 +301,7 @@ def main(folder, left_out, size):
         port = probe.getsockname()[1]
     begun = os.fork()
     if not begun:  # what one process begins for two to take over; computed in a fork, as autograd must not run before
-        long_run(SINGLE_PROCESS, 3, folder / "of one")
+        run_long(SINGLE_PROCESS, 3, folder / "of one")
         os._exit(0)
     os.waitpid(begun, 0)
     for pid in [fork(folder, rank, port, left_out, size) for rank in range(size)]:

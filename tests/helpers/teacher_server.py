@@ -9,24 +9,24 @@ import torch
 
 
 @contextmanager
-def serving(model, *, before=lambda asked: None, change=lambda answer: answer):
-    """Address of the server, and what it was asked.
+def serving(model, *, before=lambda requests: None, change=lambda answer: answer):
+    """Serve the model; yield the address and the requests received.
 
     Args:
-        before: given each request; what it gives, (status, text), is answered in its place.
+        before: called with the requests so far; its (status, text), if any, is the answer.
         change: of each answer.
     """
-    asked, lock = [], threading.Lock()
+    requests, lock = [], threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
-                asked.append({**body, "path": self.path})
-                refusal = before(asked)
+                requests.append({**body, "path": self.path})
+                refusal = before(requests)
                 status, text = refusal or (
                     200,
-                    json.dumps(change({"choices": [choice(model, body)]})),
+                    json.dumps(change({"choices": [score_choice(model, body)]})),
                 )
             self.send_response(status)
             self.end_headers()
@@ -39,7 +39,7 @@ def serving(model, *, before=lambda asked: None, change=lambda answer: answer):
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", requests
     finally:
         server.shutdown()
         server.server_close()
@@ -47,19 +47,22 @@ def serving(model, *, before=lambda asked: None, change=lambda answer: answer):
 
 
 @torch.no_grad()
-def choice(model, body):
+def score_choice(model, body):
     ids = torch.tensor([body["prompt"]])
     logp = model(input_ids=ids).logits[0].log_softmax(-1)
-    told = [None] + [float(logp[t - 1, ids[0, t]]) for t in range(1, ids.shape[1])]
+    logprobs = [None] + [float(logp[t - 1, ids[0, t]]) for t in range(1, ids.shape[1])]
     if body.get("echo"):
         return {
             "text": "",
-            "logprobs": {"token_logprobs": [*told, -0.5], "tokens": ["?"] * (len(told) + 1)},
+            "logprobs": {
+                "token_logprobs": [*logprobs, -0.5],
+                "tokens": ["?"] * (len(logprobs) + 1),
+            },
         }
     likeliest = logp.argmax(-1).tolist()
     places = [None]
     for t in range(1, ids.shape[1]):  # the token that was sent, and maybe a likelier one
         places.append(
-            {str(likeliest[t - 1]): {"logprob": 0.0}, str(int(ids[0, t])): {"logprob": told[t]}}
+            {str(likeliest[t - 1]): {"logprob": 0.0}, str(int(ids[0, t])): {"logprob": logprobs[t]}}
         )
     return {"text": "", "prompt_logprobs": places}

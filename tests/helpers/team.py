@@ -55,7 +55,7 @@ wait_for = functools.partial(waiting.wait_for, seconds=600.0, every=0.5)
 
 
 class Team:
-    """A folder with a flow of its own, and the command."""
+    """A folder with a flow, and the command."""
 
     def __init__(self, folder: Path, database: str):
         self.output, self.project = folder / "outputs", folder / "project"
@@ -118,15 +118,13 @@ class Team:
                     auth=load_or_create_password(self.output),
                 )
             except urllib.error.HTTPError as error:
-                if (
-                    error.code != 503
-                ):  # its sqlite file is busy; Prefect's own client tries again, too
+                if error.code != 503:  # its sqlite file is busy; Prefect's client retries, too
                     raise
                 time.sleep(1)
         raise AssertionError(f"{path}: busy for too long")
 
     def emit(self, event: str, resource: str, number: int) -> None:
-        """Send an event to Prefect, as a flow does; `number`: its own digit, by which Prefect knows it."""
+        """Send an event to Prefect, as a flow does; `number`: its digit, by which Prefect identifies it."""
         body = {
             "event": event,
             "resource": {"prefect.resource.id": resource},

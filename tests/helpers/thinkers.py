@@ -55,7 +55,7 @@ def renderer_of_texts():
 
 
 def teach(renderer):
-    """A policy that knows the format, thinks at random and answers at random."""
+    """Train a policy that knows the format, thinks at random and answers at random."""
     model = causal_lm.create_model(
         ModelSettings(preset="nano", context=64, device="cpu"), renderer.tokenizer, 0
     )

@@ -21,7 +21,7 @@ def _digest() -> str:
 
 @functools.cache
 def tile_code() -> ctypes.CDLL | None:
-    """The library; None where there is no compiler."""
+    """Return the library; None if there is no compiler."""
     if packed_gemm.load_int8_gemm() is not None:
         return build.load_library()
     features = (f'-DTILE_STAND_IN="{_STAND_IN}"', f"-DSTAND_IN_DIGEST=0x{_digest()}")

@@ -9,7 +9,7 @@ VOCABULARY, PAD = 11, 0
 
 
 def nano(seed=0, dropout=0.0, model_class=LlamaForCausalLM, **options) -> PreTrainedModel:
-    """A Llama of two layers, its weights drawn from `seed` alone."""
+    """Make a Llama of two layers, its weights drawn from `seed` alone."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -28,7 +28,7 @@ def nano(seed=0, dropout=0.0, model_class=LlamaForCausalLM, **options) -> PreTra
 
 
 def weights_digest(model):
-    """SHA-256 over the bits of every weight and buffer."""
+    """Return SHA-256 over the bits of every weight and buffer."""
     return digest_bytes(
         b"".join(
             tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

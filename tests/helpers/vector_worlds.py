@@ -1,6 +1,6 @@
 """A small world and a vector of them with the interface of gymnasium's `VectorEnv`, where gymnasium need not be there.
 
-The walker stands at a whole number, moves by -1 or +1 (discrete) or by its clipped action (continuous), and earns where
+The walker stands at an integer, moves by -1 or +1 (discrete) or by its clipped action (continuous), and earns where
 it stands. Reaching `goal` terminates, `limit` steps truncate. A seed decides where it starts.
 """
 
@@ -116,5 +116,5 @@ class WalkerVector:
 
 
 def walkers(count, mode="Disabled", **options):
-    """A vector of walkers."""
+    """Make a vector of walkers."""
     return WalkerVector([Walker(**options) for _ in range(count)], mode)

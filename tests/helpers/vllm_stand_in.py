@@ -25,8 +25,8 @@ from rl_core.inference.sampling import compute_sequence_seed, draw_tokens, draw_
 INSTANCE = "vllm-0123456789abcdef"
 
 
-def worker_extension() -> Any:
-    """The class that vLLM's workers get as a base."""
+def load_worker_extension() -> Any:
+    """Return the class that vLLM's workers use as a base."""
     spec = importlib.util.spec_from_file_location(
         "posttrain_worker", ROOT / "deployments/vllm/posttrain_worker.py"
     )
@@ -43,11 +43,11 @@ def worker_extension() -> Any:
 def make_worker(
     model: Any, *, context: int = 32, logprobs: str = "processed_logprobs", rank: int = 16
 ) -> Any:
-    """A worker with a model, as vLLM names its parts."""
+    """Make a worker with a model, as vLLM names its parts."""
     config = model.config
     config.architectures = [type(model).__name__]
 
-    class Worker(worker_extension()):
+    class Worker(load_worker_extension()):
         def __init__(self) -> None:
             self.model_runner = SimpleNamespace(get_model=lambda: model)
             self.vllm_config = SimpleNamespace(
@@ -64,9 +64,9 @@ def make_worker(
             )
 
         def reload_weights(self, weights_iterator: Any) -> None:
-            own = model.state_dict()
+            parameters = model.state_dict()
             for name, tensor in weights_iterator:
-                own[name].copy_(tensor)
+                parameters[name].copy_(tensor)
 
     return Worker()
 
@@ -86,7 +86,7 @@ class VllmStandIn:
         self.adapted: Any = None  # the model with the newest adapter
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        """Status and body of the answer."""
+        """Return status and body of the answer."""
         route = urlsplit(path).path
         with self.lock:
             self.asked.append((path, body))
@@ -282,7 +282,7 @@ class VllmStandIn:
 
 @contextmanager
 def vllm_stand_in(model: Any, tokenizer: Any, **options: Any) -> Any:
-    """The server until the block ends; `url` is its address."""
+    """Run the server until the block ends; `url` is its address."""
     server = VllmStandIn(model, tokenizer, **options)
 
     class Handler(BaseHTTPRequestHandler):
@@ -306,10 +306,10 @@ def vllm_stand_in(model: Any, tokenizer: Any, **options: Any) -> Any:
             pass
 
     class Web(ThreadingHTTPServer):
-        request_queue_size = 256  # all clients of a collection may connect at once
+        request_queue_size = 256  # all clients of a collection may connect together
 
         def handle_error(self, *_: Any) -> None:
-            """A client that has cut its connections is no error."""
+            """Ignore a client that has cut its connections."""
 
     web = Web(("127.0.0.1", 0), Handler)
     web.daemon_threads = True

@@ -19,7 +19,7 @@ def free_ports(count: int) -> list[int]:
 def wait_for(
     condition: Callable[[], Any], what: str = "it", seconds: float = 60.0, every: float = 0.05
 ) -> Any:
-    """First true value of the condition."""
+    """Return the first true value of the condition."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():
@@ -29,6 +29,6 @@ def wait_for(
 
 
 def delivered_run_id(run: Any) -> str:
-    """The MLflow id of a run, as soon as the store has given it one."""
+    """Return the MLflow id of a run, as soon as the store has assigned one."""
     run._shipper.request_delivery()
     return str(wait_for(lambda: run.run_id, "the run's id"))

@@ -17,7 +17,7 @@ from rl_core.settings import RolloutSettings
 
 
 def compiled_model(tokenizer, context=32):
-    """A small Llama that compiled code decodes: there a row's bits do not depend on the rows beside it."""
+    """Make a small Llama that compiled code decodes: there a row's bits do not depend on other rows."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -34,7 +34,7 @@ def compiled_model(tokenizer, context=32):
 
 
 def letters_trainer(tokenizer, environment=None, **options):
-    """The trainer of `helpers.letters` on such a model."""
+    """Make the trainer of `helpers.letters` on such a model."""
     model = options.pop("model", None) or compiled_model(tokenizer)
     return make_trainer(tokenizer, environment, model=model, **options)
 
@@ -42,7 +42,7 @@ def letters_trainer(tokenizer, environment=None, **options):
 class LocalCluster:
     """A `WorkerCluster`: specs and tasks travel as pickles, calls end in an order drawn from `seed`.
 
-    lose: numbers of calls (from 0, in the order in which they were made) whose worker dies in place of an answer.
+    lose: numbers of calls (from 0, in the order in which they were made) whose worker dies instead of answering.
     """
 
     def __init__(self, seed=0, lose=(), worker_class=RolloutWorker):
@@ -52,7 +52,7 @@ class LocalCluster:
             [],
             None,
         )  # workers whose calls do not end, and one that will hang
-        self.beside = {}  # number of a call that waits -> its result, on a thread
+        self.results = {}  # number of a call that waits -> its result, on a thread
         self.threads = ThreadPoolExecutor(8)
 
     def open_cluster(self, num_bytes):
@@ -82,7 +82,7 @@ class LocalCluster:
 
     def call_concurrently(self, worker, method, *arguments):
         call = self.call_worker(worker, method, *arguments)
-        self.beside[call] = self.threads.submit(self.answer, call)
+        self.results[call] = self.threads.submit(self.answer, call)
         return call
 
     def answer(self, call):
@@ -97,21 +97,21 @@ class LocalCluster:
             return [] if calls[0][1] in self.hung else calls
         ready = [call for call in calls if self.calls[call][0] not in self.hung]
         waiting = [
-            self.beside[call] for call in ready if call in self.beside and call not in self.lose
+            self.results[call] for call in ready if call in self.results and call not in self.lose
         ]
         if waiting and len(waiting) == len(ready):
             wait_for(waiting, timeout_s, FIRST_COMPLETED)
         ready = [
             call
             for call in ready
-            if call in self.lose or call not in self.beside or self.beside[call].done()
+            if call in self.lose or call not in self.results or self.results[call].done()
         ]
         return [self.random.choice(ready)] if ready else []
 
     def fetch_result(self, call):
         if call in self.lose:
             raise WorkerLost("killed by the test")
-        return self.beside.pop(call).result() if call in self.beside else self.answer(call)
+        return self.results.pop(call).result() if call in self.results else self.answer(call)
 
     def stop_worker(self, worker):
         self.stopped += 1
@@ -127,12 +127,12 @@ class LocalCluster:
                 worker.end()
 
     def list_calls(self, method):
-        """Arguments of all calls of a method."""
+        """Return the arguments of all calls of a method."""
         return [sent for _, name, sent in self.calls if name == method]
 
 
 def with_team(trainer, cluster, count=2, **options):
-    """The trainer of `helpers.letters`, with workers on a cluster."""
+    """Make the trainer of `helpers.letters`, with workers on a cluster."""
     trainer.worker_group = WorkerGroup(
         RolloutSettings(workers="ray", count=count, **options),
         cluster,

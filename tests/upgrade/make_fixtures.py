@@ -216,8 +216,8 @@ def make_pipelines() -> dict[str, Any]:
         for n in range(16)
     ]
     (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = {"rounding": {"use": "rounding.py:STAGE", "settings": {"dtype": "float16"}}}
-    configs["custom"] = write_config("custom", {"prepare_data": DATA, "sft": SFT, "own": own})
+    custom = {"rounding": {"use": "rounding.py:STAGE", "settings": {"dtype": "float16"}}}
+    configs["custom"] = write_config("custom", {"prepare_data": DATA, "sft": SFT, "own": custom})
     os.chdir(place)
     with prefect_server() as api, Forks(environment(api)) as forks:
         run_command(forks, ["run", str(configs["finished"])])
@@ -232,10 +232,10 @@ def make_pipelines() -> dict[str, Any]:
 
 def run_command(forks: Forks, arguments: list[str], fault: str = "") -> None:
     """Run a command of `posttrain`, which has to end well, or by its fault."""
-    said = ROOT / "said.txt"
-    ended = forks.run(Request([*arguments, "--quiet"], str(said), fault=fault))
-    print(f"{' '.join(arguments)} {fault}: {ended.code} after {ended.seconds:.1f} s", flush=True)
-    assert ended.code == (-9 if fault else 0), said.read_text()[-3000:]
+    output = ROOT / "said.txt"
+    result = forks.run(Request([*arguments, "--quiet"], str(output), fault=fault))
+    print(f"{' '.join(arguments)} {fault}: {result.code} after {result.seconds:.1f} s", flush=True)
+    assert result.code == (-9 if fault else 0), output.read_text()[-3000:]
 
 
 def describe_pipelines(output: Path) -> dict[str, Any]:
@@ -281,13 +281,13 @@ def make_service() -> dict[str, Any]:
             record.path: {"digest": record.facts["data_digest"], "folder": record.folder}
             for record in records
         }
-        found = service.store.run(run)
+        run_record = service.store.run(run)
     for about in saved.values():
         about["files"] = digest_weights(folder / "folder" / about["folder"])
     return {
         "run": run,
-        "steps": found.steps,
-        "next_seq": found.next_seq,
+        "steps": run_record.steps,
+        "next_seq": run_record.next_seq,
         "key": service.key.key_id,
         "saved": saved,
     }
@@ -324,8 +324,8 @@ def make_ratings() -> dict[str, Any]:
         for rater, choices in (("ann", ("left", "tie", "skip", "right")), ("bob", ("right",))):
             for number, choice in enumerate(choices):
                 shown = room.question(rater)
-                given = {"item": shown["question"]["item"], "count": number, "choice": choice}
-                room.rate(rater, given, float(number))
+                rating = {"item": shown["question"]["item"], "count": number, "choice": choice}
+                room.rate(rater, rating, float(number))
         room.undo("ann", 9.0)
     journal = RatingJournal(folder / "ratings.jsonl")
     return {"count": len(journal), "raters": {name: journal.count(name) for name in journal.raters}}

@@ -71,12 +71,12 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield place
 
 
-def move_paths(place: Path) -> None:
+def move_paths(folder: Path) -> None:
     """Put the folder's path where the outputs name their own; lines with a checksum stay."""
     for name in ("shipped.json", "conditions.json", "online.yaml", "adapter_config.json"):
-        for path in place.rglob(name):
-            path.write_text(path.read_text().replace(MADE_IN, str(place)))
-    with closing(sqlite3.connect(place / "pipelines/outputs/mlflow/mlflow.db")) as store, store:
+        for path in folder.rglob(name):
+            path.write_text(path.read_text().replace(MADE_IN, str(folder)))
+    with closing(sqlite3.connect(folder / "pipelines/outputs/mlflow/mlflow.db")) as store, store:
         for (table,) in store.execute(
             "select name from sqlite_master where type = 'table'"
         ).fetchall():
@@ -85,7 +85,7 @@ def move_paths(place: Path) -> None:
                     change = f"update {table} set {column} = replace({column}, ?, ?)"
                     store.execute(
                         f"{change} where {column} like '%' || ? || '%'",
-                        (MADE_IN, str(place), MADE_IN),
+                        (MADE_IN, str(folder), MADE_IN),
                     )
 
 
@@ -100,9 +100,9 @@ def test_finished_runs_are_listed_and_compared(outputs: Path) -> None:
     compared = run_command(
         ["compare", *[row["run_id"] for row in finished], "--output", "outputs", "--json"]
     )
-    found = json.loads(compared)
-    assert [run["run"] for run in found["runs"]] == [row["run"] for row in finished]
-    assert {"sft", "policy", "evaluate"} <= found["stages"].keys() and found["curves"]
+    comparison = json.loads(compared)
+    assert [run["run"] for run in comparison["runs"]] == [row["run"] for row in finished]
+    assert {"sft", "policy", "evaluate"} <= comparison["stages"].keys() and comparison["curves"]
     records = read_retrainings(outputs / "pipelines/outputs/finished")
     assert [record.status for record in records] == EXPECTED["pipelines"]["retrainings"]
 
@@ -135,15 +135,15 @@ def test_records_of_finished_stages_are_read(outputs: Path) -> None:
 
 def test_a_promotion_that_waited_is_approved(outputs: Path) -> None:
     tracking = Tracking(None, outputs / "pipelines/outputs", "asked")
-    (asked,) = [
+    (waiting,) = [
         row for row in json.loads(run_command(["approve", "--output", "outputs", "--json"]))
     ]
-    assert (asked["name"], asked["state"]) == ("asked", "waiting") and tracking.champion(
+    assert (waiting["name"], waiting["state"]) == ("asked", "waiting") and tracking.champion(
         "asked"
     ) is None
     run_command(["approve", "asked", "--output", "outputs", "--yes", "--by", "ann"])
     champion = tracking.champion("asked")
-    assert champion is not None and champion.version == asked["version"]
+    assert champion is not None and champion.version == waiting["version"]
     assert champion.tags["approval.by"] == "ann"
 
 
@@ -157,7 +157,7 @@ def test_a_killed_run_goes_on_or_says_why_it_begins_again(
     assert len(begun) == 1, "the kill left an open folder"
     faults.log_reached_points(tmp_path / "reached")
     try:
-        run, reasons = go_on(stage, lambda options: run_stages(settings, options))
+        run, reasons = resume_run(stage, lambda options: run_stages(settings, options))
     finally:
         faults.log_reached_points(None)
     reached = {line.split()[2] for line in (tmp_path / "reached").read_text().splitlines()}
@@ -170,7 +170,7 @@ def test_a_killed_run_goes_on_or_says_why_it_begins_again(
     assert run.resumed or run.crashed_runs, "it goes on with the killed run, or names it"
 
 
-def go_on(stage: str, start: Any) -> tuple[PipelineRun, list[str]]:
+def resume_run(stage: str, start: Any) -> tuple[PipelineRun, list[str]]:
     """Return a run of the stages, and the reasons for which it took `--allow-drift`."""
     try:
         return start(RunOptions()), []

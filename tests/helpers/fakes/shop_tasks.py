@@ -1,4 +1,4 @@
-"""A task set with a tool of its own for the fake package, and some whose tools cannot run here."""
+"""A task set with a custom tool for the fake package, and some whose tools cannot run here."""
 
 from types import SimpleNamespace
 

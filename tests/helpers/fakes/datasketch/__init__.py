@@ -1,4 +1,4 @@
-"""A stand-in for datasketch: whole sets in place of sketches, so every pair that shares a shingle is a candidate."""
+"""A stand-in for datasketch: sets instead of sketches, so every pair that shares a shingle is a candidate."""
 
 
 class MinHash:

@@ -9,7 +9,7 @@ def parse(text, parsing_timeout=5):
     if "HANG" in text:
         time.sleep(600)
     text = re.sub(r"\\frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
-    return [Fraction(found) for found in re.findall(r"-?\d+(?:/\d+|\.\d+)?", text)][-1:]
+    return [Fraction(number) for number in re.findall(r"-?\d+(?:/\d+|\.\d+)?", text)][-1:]
 
 
 def verify(gold, target, timeout_seconds=5):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.letters import LOW, FewLetters, comparable, kept_update, make_trainer, weights
+from helpers.letters import LOW, FewLetters, comparable, capture_update, make_trainer, weights
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError
@@ -205,7 +205,7 @@ def test_old_logprobs_are_those_before_the_first_update(
         RolloutBuffer, "compute_old_logprobs", lambda *args: passes.append(compute(*args))
     )
     before = copy.deepcopy(trainer.model)
-    updates = kept_update(monkeypatch)
+    updates = capture_update(monkeypatch)
     trainer.step()
     (update,) = updates
     assert bool(passes) == has_separate_pass

@@ -13,7 +13,7 @@ from helpers.letters import (
     LetterEpisode,
     Letters,
     comparable,
-    kept_update,
+    capture_update,
     make_trainer,
     weights,
 )
@@ -83,7 +83,7 @@ def test_masked_rewards_by_hand():
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce", "ppo"])
 def test_masked_rollouts_carry_no_loss(tokenizer, faulty, monkeypatch, algorithm):
-    updates = kept_update(monkeypatch)
+    updates = capture_update(monkeypatch)
     options = (
         {"overlong_buffer": 1} if algorithm == "grpo" else {}
     )  # a penalty that comes after the masking

@@ -9,8 +9,8 @@ def concrete_type(cls, base, origin=None):
 
 def _exported(name, base):
     module = importlib.import_module(name)
-    found = [getattr(module, each) for each in module.__all__]
-    return next((each for each in found if issubclass(each, base)), None)
+    exported = [getattr(module, each) for each in module.__all__]
+    return next((each for each in exported if issubclass(each, base)), None)
 
 
 def taskset_class(name):
