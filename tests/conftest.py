@@ -14,8 +14,8 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _own_stages_go_with_their_test(monkeypatch):
-    """Configurations register the stages that they name; the registry is as before in the end."""
+def _restore_stage_registry(monkeypatch):
+    """Restore the stage registry after the test; configurations register the stages that they name."""
     from tasks import stage_registry
 
     monkeypatch.setattr(stage_registry, "_STAGES", stage_registry._STAGES)

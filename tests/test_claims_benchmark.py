@@ -1,4 +1,4 @@
-"""The benchmark of claims: nothing is measured twice or half, intervals are Student's, a table says what was found."""
+"""The benchmark of claims: complete runs are measured once, intervals are Student's, tables hold the results."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from claimed.results import Results
 from claimed.tasks import TASKS, VALIDATION
 
 
-def test_a_run_is_kept_once_and_only_when_it_is_whole(tmp_path):
+def test_a_run_is_saved_once_and_only_when_complete(tmp_path):
     results, calls = Results(tmp_path), []
 
     def measure():
@@ -72,7 +72,7 @@ def test_every_part_has_a_task_and_names_its_arms_apart(tmp_path):
         assert part.task in TASKS and len(files) == len(part.arms), name
 
 
-def test_the_table_says_what_was_found(tmp_path):
+def test_the_table_holds_the_results(tmp_path):
     results = Results(tmp_path / "results")
     for seed in range(3):
         for arm, right in (("5e-3", 1), ("5e-3, rollback", 3)):

@@ -1,4 +1,4 @@
-"""Fuzzing, in short: every kept input, and some mutations of them by hypothesis. `make fuzz` goes on for minutes."""
+"""Short fuzzing: every stored input, and some mutations of them by hypothesis. `make fuzz` runs for minutes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ checked = settings(
 @pytest.mark.parametrize(
     ("name", "path"), [pytest.param(n, p, id=f"{n}: {p.name}") for n, p in KEPT]
 )
-def test_kept_inputs_are_read_or_refused(name, path):
+def test_stored_inputs_are_read_or_refused(name, path):
     data = path.read_bytes()
     assert len(data) <= MAX_BYTES
     TARGETS[name](data)  # asserts within

@@ -80,7 +80,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
 
 
 def read_state(folder: Path, without: Path) -> dict[str, tuple[Any, ...]]:
-    """Everything below a folder: kind, mode, size, time of change, link target, content of small files."""
+    """Return everything below a folder: kind, mode, size, time of change, link target, content of small files."""
     state: dict[str, tuple[Any, ...]] = {}
     for root, folders, files in os.walk(folder):
         if Path(root) == without:
@@ -107,7 +107,7 @@ def read_state(folder: Path, without: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def make_folder(case: Case, root: Path) -> Path:
-    """The folder that a case runs in, with canaries beside it."""
+    """Make the folder that a case runs in, with canaries around it."""
     inside = root / "inside"
     inside.mkdir()
     (root / "canary.txt").write_text("untouched")
@@ -176,7 +176,7 @@ def check(case: Case, runner: Runner, root: Path) -> None:
     assert 20 < len(err) < LONGEST_MESSAGE and SECRET not in err and "\0" not in err, details
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", err), details
     for part in case.says:
-        assert part in err, f"{part!r} is not said\n{details}"
+        assert part in err, f"{part!r} is missing\n{details}"
 
 
 @pytest.mark.parametrize(
@@ -188,14 +188,14 @@ def check(case: Case, runner: Runner, root: Path) -> None:
     ],
 )
 def test_hostile_input_is_refused(case: Case, runner: Runner, tmp_path: Path) -> None:
-    assert case.says, "a case says what has to be said"
+    assert case.says, "a case lists parts of its message"
     if case.user and os.geteuid() != 0:
         pytest.skip("only root can be another user")
     if not case.user:
         (tmp_path / "root").mkdir()
         check(case, runner, tmp_path / "root")
         return
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
+    with tempfile.TemporaryDirectory() as folder:  # pytest's folders are closed to other users
         os.chmod(folder, 0o755)
         Path(folder, "root").mkdir()
         check(case, runner, Path(folder, "root"))

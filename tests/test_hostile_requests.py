@@ -47,7 +47,7 @@ class Server:
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
 
     def answer(self, request: bytes) -> bytes:
-        """Bytes sent back until the server closes the connection."""
+        """Return the bytes sent back until the server closes the connection."""
         with socket.create_connection((HOST, self.port), timeout=PATIENCE_S) as connection:
             connection.sendall(request.replace(b"PORT", str(self.port).encode()))
             received = b""
@@ -152,7 +152,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("request_", "status"), [pytest.param(*rest, id=name) for name, *rest in REFUSED]
 )
-def test_hostile_requests_are_refused_and_the_server_goes_on(
+def test_hostile_requests_are_refused_and_the_server_keeps_answering(
     server: Server, request_: bytes, status: object
 ) -> None:
     try:
@@ -170,7 +170,7 @@ def test_hostile_requests_are_refused_and_the_server_goes_on(
     assert len(answer) < 2000
     assert b"access-control-allow-origin" not in answer.lower()
     good = server.answer(get("/export/run.json?run=", "Origin: http://localhost:PORT"))
-    assert good.startswith(b"HTTP/1.1 200 "), "the server goes on, for its own page"
+    assert good.startswith(b"HTTP/1.1 200 "), "the server still answers its page"
 
 
 def test_what_the_guard_refuses_never_reaches_the_application(server: Server) -> None:

@@ -127,7 +127,7 @@ def test_words_of_the_private_idiom_are_rare() -> None:
 
 
 def test_lines_hold_one_thought() -> None:
-    """Tokens per code line; `# fmt: skip` is for tables of numbers."""
+    """Count tokens per code line; `# fmt: skip` is for tables of numbers."""
     num_tokens = num_lines = num_skips = 0
     counted = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
     for path in list_sources().values():

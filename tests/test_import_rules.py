@@ -24,7 +24,7 @@ PACKAGES = ("rl_core", "tasks", "flows", "posttrain")
 OPTIONAL = ("gymnasium", "reasoning_gym", "verifiers", "ray")  # extras
 FORBIDDEN = ("prefect", "mlflow", "pydantic", "yaml", "tasks", "flows", "posttrain")
 
-# Rooms of each floor, the lowest first: a room imports rooms of its own level or below, never one above it.
+# Rooms of each floor, the lowest first: a room imports rooms of its level or below, never one above it.
 LEVELS = {
     "rl_core": [
         {"settings", "metric_history", "timing", "time_limits", "tracking", "types", "errors"},
@@ -77,7 +77,7 @@ TRAINERS = {
 
 
 def list_loaded_modules(*programs: str) -> list[set[str]]:
-    """Top-level modules in sys.modules of a fresh interpreter after each of these programs, one after the other."""
+    """Return top-level modules in sys.modules of a fresh interpreter after each of these programs, in turn."""
     show = "\nimport sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))\n"
     done = subprocess.run(
         [sys.executable, "-c", show.join([*programs, ""])],
@@ -98,7 +98,7 @@ def format_place(path: Path, line: int) -> str:
 
 def test_rl_core_imports_without_prefect_mlflow_pydantic_yaml():
     names = sorted(modules("rl_core"))
-    assert len(names) > 30  # the walk found the package
+    assert len(names) > 30  # the walk covers the package
     allowed = "import torch, transformers, peft\nfrom transformers import AutoModelForCausalLM, LlamaForCausalLM"
     # transformers itself reads YAML, so what it loads alone is no doing of ours.
     before, after = list_loaded_modules(
@@ -158,7 +158,7 @@ def test_only_the_tracking_package_imports_mlflow():
 # -------------------------------------------------------------------------------------------------------------- rooms
 
 
-def test_circles_are_found():
+def test_cycles_are_detected():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
     assert find_circles(graph) == [["b", "c"], ["d", "e"]]
     assert find_circles({"a": {"b"}, "b": set()}) == []
@@ -200,7 +200,7 @@ def test_no_circles_between_modules(package):
 
 
 def test_no_trainer_imports_another():
-    """A trainer is a module or a room; what trainers share imports none of them."""
+    """Check that what trainers share imports none of them; a trainer is a module or a room."""
 
     def trainer_of(module: str) -> str:
         return next((one for one in TRAINERS if module == one or module.startswith(f"{one}.")), "")
@@ -222,7 +222,7 @@ def test_no_trainer_imports_another():
 # Other packages' imports come first: what they change is theirs. MLflow is imported late, by the tracking store.
 _IMPORT_ALL = """
 import importlib, json, logging, os, signal, sys, threading, warnings
-outer, own = json.loads(sys.argv[1])
+outer, inner = json.loads(sys.argv[1])
 import mlflow  # where prefect or transformers find it, they change the environment for it
 for name, attributes in outer:
     try:
@@ -247,7 +247,7 @@ def state():
         "hooks": [repr(sys.excepthook), repr(threading.excepthook), repr(sys.stdout), repr(sys.stderr)],
         "torch threads": importlib.import_module("torch").get_num_threads(),
     }
-for name in own:
+for name in inner:
     before = state()
     try:
         importlib.import_module(name)
@@ -263,7 +263,7 @@ for name in own:
 
 
 def list_foreign_imports(package: str) -> dict[str, set[str]]:
-    """Modules of other projects that a package imports while its own modules are imported, and the names it takes."""
+    """Return modules of other projects that a package imports during its import, and the names it takes."""
     names_by_module: dict[str, set[str]] = defaultdict(set)
     for path in modules(package).values():
         for node in parsed(path).body:
@@ -280,7 +280,7 @@ def list_foreign_imports(package: str) -> dict[str, set[str]]:
 
 
 def test_importing_a_module_has_no_side_effect(tmp_path):
-    """All floors are imported in one process, the lowest first, other packages before them."""
+    """Import all floors in one process, the lowest first, other packages before them."""
     names_by_module: dict[str, set[str]] = defaultdict(set)
     for package in PACKAGES:
         for name, taken in list_foreign_imports(package).items():
@@ -312,10 +312,12 @@ def test_no_class_name_occurs_twice():
                 if isinstance(node, ast.ClassDef):
                     places[node.name].append(format_place(path, node.lineno))
     assert len(places) > 100
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 def test_no_module_of_a_flow_hides_one_of_python():
-    """A Prefect worker loads a flow as a script, with its folder first on the path: `flows/profile.py` broke torch."""
+    """Check module names: a Prefect worker loads a flow as a script, with its folder first on the path:
+    `flows/profile.py` broke torch.
+    """
     names = {path.stem if path.suffix else path.name for path in (ROOT / "flows").iterdir()}
     assert "post_training" in names and names & set(sys.stdlib_module_names) == set()

@@ -1,4 +1,4 @@
-"""deployments/install.py: what uv is told, and the installation by pip where uv fails."""
+"""deployments/install.py: the arguments of uv, and the installation by pip if uv fails."""
 
 import importlib.util
 from pathlib import Path
@@ -22,7 +22,7 @@ def install(monkeypatch):
 
 
 class Commands:
-    """Stands for subprocess.run: notes every command and answers with the exit codes given by a word of it."""
+    """Stand-in for subprocess.run: records commands and returns exit codes by a word of them."""
 
     def __init__(self, codes):
         self.codes, self.seen = codes, []

@@ -1,4 +1,4 @@
-"""A small seeded play of `tests/benchmarks/promotion_simulation.py`: no-better challengers, asked again and again."""
+"""A small seeded run of `tests/benchmarks/promotion_simulation.py`: repeated attempts of no-better challengers."""
 
 import importlib.util
 from pathlib import Path
@@ -14,7 +14,7 @@ def load_benchmark():
 
 
 def test_wrong_promotions_stay_below_alpha_over_all_attempts_on_the_same_episodes():
-    """The bound of 5% holds for the chance itself; 100 plays lie within 4 deviations (2.2 points each)."""
+    """Check the bound of 5%, which holds for the chance itself; 100 plays lie within 4 deviations (2.2 points each)."""
     simulation = load_benchmark()
     shares = simulation.wrong_promotions(repetitions=100, episodes=60, seed=1, attempts=(1, 10))
     assert shares["spend"][10] <= 0.05 + 4 * 0.022
@@ -22,7 +22,7 @@ def test_wrong_promotions_stay_below_alpha_over_all_attempts_on_the_same_episode
     assert shares["interval"][1] <= 0.1 and shares["fresh"][1] <= 0.05 + 4 * 0.022
 
 
-def test_a_real_gain_is_found_on_enough_episodes_and_seldom_on_few():
+def test_a_real_gain_is_detected_on_enough_episodes_and_seldom_on_few():
     simulation = load_benchmark()
     few, many = (simulation.power(20, episodes, 0.15, seed=0) for episodes in (60, 400))
     assert many["1"] >= 0.9 and many["10"] >= 0.5

@@ -1,6 +1,6 @@
 """README's examples: its YAML loads, its Python fits the API, its commands, files and links exist.
 
-Its longer examples are in docs/; `tests/docs` runs those in process, the command here finds them in its own folder.
+Its longer examples are in docs/; `tests/docs` runs those in process, the command here finds them in its folder.
 """
 
 import ast
@@ -26,7 +26,7 @@ def blocks(language, text=README):
 
 
 def test_the_python_fits_the_api():
-    """Every call of rl_core, bound to the function's signature."""
+    """Bind every call of rl_core to the function's signature."""
     bound = []
     for node in (node for block in blocks("python") for node in ast.walk(ast.parse(block))):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("rl_core."):
@@ -55,8 +55,8 @@ def test_the_yaml_is_a_configuration():
     assert settings.model.lora.rank == 16
 
 
-def test_the_command_finds_own_code_in_the_folder_that_it_is_called_from(tmp_path):
-    """As files beside the config; nothing is installed, and PYTHONPATH names this checkout alone."""
+def test_the_command_finds_user_code_in_the_current_folder(tmp_path):
+    """Use files next to the config; nothing is installed, and PYTHONPATH names this checkout alone."""
     (tmp_path / "my_package").mkdir()
     for name, part in (("echo", "class Echo("), ("rewards", "def brevity")):
         [block] = [block for block in blocks("python", DOCUMENTS) if part in block]

@@ -82,7 +82,7 @@ def test_sides_take_turns_and_the_first_changes():
 
 
 @pytest.mark.skipif(read_machine_cpu_s() is None, reason="the system has no /proc/stat")
-def test_own_work_is_not_the_others():
+def test_our_work_does_not_count_as_that_of_others():
     class Busy:  # as if a worker had taken all that the machine has
         def __init__(self):
             self.seconds = 0.0

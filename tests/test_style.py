@@ -52,7 +52,7 @@ def examine_functions(tree: ast.Module) -> list[Checked]:
 
 
 def find_asserting(checked: list[Checked]) -> set[str]:
-    """Names of functions that assert, directly or by calling one another."""
+    """Return names of functions that assert, directly or by calling one another."""
     names: set[str] = set()
     while more := {one.name for one in checked if one.asserts or one.called & names} - names:
         names |= more
@@ -60,7 +60,7 @@ def find_asserting(checked: list[Checked]) -> set[str]:
 
 
 def find_hollow_tests(trees: dict[str, ast.Module], helpers: list[ast.Module]) -> list[str]:
-    """Test functions without an assertion of their own, of their module's functions or of the helpers."""
+    """Return test functions without an assertion in themselves, their module's functions or the helpers."""
     shared = find_asserting([one for tree in helpers for one in examine_functions(tree)])
     hollow = []
     for file, tree in trees.items():

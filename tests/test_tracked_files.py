@@ -1,4 +1,4 @@
-"""Files under version control: plain ones alone, as a link leads out of a checkout to a place of one machine."""
+"""Files under version control: regular files only, as a link leads out of a checkout to a path of one machine."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HINT = (
-    "use rl_core/storage: write_text_atomic, write_json_atomic, replacing (whole and synced), write_text_unsynced "
+    "use rl_core/storage: write_text_atomic, write_json_atomic, replacing (atomic and synced), write_text_unsynced "
     "(live views), append_bytes and checked_lines (files that grow), publish_folder and seal_folder (folders), "
     "make_folder, open_log (output of child processes); docs/reliability.md has the table"
 )
@@ -38,7 +38,7 @@ EXCEPTIONS = {
     (
         "tasks/tracking/sink.py",
         "tempfile.TemporaryDirectory",
-    ): "beside the journal, which clears what a kill leaves",
+    ): "next to the journal, which clears remains of a kill",
     ("tasks/tracking/sink.py", "write_text"): "in that folder",
     (
         "rl_core/environments/code_child.py",
@@ -136,7 +136,7 @@ NAMES = {"save_file", "own_file", "fdopen"}
 
 
 def _read_mode(call: ast.Call, position: int) -> str:
-    """The mode of an `open`; "?" where it is computed."""
+    """Return the mode of an `open`; "?" if it is computed."""
     modes = [keyword.value for keyword in call.keywords if keyword.arg == "mode"] + call.args[
         position : position + 1
     ]
@@ -146,7 +146,7 @@ def _read_mode(call: ast.Call, position: int) -> str:
 
 
 def _name_writer(call: ast.Call) -> str | None:
-    """Name under which a call that writes is listed above; None for any other."""
+    """Return the name under which a call that writes is listed above; None for any other."""
     function = call.func
     if isinstance(function, ast.Name):
         if function.id == "open" and set(_read_mode(call, 1)) & (WRITING_MODES | {"?"}):
@@ -175,14 +175,14 @@ def _name_writer(call: ast.Call) -> str | None:
 
 
 def list_writes(source: str) -> Iterator[tuple[int, str]]:
-    """(line, name) of every call that writes a file."""
+    """Yield (line, name) of every call that writes a file."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and (name := _name_writer(node)) is not None:
             yield node.lineno, name
 
 
 def list_writes_outside_storage() -> list[tuple[str, int, str]]:
-    """(file, line, name) outside of the storage room."""
+    """Return (file, line, name) outside of the storage room."""
     paths = [
         path
         for floor in ("rl_core", "tasks", "flows", "posttrain")
@@ -234,7 +234,7 @@ def test_every_exception_is_needed_and_has_a_reason() -> None:
         ("os.open(path, os.O_RDWR | os.O_CREAT)", "os.open"),
     ],
 )
-def test_a_new_writer_is_found(line: str, name: str) -> None:
+def test_a_new_writer_is_detected(line: str, name: str) -> None:
     assert list(list_writes(f"def f():\n    {line}\n")) == [(2, name)]
 
 

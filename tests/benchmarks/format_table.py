@@ -27,8 +27,8 @@ from helpers.format_files import (
     FormatFile,
     make_renderer,
     places,
-    read_raw_rows,
     read,
+    read_raw_rows,
     recorded,
     sides_of,
     small_renderer,
@@ -257,7 +257,7 @@ def read_format_rows() -> Iterator[
 def format_table() -> str:
     """Format the table as Markdown."""
     known = recorded()
-    head = f"| format | file: first row as it is read, loss in « » | beside TRL {known['trl']} | real text |\n"
+    head = f"| format | file: first row as it is read, loss in « » | against TRL {known['trl']} | real text |\n"
     head += "|---|---|---|---|\n"
     lines = []
     for file, sides, differences, renderer in read_format_rows():

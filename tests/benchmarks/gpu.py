@@ -490,7 +490,8 @@ def format_table(results):
             line, peer = results[name], trl if name == "sft" and "tokens_per_s" in trl else None
             peer_speed = f"{peer['tokens_per_s']:,.0f} (TRL {peer['trl']})" if peer else "-"
             lines.append(
-                f"| {name} | {line['tokens_per_s']:,.0f} | {peer_speed} | {line['mfu']:.0%} | | {line['in_rollouts']:.0%} "
+                f"| {name} | {line['tokens_per_s']:,.0f} | {peer_speed} "
+                f"| {line['mfu']:.0%} | | {line['in_rollouts']:.0%} "
                 f"| {format_amount(line['memory_gb'])}, {format_amount(peer['memory_gb'] if peer else None)} |"
             )
     if "left_out" in trl:

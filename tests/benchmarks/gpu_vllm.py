@@ -275,7 +275,8 @@ def try_faults(trainer, server):
 
 def format_table(results):
     lines = [
-        f"{results['about']['device']}, torch {results['about']['torch']}, {results['about']['parameters'] / 1e6:,.0f}M "
+        f"{results['about']['device']}, torch {results['about']['torch']}, "
+        f"{results['about']['parameters'] / 1e6:,.0f}M "
         "parameters; differences are the largest of a token, in nats.",
         "",
         "| case | server | tokens/s | s an iteration | s for weights | MB | probe | rollouts |",

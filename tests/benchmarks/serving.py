@@ -182,7 +182,9 @@ class Clients:
         self.end = time.perf_counter() + seconds
         limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
         async with httpx.AsyncClient(limits=limits, timeout=120) as client:
-            ask = self._official(client) if self.official else self._break_control_tokens(client)
+            ask = (
+                self._make_openai_asker(client) if self.official else self._make_httpx_asker(client)
+            )
             await asyncio.gather(*(self._loop(ask, number) for number in range(clients)))
 
     async def _loop(self, ask: Any, number: int) -> None:
@@ -200,7 +202,7 @@ class Clients:
             if status != 200:
                 await asyncio.sleep(0.05)
 
-    def _break_control_tokens(self, client: httpx.AsyncClient) -> Any:
+    def _make_httpx_asker(self, client: httpx.AsyncClient) -> Any:
         headers = {"Authorization": f"Bearer {self.key}"}
 
         async def ask(text: str) -> tuple[int, int]:
@@ -217,7 +219,7 @@ class Clients:
 
         return ask
 
-    def _official(self, client: httpx.AsyncClient) -> Any:
+    def _make_openai_asker(self, client: httpx.AsyncClient) -> Any:
         import openai
 
         official = openai.AsyncOpenAI(

@@ -33,7 +33,7 @@ class Block:
 
 
 def list_blocks(language: str) -> list[Block]:
-    """All fenced blocks of a language."""
+    """Return all fenced blocks of a language."""
     blocks = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -47,18 +47,18 @@ def list_blocks(language: str) -> list[Block]:
 
 
 def strip_blocks(page: Path) -> str:
-    """A page without fenced blocks."""
+    """Return a page without fenced blocks."""
     return _FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
 def list_links(page: Path) -> list[tuple[bool, str]]:
-    """(is a picture, target) of every Markdown link outside code."""
+    """Return (is a picture, target) of every Markdown link outside code."""
     text = re.sub(r"^ {4}.*$", "", strip_blocks(page), flags=re.MULTILINE)
     return [(bool(mark), target) for mark, target in _LINK.findall(re.sub(r"`[^`\n]*`", "", text))]
 
 
 def list_anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings, as Markdown's toc extension and Git hosts make them."""
+    """Return anchors of a page's headings, as Markdown's toc extension and Git hosts make them."""
     anchors = set()
     for heading in re.findall(r"^#{1,6} (.+)$", strip_blocks(page), re.MULTILINE):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
@@ -68,7 +68,7 @@ def list_anchors(page: Path) -> set[str]:
 
 
 def list_commands() -> list[tuple[str, str]]:
-    """(place, command line) of every `posttrain ...` in code, also of README: indented lines, and inline code."""
+    """Return (place, command line) of every `posttrain ...` in code, also of README: indented lines, and inline code."""
     commands = []
     for page in (ROOT / "README.md", *PAGES):
         lines = [

@@ -47,7 +47,7 @@ FOLDERS = r"configs|deployments|docs|examples|flows|posttrain|rl_core|tasks|test
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """The blocks marked `run: NAME` as modules my_package.NAME, and as files NAME.py of the current folder."""
+    """Write the blocks marked `run: NAME` as modules my_package.NAME, and as files NAME.py of the current folder."""
     (tmp_path / "my_package").mkdir()
     for block in list_blocks("python"):
         if block.note.startswith("run: "):
@@ -74,8 +74,8 @@ def test_links_and_pictures_resolve(page):
             )
 
 
-def test_anchors_are_found_at_all():
-    """The checks above would pass on pages without a link."""
+def test_there_are_anchors_to_check():
+    """Check that there are links; the checks above would pass on pages without one."""
     targets = [target for page in PAGES for _, target in list_links(page)]
     assert len(targets) > 60 and sum("#" in target for target in targets) > 10
     assert "10-a-limit-of-the-sampler-ends-an-episode" in list_anchors(
@@ -98,7 +98,7 @@ def test_named_files_exist():
 
 
 def test_code_and_configs_name_documents_that_exist():
-    """`docs/page.md, 'Section'` in a message or comment; the README has no section that others send readers to."""
+    """Check `docs/page.md, 'Section'` in messages and comments; none names a section of the README."""
     named = []
     for floor in ("configs", "posttrain", "flows", "rl_core", "tasks"):
         for path in (path for path in (ROOT / floor).rglob("*") if path.suffix in {".py", ".yaml"}):
@@ -190,7 +190,7 @@ def test_the_loss_of_the_docs_is_the_shipped_one(package):
 
 
 def test_the_parts_of_the_docs_are_taken_as_shown(package):
-    """By file and by import path; the estimator by hand: (1 * 2 + 0 * 6) / 8 and 1/2."""
+    """Load parts by file and by import path; the estimator by hand: (1 * 2 + 0 * 6) / 8 and 1/2."""
     condition = {"function": "conditions.py:settled", "options": {"tolerance": 0.01}, "window": 20}
     curriculum = [{"name": "easy", "levels": {"easy": 1.0}, "exit_conditions": [condition]}]
     stages = {
@@ -277,7 +277,7 @@ def test_rewards_by_column_and_tools_are_used_as_shown(package):
 
 
 def list_calls(block):
-    """(dotted name, call or None) of every use of `rl_core.NAME` in a block."""
+    """Return (dotted name, call or None) of every use of `rl_core.NAME` in a block."""
     tree = ast.parse(block.text)
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
@@ -383,7 +383,7 @@ def test_enough_is_shown():
 
 
 def list_documented_arguments():
-    """By function or method of the API page: the arguments in its tables' rows."""
+    """Return by function or method of the API page the arguments in its tables' rows."""
     text = (DOCS / "api.md").read_text().partition("\n## Arguments\n")[2].partition("\n## ")[0]
     training, methods, others = (
         table.partition("|---|---|---|\n")[2] for table in text.split("| argument | of |")[1:]

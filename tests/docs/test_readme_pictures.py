@@ -31,7 +31,7 @@ ROWS = [
 CPU = "processor\t: 0\nmodel name\t: Some(R) Chip(TM) 9 CPU @ 2.0GHz\nflags\t\t: fpu avx2 avx512f\nprocessor\t: 1\n"
 
 
-def test_the_lines_are_the_stages_own_notes():
+def test_the_lines_are_notes_of_the_stages():
     assert tool.told(ROWS) == (
         "    sft: 7 steps on 9 demonstrations, held-out loss 0.2 nats per token; bound\n"
         "    policy: 142 iterations (success 98% over ten); curriculum: hard from iteration 2\n"

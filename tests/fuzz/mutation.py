@@ -176,7 +176,7 @@ PIECES: tuple[bytes, ...] = tuple(
 
 
 def mutate(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
-    """A changed input; `others`: inputs to take parts from."""
+    """Return a changed input; `others`: inputs to take parts from."""
     for _ in range(chance.choice((1, 1, 2, 3, 6))):
         data = _CHANGES[chance.randrange(len(_CHANGES))](data, chance, others)[:MAX_BYTES]
     return data
@@ -229,7 +229,7 @@ def _change_lines(data: bytes, chance: random.Random, others: Sequence[bytes]) -
 
 
 def _change_value(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
-    """Another value behind a colon."""
+    """Replace the value after a colon by another."""
     places = [index for index, byte in enumerate(data) if byte == ord(":")]
     if not places:
         return _insert(data, chance, others)

@@ -3,7 +3,7 @@
     python -m fuzz.run [--minutes 10] [--seed 0] [--target config ...]
 
 An input that reaches a new line of our code is mutated further. One that fails (an exception that is none of ours, a
-result that cannot be stored, SECONDS of processor time) is made smaller, kept in tests/fuzz/corpus/, and ends the run
+result that cannot be stored, SECONDS of processor time) is made smaller, saved in tests/fuzz/corpus/, and ends the run
 with status 1 after the time is up. Inputs of the corpus are run by the tests.
 """
 
@@ -74,7 +74,7 @@ class Fuzzer:
             self.feed(mutate(self.chance.choice(self.pool), self.chance, self.pool))
 
     def _cause(self, data: bytes, traced: bool = False) -> str | None:
-        """Kind and place of a failure; None = the target does not fail."""
+        """Return kind and place of a failure; None if the target does not fail."""
         began = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
@@ -104,7 +104,7 @@ class Fuzzer:
         return self._print_plain_line
 
     def _smaller(self, data: bytes, cause: str) -> bytes:
-        """A shorter input with the same cause, by leaving out parts."""
+        """Return a shorter input with the same cause, by leaving out parts."""
         end, size = time.monotonic() + SHRINK_S, max(1, len(data) // 2)
         while size and time.monotonic() < end:
             start = 0
@@ -119,7 +119,7 @@ class Fuzzer:
 
 
 def main() -> int:
-    """Fuzz until the time is up; 1 = something failed."""
+    """Fuzz until the time is up; return 1 if something failed."""
     parser = argparse.ArgumentParser(
         description="Fuzz the readers of configs, data, tool calls and chat templates."
     )
@@ -144,7 +144,7 @@ def main() -> int:
         for data in fuzzer.failures.values():
             path = CORPUS / fuzzer.name / f"found-{hashlib.sha256(data).hexdigest()[:12]}"
             path.write_bytes(data)
-            print(f"  kept: {path}")
+            print(f"  saved: {path}")
     print(f"{sum(fuzzer.num_inputs for fuzzer in fuzzers)} inputs")
     return 1 if any(fuzzer.failures for fuzzer in fuzzers) else 0
 

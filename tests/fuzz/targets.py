@@ -72,7 +72,7 @@ SOURCES = {
 
 
 def read_corpus(target: str) -> list[bytes]:
-    """Kept inputs of a target, sorted by name."""
+    """Return the stored inputs of a target, sorted by name."""
     return [path.read_bytes() for path in sorted((CORPUS / target).iterdir())]
 
 
@@ -97,7 +97,7 @@ def _check_message(error: Exception) -> None:
 
 
 def read_config(data: bytes) -> None:
-    """A configuration: settings that stay the same when they are stored, or problems with their places."""
+    """Read a configuration: settings that stay the same when they are stored, or problems with their places."""
     path = _write_file("config.yaml", data)
     try:
         settings = load_settings(path, check_files=False, import_code=False)
@@ -133,7 +133,7 @@ _RECORDS: tuple[Callable[..., records.Records], ...] = (
 
 
 def read_data(data: bytes) -> None:
-    """Every reader of lines; rows that are taken can be stored and are then read as the same."""
+    """Read lines by every reader; valid rows can be stored and are then read as the same."""
     path = _write_file("data.jsonl", data)
     for read in _READERS:
         try:
@@ -154,7 +154,7 @@ def read_data(data: bytes) -> None:
 
 
 def read_tool_call(data: bytes) -> None:
-    """A policy's text: a call that runs, misuse, or no call; and answers within it."""
+    """Read a policy's text: a call that runs, misuse, or no call; and answers within it."""
     text = data.decode("utf-8", "replace")
     try:
         call = TOOLS.parse(text)
@@ -186,7 +186,7 @@ def _try(function: Callable[[], Any]) -> Any:
 
 
 def read_chat(data: bytes) -> None:
-    """Messages of a data file, through every kind of chat template, to token ids and a mask."""
+    """Render messages of a data file through every kind of chat template to token ids and a mask."""
     try:
         row = json.loads(data)
         messages = validate_messages(row["messages"], "messages")
@@ -217,7 +217,7 @@ def _make_tokenizer() -> Any:
 
 
 def read_template(data: bytes) -> None:
-    """A chat template: examined and used, or refused."""
+    """Examine and use a chat template, unless it is refused."""
     tokenizer = _make_tokenizer()
     tokenizer.chat_template = data.decode("utf-8", "replace")
     renderer = _try(lambda: ChatRenderer(tokenizer))

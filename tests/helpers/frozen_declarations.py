@@ -343,7 +343,7 @@ def list_project() -> Names:
 
 
 def list_metrics() -> Names:
-    """Return every metric with its unit and its name outside, and the server's own metrics."""
+    """Return every metric with its unit and its name outside, and the metrics of the server."""
     names: Names = {}
     for group in METRIC_GROUPS:
         for metric in group.metrics:
@@ -443,7 +443,7 @@ def list_messages() -> Names:
 
 
 def find_application(app: Any) -> FastAPI:
-    """Return the application behind its middleware."""
+    """Return the application inside its middleware."""
     while not isinstance(app, FastAPI):
         app = next(value for value in vars(app).values() if callable(value))
     return app

@@ -67,7 +67,7 @@ def list_environment_variables() -> Names:
 
 
 def list_file_names() -> Names:
-    """Return the file names that the code names, its own sources left out."""
+    """Return the file names in the code, except those of its sources."""
     endings = "json|jsonl|yaml|db|log|html|csv|md|png|svg|parquet|arrow|safetensors|lock|holder|txt"
     return dict.fromkeys(scan_literals(rf"\.?[\w.-]*\w\.(?:{endings})"), "")
 

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def modules(package: str) -> dict[str, Path]:
-    """Return dotted name -> file of every module; a package has its own entry."""
+    """Return dotted name -> file of every module; a package has an entry, too."""
     files = {}
     for path in sorted((ROOT / package).rglob("*.py")):
         files[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = (

@@ -68,7 +68,7 @@ def make_trainer(
     model_seed=0,
     process_group=SINGLE_PROCESS,
     teacher=None,
-    own=None,
+    custom=None,
     kind=PolicySettings,
     context=32,
     **options,
@@ -103,7 +103,7 @@ def make_trainer(
         backend,
         process_group=process_group,
         teacher=teacher,
-        custom_functions=own,
+        custom_functions=custom,
     )
 
 

@@ -7,10 +7,10 @@ class ModelTags:
     """The part of `Tracking` that attempts at the gate need."""
 
     def __init__(self) -> None:
-        self.found: dict[str, str] = {}
+        self.tags: dict[str, str] = {}
 
     def read_model_tags(self, name: str) -> dict[str, str]:
-        return dict(self.found)
+        return dict(self.tags)
 
     def tag_model(self, name: str, key: str, value: str) -> None:
-        self.found[key] = value
+        self.tags[key] = value

@@ -375,7 +375,9 @@ def make_rolled_back():
 
 
 def make_doubted():
-    """Make a trainer that returns to the weights of the first comparison with the sampler, as the second one fails after the cut."""
+    """Make a trainer that returns to the weights of the first comparison with the sampler, as the second one fails
+    after the cut.
+    """
     trainer = make_policy(
         numerics=NumericsGateSettings(every=CUT, action="rollback", bound=1e-3),
         **ADAPTIVE,

@@ -88,7 +88,7 @@ def engine_with(folder: Path, names: Iterable[str], **settings) -> TrainingEngin
 def random_data(
     seed: int, rows: int = 3, *, policy: bool = False, shared: int = 0
 ) -> tuple[Datum, ...]:
-    """Ragged datums; with `policy` those of ratio losses. shared: tokens that all of them begin with."""
+    """Draw ragged datums; with `policy` those of ratio losses. shared: tokens that all of them begin with."""
     rng = np.random.default_rng(seed)
     start = rng.integers(2, VOCAB, shared)
     data = []
@@ -108,7 +108,7 @@ def random_data(
 
 
 def merged_gradient(run, data: tuple[Datum, ...]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Cross entropy and its gradient by torch in float64: W + scale B A for W, one datum after the other."""
+    """Compute cross entropy and its gradient by torch in float64: W + scale B A for W, one datum after the other."""
     model = copy.deepcopy(run.base.model).double()
     factors = {
         name: p.detach().double().requires_grad_()

@@ -47,7 +47,7 @@ class Tracker:
 
 
 class PipelineRun:
-    """It is its own tracker and its own models."""
+    """A pipeline run that is also its tracker and its models."""
 
     threads = 3
 

@@ -72,7 +72,7 @@ def make_worker(
 
 
 class VllmStandIn:
-    """State of the server, and what was asked of it; `before` may answer in place of it."""
+    """State of the server and its requests; `before` may answer first."""
 
     def __init__(self, model: Any, tokenizer: Any, **options: Any) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer

@@ -158,7 +158,7 @@ def write_config(
 
 
 ROUNDING = '''\
-"""Stage of a user's, as docs/bring-your-own.md has it."""
+"""User-defined stage, as in docs/bring-your-own.md."""
 
 from dataclasses import dataclass
 
@@ -195,13 +195,13 @@ STAGE = OwnStage(round_weights, RoundingSettings, takes=("model",), gives="polic
 
 
 def make_pipelines() -> dict[str, Any]:
-    """Run pipelines to their end and to a kill; return what is to be found in them."""
+    """Run pipelines to their end and to a kill; return their expected contents."""
     place = ROOT / "pipelines"
     configs = {
         "finished": write_config("finished", FINISHED),
         "taught": write_config("taught", TAUGHT, environment="reckoning"),
     }
-    # Adapters make small files; two stages train whole models.
+    # Adapters make small files; two stages train full models.
     adapted = dict.fromkeys(("distill", "preference", "reward_model"), "models:/finished/1")
     for stage, (stages, _) in INTERRUPTED.items():
         name = f"killed-{stage.replace('_', '-')}"
@@ -318,7 +318,7 @@ def make_online() -> dict[str, Any]:
 
 
 def make_ratings() -> dict[str, Any]:
-    """Rate answers; return how many each person has rated."""
+    """Rate answers; return the number of ratings per person."""
     folder = ROOT / "ratings"
     with room_of(folder, count=8) as room:
         for rater, choices in (("ann", ("left", "tie", "skip", "right")), ("bob", ("right",))):
@@ -356,7 +356,7 @@ def pack_folder(name: str) -> None:
 
 
 def make_fixtures() -> None:
-    """Make all fixtures anew."""
+    """Make all fixtures again."""
     torch.set_num_threads(1)
     shutil.rmtree(ROOT, ignore_errors=True)
     shutil.rmtree(FIXTURES, ignore_errors=True)

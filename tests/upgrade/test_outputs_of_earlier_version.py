@@ -1,7 +1,7 @@
 """Outputs of an earlier version open with this one: finished and killed runs, services, journals.
 
-`make_fixtures.py` made them. What rests on a stage's key may run once more, as keys hold digests of
-the source; then one line says so, and checkpoints are gone on with under `--allow-drift`.
+`make_fixtures.py` made them. Results stored by stage key may be computed once more, as keys hold digests of
+the source; then one line says so, and checkpoints are continued under `--allow-drift`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REASONS = re.compile(
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Unpack all outputs into a folder, and have them name it in place of their own."""
+    """Unpack all outputs into a folder, and rewrite the paths in them to that folder."""
     place = tmp_path_factory.mktemp("earlier")
     for archive in FIXTURES.glob("*.tar.gz"):
         with tarfile.open(archive) as packed:
@@ -72,7 +72,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def move_paths(folder: Path) -> None:
-    """Put the folder's path where the outputs name their own; lines with a checksum stay."""
+    """Replace the outputs' original path by the folder's; lines with a checksum stay."""
     for name in ("shipped.json", "conditions.json", "online.yaml", "adapter_config.json"):
         for path in folder.rglob(name):
             path.write_text(path.read_text().replace(MADE_IN, str(folder)))
@@ -148,7 +148,7 @@ def test_a_promotion_that_waited_is_approved(outputs: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", KILLED)
-def test_a_killed_run_goes_on_or_says_why_it_begins_again(
+def test_a_killed_run_continues_or_says_why_it_restarts(
     stage: str, outputs: Path, tmp_path: Path
 ) -> None:
     settings = load_settings(outputs / "pipelines" / f"killed-{stage.replace('_', '-')}.yaml")
@@ -167,7 +167,7 @@ def test_a_killed_run_goes_on_or_says_why_it_begins_again(
         assert {"checkpoint.loaded", "loop.resumed"} <= reached, "it begins with its checkpoint"
     for name, result in run.results.items():
         assert result.cached or has_reason(stages / name), f"{name} ran again without a word"
-    assert run.resumed or run.crashed_runs, "it goes on with the killed run, or names it"
+    assert run.resumed or run.crashed_runs, "it continues the killed run, or names it"
 
 
 def resume_run(stage: str, start: Any) -> tuple[PipelineRun, list[str]]:
@@ -190,7 +190,7 @@ def has_reason(stage: Path) -> bool:
     return any(map(REASONS.fullmatch, decision.changes))
 
 
-def test_a_stage_of_the_user_s_runs_with_its_documented_imports(outputs: Path) -> None:
+def test_a_user_stage_runs_with_its_documented_imports(outputs: Path) -> None:
     run = run_stages(load_settings(outputs / "pipelines/custom.yaml"))
     assert list(run.results) == ["prepare_data", "sft", "rounding"]
     assert run.results["rounding"].summary["note"] == "weights rounded to float16"
@@ -212,12 +212,12 @@ def test_a_training_service_has_its_runs_and_weights(outputs: Path) -> None:
             for name, digest in about["files"].items():
                 content = (folder / one.folder / name).read_bytes()
                 assert hashlib.sha256(content).hexdigest() == digest, f"{one.path}: {name}"
-        check_training_goes_on(
+        check_training_continues(
             service, expected, [one for one in saved if one.kind != "external_weights"]
         )
 
 
-def check_training_goes_on(service: Any, expected: dict[str, Any], saved: list[Any]) -> None:
+def check_training_continues(service: Any, expected: dict[str, Any], saved: list[Any]) -> None:
     """Check that saved weights are loaded and trained on, by another key."""
     session = service.session()
     (weights,) = [one.path for one in saved if one.kind == "weights"]
@@ -230,7 +230,7 @@ def check_training_goes_on(service: Any, expected: dict[str, Any], saved: list[A
     assert service.store.run(run).steps == expected["steps"] + 1
 
 
-def test_a_folder_of_online_learning_has_its_records_and_goes_on(outputs: Path) -> None:
+def test_a_folder_of_online_learning_has_its_records_and_continues(outputs: Path) -> None:
     expected, folder = EXPECTED["online"], outputs / "online/service"
     settings = load_online_settings(folder / "online.yaml")
     assert LearningFolder.open_or_create(folder, folder / "model", {}).facts["version"] == 3

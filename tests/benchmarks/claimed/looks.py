@@ -37,7 +37,7 @@ class Chain(Episode):
         rng = random.Random(f"looks/{level}/{seed}")
         self.grid = [[str(rng.randrange(10)) for _ in range(SIDE)] for _ in range(SIDE)]
         self.cells = [(rng.randrange(SIDE), rng.randrange(SIDE)) for _ in range(int(level))]
-        self.asked = 0
+        self.index = 0
         self.hidden = self.grid
         self.kind, self.prompt = f"{level} questions", self._build_question()
         self.target = " ".join(self.grid[row][column] for row, column in self.cells)
@@ -46,7 +46,7 @@ class Chain(Episode):
     @property
     def next_target(self) -> str:
         """Digit of the pending question."""
-        row, column = self.cells[self.asked]
+        row, column = self.cells[self.index]
         return self.grid[row][column]
 
     def reset(self) -> list[Message]:
@@ -72,7 +72,7 @@ class Chain(Episode):
             )
         answer = read_answer(text)
         right = answer is not None and is_same_text(answer, self.next_target)
-        last = self.asked == len(self.cells) - 1
+        last = self.index == len(self.cells) - 1
         if not right or last:
             return Step(
                 reward=float(right),
@@ -81,11 +81,11 @@ class Chain(Episode):
                 success=right,
                 is_error=answer is None,
             )
-        self.asked += 1
+        self.index += 1
         return Step([Message(role="user", content=self._build_question())], answer=answer)
 
     def _build_question(self) -> str:
-        row, column = self.cells[self.asked]
+        row, column = self.cells[self.index]
         return f"{row + 1} {column + 1}"
 
 
@@ -121,7 +121,7 @@ class Looks(Environment):
         rng = random.Random(f"looks/demonstrator/{level}/{seed}")
         messages = episode.reset()
         while True:
-            row, column = episode.cells[episode.asked]
+            row, column = episode.cells[episode.index]
             mistake = (
                 ""
                 if rng.random() < self.skill

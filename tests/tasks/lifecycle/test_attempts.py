@@ -121,7 +121,7 @@ def test_earlier_attempts_in_their_order():
 
 def test_invalid_tags_are_skipped(caplog):
     tags = ModelTags()
-    tags.found = {
+    tags.tags = {
         "gate.attempt.aa": "nonsense",
         "gate.attempt.bb": '{"episodes": [], "who": 1}',
         "other": "x",

@@ -95,7 +95,7 @@ def test_rows_of_advantage_0_are_run_for_a_loss_that_may_use_them(tokenizer):
         tokenizer,
         FewLetters(),
         rewards=rewards,
-        own={"loss": unlikelihood},
+        custom={"loss": unlikelihood},
         loss="unlikelihood",
         minibatches=2,
     )
@@ -256,7 +256,7 @@ def test_an_estimator_takes_the_place_of_the_comparison(tokenizer):
     custom = make_trainer(
         tokenizer,
         FewLetters(),
-        own={"advantages": center_by_group},
+        custom={"advantages": center_by_group},
         advantages="by_group",
         **options,
     )
