@@ -10,10 +10,10 @@ from bench_safety import Timer
 
 BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
 WATCH = """
-from bench_safety import Timer, watch
+from bench_safety import Timer, time_safety_functions
 from rl_core.storage import folders
 timer = Timer()
-watch(timer)
+time_safety_functions(timer)
 folders.publish_folder({folder!r}, lambda target: folders.put_bytes(target / "rows", b"1"))
 print(dict(timer.calls))
 """

@@ -295,7 +295,7 @@ class Bench:
             iterations=self.steps + WARMUP,
             prompts_per_iteration=self.work["prompts"],
             group_size=self.work["group"],
-            rewards={"gpu:any_number": 1.0},
+            rewards={"gpu:reward_differently": 1.0},
             micro_batch_tokens=self.work["micro_batch"],
             sampling=SamplingSettings(
                 max_completion_tokens=self.work["completion"],

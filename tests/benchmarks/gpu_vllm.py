@@ -189,7 +189,7 @@ def make_trainer(bench, games, case, model, server):
         iterations=1000,
         prompts_per_iteration=work["prompts"],
         group_size=work["group"],
-        rewards={"gpu:any_number": 1.0},
+        rewards={"gpu:reward_differently": 1.0},
         micro_batch_tokens=work["micro_batch"],
         importance="token",
         sampling=SamplingSettings(max_completion_tokens=work["completion"], temperature=0.9),

@@ -68,7 +68,7 @@ def list_anchors(page: Path) -> set[str]:
 
 
 def list_commands() -> list[tuple[str, str]]:
-    """Return (place, command line) of every `posttrain ...` in code, also of README: indented lines, and inline code."""
+    """Return (place, command line) of every `posttrain ...` in code, also of README: indented and inline."""
     commands = []
     for page in (ROOT / "README.md", *PAGES):
         lines = [

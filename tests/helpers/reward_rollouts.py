@@ -41,7 +41,7 @@ def group(*rollouts):
 
 
 def walk(*states, actions=None, observed=None):
-    """Return states of the prompt and of each turn; actions default to zeros, and all turns but the last are observed."""
+    """Return the states of the prompt and each turn; actions default to zeros; only the last turn is not observed."""
     states_NH = torch.tensor(states, dtype=torch.float32)
     turns = len(states) - 1
     actions_NH = (

@@ -132,7 +132,7 @@ def list_scenarios(process_group, folder, numbers):
     yield "sapo", lambda: run(of(reference=make_model(1), **soft, **held, **TWICE))
     custom = {
         "loss": "rl_core.losses.policy:sapo_loss",
-        "advantages": "helpers.sharded_policies:centred",
+        "advantages": "helpers.sharded_policies:center_rewards",
     }
     yield (
         "own parts",
