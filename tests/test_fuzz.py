@@ -54,8 +54,12 @@ def test_the_fuzzer_keeps_what_reaches_new_lines_and_makes_failures_smaller(monk
 
 
 def test_mutations_are_bounded_and_repeat_with_their_seed():
-    made = [
+    mutations = [
         [mutate(b"name: x\n", random.Random(seed), [b"a: b"]) for seed in range(200)]
         for _ in range(2)
     ]
-    assert made[0] == made[1] and len(set(made[0])) > 150 and max(map(len, made[0])) <= MAX_BYTES
+    assert (
+        mutations[0] == mutations[1]
+        and len(set(mutations[0])) > 150
+        and max(map(len, mutations[0])) <= MAX_BYTES
+    )

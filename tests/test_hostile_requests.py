@@ -61,10 +61,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     output = tmp_path_factory.mktemp("outputs")
     (output.parent / "secret.txt").write_text("s3cret")
     make_run(output)
-    made = Server(output)
-    yield made
-    made.server.should_exit = True
-    made.thread.join(PATIENCE_S)
+    running = Server(output)
+    yield running
+    running.server.should_exit = True
+    running.thread.join(PATIENCE_S)
 
 
 def get(

@@ -203,7 +203,14 @@ def test_no_trainer_imports_another():
     """Check that what trainers share imports none of them; a trainer is a module or a room."""
 
     def trainer_of(module: str) -> str:
-        return next((one for one in TRAINERS if module == one or module.startswith(f"{one}.")), "")
+        return next(
+            (
+                trainer
+                for trainer in TRAINERS
+                if module == trainer or module.startswith(f"{trainer}.")
+            ),
+            "",
+        )
 
     known = {trainer_of(module) for module in modules("rl_core")}
     assert known >= TRAINERS

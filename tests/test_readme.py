@@ -107,6 +107,6 @@ def test_every_path_link_and_command_that_it_names_exists():
         re.findall(r"`posttrain ([\w-]+)", README)
     )
     assert named <= set(COMMANDS) and len(named) > 5
-    made = set(re.findall(r"make (\w+)", README))
+    make_targets = set(re.findall(r"make (\w+)", README))
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {"setup", "demo", "docs"} <= made & targets
+    assert {"setup", "demo", "docs"} <= make_targets & targets

@@ -246,9 +246,9 @@ def test_rows_are_those_that_both_sides_take():
     rows = [str(index) for index in range(7)]
     order, placed = DataOrder(7, 3, seed=5), order_as_drawn(rows, 5)
     assert [placed[index] for _ in range(3) for index in order.next_batch()] == rows
-    made = inputs.make_rows(count=50)
-    assert made == inputs.make_rows(count=50)
-    assert max(len(row["prompt"]) for row in made["prompts"]) <= inputs.MAX_PROMPT
+    all_rows = inputs.make_rows(count=50)
+    assert all_rows == inputs.make_rows(count=50)
+    assert max(len(row["prompt"]) for row in all_rows["prompts"]) <= inputs.MAX_PROMPT
     right, wrong = inputs.score("1+1=2 # 12", "12"), inputs.score("1+1=2 # 12", "13")
     assert right == pytest.approx(wrong + 1) and 0 <= wrong < 1
     assert (

@@ -54,22 +54,29 @@ def examine_functions(tree: ast.Module) -> list[Checked]:
 def find_asserting(checked: list[Checked]) -> set[str]:
     """Return names of functions that assert, directly or by calling one another."""
     names: set[str] = set()
-    while more := {one.name for one in checked if one.asserts or one.called & names} - names:
+    while (
+        more := {
+            function.name for function in checked if function.asserts or function.called & names
+        }
+        - names
+    ):
         names |= more
     return names
 
 
 def find_hollow_tests(trees: dict[str, ast.Module], helpers: list[ast.Module]) -> list[str]:
     """Return test functions without an assertion in themselves, their module's functions or the helpers."""
-    shared = find_asserting([one for tree in helpers for one in examine_functions(tree)])
+    shared = find_asserting([function for tree in helpers for function in examine_functions(tree)])
     hollow = []
     for file, tree in trees.items():
         checked = examine_functions(tree)
         known = find_asserting(checked) | shared
         hollow += [
-            f"{file}:{one.line}: {one.name}"
-            for one in checked
-            if one.name.startswith("test_") and not one.asserts and not one.called & known
+            f"{file}:{function.line}: {function.name}"
+            for function in checked
+            if function.name.startswith("test_")
+            and not function.asserts
+            and not function.called & known
         ]
     return hollow
 

@@ -104,7 +104,7 @@ def compute_kl_and_nll(model, other, rows):
         scored = mask.clone()
         scored[:, 0] = False
         batch = TrainBatch(ids, mask, scored)
-        targets, place = ids[scored], 0
+        targets, offset = ids[scored], 0
         for p, q in zip(
             iter_next_token_logprobs(model, batch),
             iter_next_token_logprobs(other, batch),
@@ -118,9 +118,9 @@ def compute_kl_and_nll(model, other, rows):
             )
             for index, logprobs in enumerate((p, q)):
                 nlls[index] -= float(
-                    logprobs.gather(1, targets[place : place + len(kl), None]).sum()
+                    logprobs.gather(1, targets[offset : offset + len(kl), None]).sum()
                 )
-            place += len(kl)
+            offset += len(kl)
     return {
         "kl_mean": total / count,
         "kl_max": largest,
@@ -278,8 +278,8 @@ def train_dpo(output, folder, rows, runs):
             policy.model, pairs.heldout, pad_id=policy.renderer.pad_id, max_tokens=8192
         )
         finals = torch.tensor(policy_logprobs)
-        place = output / f"dpo-{precision}-{seed}.json"
-        place.write_text(json.dumps(policy_logprobs))
+        path = output / f"dpo-{precision}-{seed}.json"
+        path.write_text(json.dumps(policy_logprobs))
         first = torch.tensor(json.loads((output / "dpo-full-0.json").read_text()))
         exact = compute_reference_logprobs(
             load(folder, "full")[0], pairs.heldout, pad_id=policy.renderer.pad_id, max_tokens=8192

@@ -87,7 +87,8 @@ def make_word_tokenizer() -> ChatRenderer:
     bpe = train_tokenizer(["a"], 300)
     special = [PAD_TOKEN, END_TOKEN, *(f"<|{role}|>" for role in ROLES)]
     vocabulary = {
-        word: place for place, word in enumerate(dict.fromkeys([*special, ".", *make_words()]))
+        word: token_id
+        for token_id, word in enumerate(dict.fromkeys([*special, ".", *make_words()]))
     }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -186,10 +187,10 @@ def measure_memory(options: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rows.jsonl"
     rng, known = random.Random(3), make_words()
-    made = (make_row(rng, known, options.tokens, options.turns) for _ in range(options.memory))
+    rows = (make_row(rng, known, options.tokens, options.turns) for _ in range(options.memory))
     with path.open("w") as file:
         for row in (
-            make_quick_rows(options.memory, options.tokens, known) if options.word_level else made
+            make_quick_rows(options.memory, options.tokens, known) if options.word_level else rows
         ):
             file.write(json.dumps(row) + "\n")
     print(f"{options.memory:,} rows, {path.stat().st_size / 2**30:.2f} GiB of text", flush=True)

@@ -157,7 +157,7 @@ def test(environment: str, act: Any, episodes: int) -> list[float]:
 
 def read_curve(curve: list[tuple[float, float]], steps: float) -> float:
     """Return the newest value of a curve after so many steps."""
-    return next((value for place, value in reversed(curve) if place <= steps), float("nan"))
+    return next((value for step, value in reversed(curve) if step <= steps), float("nan"))
 
 
 def format_table(all_runs: list[dict[str, Any]], steps: int) -> str:

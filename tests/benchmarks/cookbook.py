@@ -209,9 +209,9 @@ def run_recipe(name: str, folder: Path, arguments: argparse.Namespace) -> dict[s
         *recipe.options(folder, arguments),
     ]
     command = [arguments.cookbook, "-m", f"tinker_cookbook.recipes.{recipe.module}", *options]
-    place = folder / f"service-{time.time_ns()}"
-    place.mkdir(parents=True)
-    with run_service(place, base, 1, "exact", name=str(base)) as (address, key, _):
+    service_folder = folder / f"service-{time.time_ns()}"
+    service_folder.mkdir(parents=True)
+    with run_service(service_folder, base, 1, "exact", name=str(base)) as (address, key, _):
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",

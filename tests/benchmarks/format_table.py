@@ -141,8 +141,8 @@ PAIRS: dict[str, Callable[[str, str, str], Row]] = {
 def record_masks(trl: str, questions: Path, pairs: Path, only: Collection[str]) -> None:
     """Run TRL on the files and on real text, and save the results; files not in `only` keep earlier results."""
     files = [file for file in FILES if not only or file.name in only]
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         masks = _run_trl(
             trl,
             folder / "small",
@@ -195,7 +195,7 @@ def _write_real_files(
     """Write real text in the columns of each format."""
     pairs_of_text = [(row["question"], row["answer"]) for row in read_raw_rows(questions)]
     judged = [(row["prompt"], row["chosen"], row["rejected"]) for row in read_raw_rows(pairs)]
-    made = []
+    written = []
     for file in files:
         if file.name in QUESTIONS:
             rows = [QUESTIONS[file.name](*row) for row in pairs_of_text]
@@ -205,8 +205,8 @@ def _write_real_files(
             continue
         path = folder / f"{file.name}.jsonl"
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        made.append((file, path))
-    return made
+        written.append((file, path))
+    return written
 
 
 def _count_tokens(file: FormatFile, path: Path, renderer: ChatRenderer, theirs: list[Row]) -> Row:

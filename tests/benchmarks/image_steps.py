@@ -192,7 +192,7 @@ def main() -> int:
         help="command of the image, as `doctor`, once it is made",
     )
     options = parser.parse_args()
-    arguments = dict(one.split("=", 1) for one in options.build_arg)
+    arguments = dict(argument.split("=", 1) for argument in options.build_arg)
     stages: dict[str, Stage] = {}
     stage, begun = None, time.monotonic()
     for name, rest in parse_instructions((PROJECT / "deployments/Dockerfile").read_text()):
@@ -210,8 +210,9 @@ def main() -> int:
             return code
     assert stage is not None
     base = measure_size(options.root)
-    for label, one in stages.items():
-        print(f"{label}: {(measure_size(one.root) - base) / 1e6:,.0f} MB beyond the root")
+
+    for label, built in stages.items():
+        print(f"{label}: {(measure_size(built.root) - base) / 1e6:,.0f} MB beyond the root")
     print(f"all steps in {time.monotonic() - begun:.0f} s")
     stage.arguments = {}
     for words in [stage.health, *([*stage.entry, *shlex.split(run)] for run in options.run)]:

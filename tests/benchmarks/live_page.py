@@ -152,14 +152,14 @@ def _make_run(output: Path, number: int, metrics: Path, iterations: int, *, is_l
         (index, 5 * index, {"system/process_cpu_percentage": 100.0 + index}) for index in range(200)
     ]
     journal(parent, f"demo · {started}", started=begun, ended=ended, events=texts, metrics=load)
-    for place, stage in enumerate(STAGES):
+    for position, stage in enumerate(STAGES):
         rows = [(step, step / 10, {"train/loss": 2.0 / step}) for step in range(1, 100)]
         folder = home / "stages" / stage / f"{number:04x}.tracking"
         journal(
             folder,
             stage,
-            started=begun + place,
-            ended=begun + place + 1,
+            started=begun + position,
+            ended=begun + position + 1,
             parent=parent,
             metrics=rows,
         )
@@ -289,7 +289,7 @@ def measure_updates(address: str, count: int = 8) -> dict[str, Any]:
         size = page.run(
             "fetch('view?tab=overview').then(answer => answer.text()).then(text => text.length)"
         )
-        parts = {name: sorted(round(one[name]) for one in updates) for name in updates[0]}
+        parts = {name: sorted(round(update[name]) for update in updates) for name in updates[0]}
         return {**parts, "kilobytes_in_full": round(size / 1000)}
 
 

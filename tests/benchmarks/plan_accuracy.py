@@ -340,8 +340,8 @@ def draw_sides(case, count):
     """Draw pairs of rows with a common beginning of PROMPT tokens."""
     rows = draw_rows(case, 2 * count)
     return [
-        (one, one[:PROMPT] + other[PROMPT:])
-        for one, other in zip(rows[::2], rows[1::2], strict=True)
+        (first, first[:PROMPT] + other[PROMPT:])
+        for first, other in zip(rows[::2], rows[1::2], strict=True)
     ]
 
 
@@ -365,8 +365,8 @@ def make_pairs(case):
         return PairSide(row[:PROMPT], row[PROMPT:], [True] * (len(row) - PROMPT))
 
     return [
-        PreferencePair(side(one), side(other))
-        for one, other in draw_sides(case, case["settings"]["batch_size"] * STEPS)
+        PreferencePair(side(chosen), side(other))
+        for chosen, other in draw_sides(case, case["settings"]["batch_size"] * STEPS)
     ]
 
 

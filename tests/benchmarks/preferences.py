@@ -148,7 +148,7 @@ def measure_label_counts(seed: int, counts: Sequence[int]) -> dict[str, Any]:
     test = draw_items(500, seed + 1000)
     with tempfile.TemporaryDirectory() as name:
         policy = make_base_policy(Path(name), seed)
-        for people in (tuple(PEOPLE), *((one,) for one in PEOPLE)):
+        for people in (tuple(PEOPLE), *((person,) for person in PEOPLE)):
             key = "all three" if len(people) > 1 else people[0]
             for count in counts if len(people) > 1 else counts[-1:]:
                 folder = Path(name) / f"{key} {count}"
@@ -161,7 +161,9 @@ def measure_label_counts(seed: int, counts: Sequence[int]) -> dict[str, Any]:
                 if len(people) > 1:
                     alpha = room.compute_agreement()
                     results.setdefault("alpha", {})[count] = [alpha.alpha, alpha.low, alpha.high]
-                    results["alpha by rater"] = {one.rater: one.alpha for one in alpha.raters}
+                    results["alpha by rater"] = {
+                        person.rater: person.alpha for person in alpha.raters
+                    }
                 print(seed, key, count, f"{accuracy:.3f}", flush=True)
     return results
 

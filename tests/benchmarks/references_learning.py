@@ -50,7 +50,7 @@ def make_pairs(seed, count):
             *before, last = shown.messages
             right = last["content"].split()[-1]
             others = "0123456789" if right.isdigit() else COLOURS
-            wrong = rng.choice([one for one in others if one != right])
+            wrong = rng.choice([color for color in others if color != right])
             wrong_look = {**last, "content": last["content"].removesuffix(right) + wrong}
             rows.append({"prompt": before, "chosen": [last], "rejected": [wrong_look]})
     return rows

@@ -164,7 +164,11 @@ def run_peer(folder: Path, base: Path, python: str) -> Iterator[tuple[str, list[
         below = psutil.Process(server.pid).children(recursive=True)
         yield (
             address,
-            [one.pid for one in below if one.name() != "uv" and "sh" not in one.name()][:2],
+            [
+                process.pid
+                for process in below
+                if process.name() != "uv" and "sh" not in process.name()
+            ][:2],
         )
     finally:
         server.terminate()
@@ -255,9 +259,9 @@ class Client:
             "base_model": "base",
             "lora_config": lora,
         }
-        made = (await self.send("create_model", body)).json()
-        self.model_id = made["model_id"]
-        await self.result(made)
+        created = (await self.send("create_model", body)).json()
+        self.model_id = created["model_id"]
+        await self.result(created)
 
     async def result(self, promise: dict[str, Any]) -> Reply:
         """Return the result of a request."""
@@ -285,11 +289,11 @@ class Client:
         """Updates. ahead: 0 = every result before the next request; k = up to k updates in flight behind the newest."""
         flying: list[asyncio.Task[Reply]] = []
         for step in range(steps):
-            one = asyncio.create_task(self.result(await self.pass_(draw_data(step, size))))
+            gradient = asyncio.create_task(self.result(await self.pass_(draw_data(step, size))))
             if not ahead:
-                await one
+                await gradient
             other = asyncio.create_task(self.result(await self.update()))
-            flying += [one, other]
+            flying += [gradient, other]
             while len(flying) > 2 * max(0, ahead - 1):
                 await flying.pop(0)
         await asyncio.gather(*flying)
@@ -312,9 +316,9 @@ class PeerClient(Client):
             "base_model": "base",
             "lora_config": {"rank": rank, "seed": rank},
         }
-        made = (await self.send("create_model", body)).json()
-        self.model_id = made["model_id"]
-        await self.result(made)
+        created = (await self.send("create_model", body)).json()
+        self.model_id = created["model_id"]
+        await self.result(created)
 
 
 @contextlib.asynccontextmanager

@@ -29,8 +29,8 @@ def run_worker(url: str) -> None:
     while True:
         seen = store.read_change_counter()
         if ready := store.list_ready_requests(256):
-            taken = store.claim_requests([one.request_id for one in ready])
-            store.finish_requests([(one.request_id, answer) for one in taken])
+            taken = store.claim_requests([request.request_id for request in ready])
+            store.finish_requests([(request.request_id, answer) for request in taken])
         else:
             store.wait_for_change(seen, 1.0)
 
@@ -51,11 +51,11 @@ class Watch:
         while True:
             ids, cursor = self._store.list_finished_since(cursor)
             with self._guard:
-                for one, _ in ids:
-                    if event := self.events.pop(one, None):
+                for request_id, _ in ids:
+                    if event := self.events.pop(request_id, None):
                         event.set()
                     else:
-                        self._final.add(one)
+                        self._final.add(request_id)
             if not ids:
                 seen = self._store.wait_for_change(seen, 1.0)
 

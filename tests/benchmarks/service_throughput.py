@@ -73,7 +73,7 @@ class Times:
     def mark(self) -> Mark:
         """Return seconds until now, by the clock and of each process."""
         used = [process.cpu_times() for process in self._processes]
-        return time.perf_counter(), tuple(one.user + one.system for one in used)
+        return time.perf_counter(), tuple(times.user + times.system for times in used)
 
     def add(self, begun: Mark, middle: Mark) -> None:
         """Add a measurement that ends now: one after the other until `middle`, then together."""
@@ -135,9 +135,9 @@ def measure_engine(
             times = Times()
             for repeat in range(repeats + 1):
                 marks = [times.mark()]
-                for one, update in zip(passes, updates, strict=True):
+                for request, update in zip(passes, updates, strict=True):
                     for _ in range(steps):
-                        alone.forward_backward([one])
+                        alone.forward_backward([request])
                         alone.optim_steps([update])
                 marks.append(times.mark())
                 for _ in range(steps):
@@ -255,8 +255,8 @@ async def measure_futures(
         for client in askers:
             await client.close()
     spent = {
-        name: round(1000 * one / len(durations), 2)
-        for name, one in zip(("this", "server", "worker"), used, strict=True)
+        name: round(1000 * mean / len(durations), 2)
+        for name, mean in zip(("this", "server", "worker"), used, strict=True)
     }
     return {
         "part": "futures" if kind is Client else "peer_futures",
@@ -287,8 +287,8 @@ def summarize_overheads(folder: Path | None, row: dict[str, Any]) -> dict[str, A
             for (_, _, took), computing in zip(ids, values["computing"], strict=True)
         ]
         values["waiting"] = [
-            _measure_overlap(busy, asked, one[0])
-            for (_, asked, _), one in zip(ids, served, strict=True)
+            _measure_overlap(busy, asked_at, span[0])
+            for (_, asked_at, _), span in zip(ids, served, strict=True)
         ]
         values["future"] = [
             over - wait for over, wait in zip(values["overhead"], values["waiting"], strict=True)
@@ -382,7 +382,11 @@ def main() -> None:
             note(row)
 
     async def through_http(
-        place: Path | None, address: str, key: str, processes: Sequence[int], kind: type[Client]
+        service_folder: Path | None,
+        address: str,
+        key: str,
+        processes: Sequence[int],
+        kind: type[Client],
     ) -> None:
         if "service" in parts:
             async for row in measure_service(
@@ -397,22 +401,26 @@ def main() -> None:
         if "futures" in parts:
             note(
                 summarize_overheads(
-                    place, await measure_futures(address, key, processes, arguments.seconds, kind)
+                    service_folder,
+                    await measure_futures(address, key, processes, arguments.seconds, kind),
                 )
             )
 
     if set(parts) - {"engine"}:
-        place = folder / f"service-{time.time_ns()}"
-        place.mkdir(parents=True)
-        with run_service(place, base, arguments.threads, arguments.batch_runs) as (
+        service_folder = folder / f"service-{time.time_ns()}"
+        service_folder.mkdir(parents=True)
+        with run_service(service_folder, base, arguments.threads, arguments.batch_runs) as (
             address,
             key,
             processes,
         ):
-            asyncio.run(through_http(place, address, key, processes, Client))
+            asyncio.run(through_http(service_folder, address, key, processes, Client))
         if arguments.skyrl:
-            place = folder / f"skyrl-{time.time_ns()}"
-            with run_peer(place, base, os.path.abspath(arguments.skyrl)) as (address, processes):
+            service_folder = folder / f"skyrl-{time.time_ns()}"
+            with run_peer(service_folder, base, os.path.abspath(arguments.skyrl)) as (
+                address,
+                processes,
+            ):
                 asyncio.run(through_http(None, address, "peer", processes, PeerClient))
     facts = {
         "processor": platform.processor() or platform.machine(),

@@ -29,12 +29,12 @@ def main(job_file: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
     torch.manual_seed(0)
     shape = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    place = tempfile.mkdtemp()
-    made = LlamaForCausalLM(
+    folder = tempfile.mkdtemp()
+    model = LlamaForCausalLM(
         LlamaConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **shape)
     )
-    made.save_pretrained(place)
-    tokenizer.save_pretrained(place)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     results: dict[str, Any] = {
         "trl": trl.__version__,
         "transformers": transformers.__version__,
@@ -44,45 +44,45 @@ def main(job_file: str) -> None:
         read = _READERS[file["trainer"]]
         parts = [file["rows"]] if file.get("together") else [[row] for row in file["rows"]]
         results["files"][name] = [
-            row for part in parts for row in _try(read, place, tokenizer, part)
+            row for part in parts for row in _try(read, folder, tokenizer, part)
         ]
     print(json.dumps(results))
 
 
-def _try(read: Callable[..., list[Row]], place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
+def _try(read: Callable[..., list[Row]], folder: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
     try:
-        return read(place, tokenizer, rows)
+        return read(folder, tokenizer, rows)
     except Exception as error:  # that TRL refuses the format is a finding
         line = (str(error).strip().splitlines() or [""])[0]
         return [{"error": f"{type(error).__name__}: {line}"}] * len(rows)
 
 
-def _build_common_options(place: str) -> dict[str, Any]:
-    return dict(output_dir=place, report_to="none", use_cpu=True, bf16=False, max_length=None)
+def _build_common_options(folder: str) -> dict[str, Any]:
+    return dict(output_dir=folder, report_to="none", use_cpu=True, bf16=False, max_length=None)
 
 
-def _collate_sft(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
+def _collate_sft(folder: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
     args = trl.SFTConfig(
-        **_build_common_options(place),
+        **_build_common_options(folder),
         assistant_only_loss="messages" in rows[0],
         eos_token=tokenizer.eos_token,
     )
     trainer = trl.SFTTrainer(
-        place, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+        folder, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     )
     return [_collate(trainer, row) for row in trainer.train_dataset]
 
 
 def _collate(trainer: Any, row: Mapping[str, Any]) -> Row:
     batch = trainer.data_collator([row])
-    loss = [place for place, label in enumerate(batch["labels"][0].tolist()) if label != -100]
+    loss = [position for position, label in enumerate(batch["labels"][0].tolist()) if label != -100]
     return {"sides": [{"ids": batch["input_ids"][0].tolist(), "loss": loss}]}
 
 
-def _collate_dpo(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
-    args = trl.DPOConfig(**_build_common_options(place))
+def _collate_dpo(folder: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
+    args = trl.DPOConfig(**_build_common_options(folder))
     trainer = trl.DPOTrainer(
-        place, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+        folder, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     )
     batches = [trainer.data_collator([row]) for row in trainer.train_dataset]
     return [
@@ -90,12 +90,12 @@ def _collate_dpo(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
     ]
 
 
-def _collate_kto(place: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
+def _collate_kto(folder: str, tokenizer: Any, rows: list[Row]) -> list[Row]:
     args = trl.KTOConfig(
-        **_build_common_options(place), loss_type="apo_zero_unpaired"
+        **_build_common_options(folder), loss_type="apo_zero_unpaired"
     )  # no second data set of mismatched pairs
     trainer = trl.KTOTrainer(
-        place, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+        folder, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     )
     return [
         {"sides": [_read_completion(trainer.data_collator([row]), 0)]}
@@ -107,7 +107,7 @@ def _read_completion(batch: Mapping[str, Any], side: int) -> Row:
     """Return the tokens of one row of a batch, and those that its completion mask names."""
     real = batch["attention_mask"][side].bool()
     mask = batch["completion_mask"][side].bool()[real].tolist()
-    loss = [place for place, learns in enumerate(mask) if learns]
+    loss = [position for position, learns in enumerate(mask) if learns]
     return {"ids": batch["input_ids"][side][real].tolist(), "loss": loss}
 
 

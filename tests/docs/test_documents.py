@@ -256,8 +256,8 @@ def test_the_stage_of_the_docs_rounds_weights(package, monkeypatch, tmp_path):
         "note": "weights rounded to float16"
     }
     rounded = causal_lm.load_model(tmp_path / "folder" / "model", ModelSettings(device="cpu"))[0]
-    for one, other in zip(rounded.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one, other.half().float())
+    for rounded_weight, other in zip(rounded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(rounded_weight, other.half().float())
 
 
 def test_rewards_by_column_and_tools_are_used_as_shown(package):
@@ -401,14 +401,19 @@ def list_documented_arguments():
 
 def test_the_api_page_names_every_argument():
     public = {name: getattr(rl_core, name) for name in rl_core.__all__}
-    public = {name: one for name, one in public.items() if inspect.isfunction(one)}
+    public = {name: function for name, function in public.items() if inspect.isfunction(function)}
     methods = {
-        f"Training.{name}": one
-        for name, one in inspect.getmembers(rl_core.Training, inspect.isfunction)
+        f"Training.{name}": function
+        for name, function in inspect.getmembers(rl_core.Training, inspect.isfunction)
     }
-    public |= {name: one for name, one in methods.items() if "._" not in name}
-    arguments = {name: sorted(inspect.signature(one).parameters) for name, one in public.items()}
-    expected = {name: [one for one in names if one != "self"] for name, names in arguments.items()}
+    public |= {name: function for name, function in methods.items() if "._" not in name}
+    arguments = {
+        name: sorted(inspect.signature(function).parameters) for name, function in public.items()
+    }
+    expected = {
+        name: [argument for argument in names if argument != "self"]
+        for name, names in arguments.items()
+    }
     documented = {name: sorted(names) for name, names in list_documented_arguments().items()}
     assert len(documented) > 20 and documented == {
         name: names for name, names in expected.items() if names

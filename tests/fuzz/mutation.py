@@ -188,8 +188,8 @@ def _cut(data: bytes, chance: random.Random) -> tuple[int, int]:
 
 
 def _insert(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
-    place = chance.randrange(len(data) + 1)
-    return data[:place] + chance.choice(PIECES) + data[place:]
+    position = chance.randrange(len(data) + 1)
+    return data[:position] + chance.choice(PIECES) + data[position:]
 
 
 def _replace(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
@@ -205,8 +205,12 @@ def _delete(data: bytes, chance: random.Random, others: Sequence[bytes]) -> byte
 def _flip(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
     if not data:
         return chance.randbytes(4)
-    place = chance.randrange(len(data))
-    return data[:place] + bytes([data[place] ^ (1 << chance.randrange(8))]) + data[place + 1 :]
+    position = chance.randrange(len(data))
+    return (
+        data[:position]
+        + bytes([data[position] ^ (1 << chance.randrange(8))])
+        + data[position + 1 :]
+    )
 
 
 def _repeat(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
@@ -223,8 +227,8 @@ def _splice(data: bytes, chance: random.Random, others: Sequence[bytes]) -> byte
 
 def _change_lines(data: bytes, chance: random.Random, others: Sequence[bytes]) -> bytes:
     lines = data.split(b"\n")
-    one, other = chance.randrange(len(lines)), chance.randrange(len(lines))
-    lines[one], lines[other] = lines[other], lines[one]
+    first, other = chance.randrange(len(lines)), chance.randrange(len(lines))
+    lines[first], lines[other] = lines[other], lines[first]
     return b"\n".join(lines)
 
 

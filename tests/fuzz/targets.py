@@ -168,13 +168,13 @@ def read_tool_call(data: bytes) -> None:
 
 @functools.cache
 def _make_renderers() -> tuple[ChatRenderer, ...]:
-    plain = ChatRenderer(train_tokenizer(chat_templates.TEXTS, vocab_size=300))
+    renderer = ChatRenderer(train_tokenizer(chat_templates.TEXTS, vocab_size=300))
     kinds = (
         chat_templates.OPENS_AND_STRIPS,
         chat_templates.OPENS_KEEPS_LAST,
         chat_templates.HERMES,
     )
-    return (plain, *(ChatRenderer(chat_templates.family(kind)) for kind in kinds))
+    return (renderer, *(ChatRenderer(chat_templates.family(kind)) for kind in kinds))
 
 
 def _try(function: Callable[[], Any]) -> Any:

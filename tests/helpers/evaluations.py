@@ -11,12 +11,12 @@ def evaluation(successes, *, samples=1, rewards=None, first=0) -> Evaluation:
             environment="e",
             level="l",
             kind="k",
-            seed=first + place,
+            seed=first + offset,
             prompt="p",
             target="t",
             success=sample < won,
-            reward=float(sample < won) if rewards is None else rewards[place],
+            reward=float(sample < won) if rewards is None else rewards[offset],
         )
-        for place, won in enumerate(successes)
+        for offset, won in enumerate(successes)
         for sample in range(samples)
     )

@@ -107,7 +107,7 @@ def sides_of(row: dict[str, Any], renderer: ChatRenderer) -> Sides:
 
 def places(mask: list[bool]) -> list[int]:
     """Return the positions of the tokens that carry loss."""
-    return [place for place, learns in enumerate(mask) if learns]
+    return [position for position, learns in enumerate(mask) if learns]
 
 
 def recorded() -> dict[str, Any]:

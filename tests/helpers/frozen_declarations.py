@@ -121,10 +121,10 @@ def list_import_paths(frozen: Names) -> Names:
                 text = path.read_text(errors="replace").replace("\\n", "\n")
                 paths |= set(_DOTTED.findall(text))
                 for module, names in _FROM.findall(text):
-                    plain = re.sub(r"#[^\n]*", "", names)
+                    code = re.sub(r"#[^\n]*", "", names)
                     paths |= {
                         f"{module}.{name.split(' as ')[0]}"
-                        for name in re.findall(r"\w[\w ]*", plain)
+                        for name in re.findall(r"\w[\w ]*", code)
                     }
     kinds = {path: resolve_import_path(path) for path in sorted(paths)}
     return {
@@ -169,21 +169,23 @@ def list_keys(
     for field in dataclasses.fields(kind):
         key = f"{place}.{field.name}" if place else field.name
         value = find_default(field) if default is None else getattr(default, field.name)
-        inner = [one for one in list_types(hints[field.name]) if is_settings(one)]
+        inner = [
+            inner_kind for inner_kind in list_types(hints[field.name]) if is_settings(inner_kind)
+        ]
         choices = [str(choice) for choice in list_choices(hints[field.name])]
         shown = describe_default(value)
         yield key, " | ".join([shown, *choices]) if choices else shown
-        for one in inner:
+        for inner_kind in inner:
             mark = {tuple: "[]", dict: ".*"}.get(
                 typing.get_origin(strip_none(hints[field.name])), ""
             )
-            instance = value if isinstance(value, one) else None
-            yield from list_keys(one, f"{key}{mark}", instance)
+            instance = value if isinstance(value, inner_kind) else None
+            yield from list_keys(inner_kind, f"{key}{mark}", instance)
 
 
 def strip_none(hint: Any) -> Any:
     """Return a type hint without `| None`."""
-    choices = [one for one in typing.get_args(hint) if one is not types.NoneType]
+    choices = [choice for choice in typing.get_args(hint) if choice is not types.NoneType]
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return choices[0] if is_union and len(choices) == 1 else hint
 
@@ -197,9 +199,9 @@ def list_types(hint: Any) -> Iterator[Any]:
 
 def list_choices(hint: Any) -> Iterator[Any]:
     """Yield the values of the literals within a type hint."""
-    for one in list_types(hint):
-        if typing.get_origin(one) is typing.Literal:
-            yield from typing.get_args(one)
+    for choice in list_types(hint):
+        if typing.get_origin(choice) is typing.Literal:
+            yield from typing.get_args(choice)
 
 
 def is_settings(hint: Any) -> bool:
@@ -220,7 +222,7 @@ def describe_default(value: Any) -> str:
         return "required"
     if isinstance(value, Settings):
         return "{}"
-    if isinstance(value, tuple) and any(isinstance(one, Settings) for one in value):
+    if isinstance(value, tuple) and any(isinstance(item, Settings) for item in value):
         return "[...]"
     return json.dumps(value)
 
@@ -414,7 +416,7 @@ def list_body_fields(kind: type[pydantic.BaseModel], place: str = "") -> Iterato
     """Yield (path, default and choices) of a body's fields and of those within them."""
     for name, field in kind.model_fields.items():
         key = f"{place}.{field.alias or name}" if place else field.alias or name
-        inner = [one for one in list_types(field.annotation) if is_body(one)]
+        inner = [body for body in list_types(field.annotation) if is_body(body)]
         default = (
             "required"
             if field.is_required()
@@ -423,8 +425,8 @@ def list_body_fields(kind: type[pydantic.BaseModel], place: str = "") -> Iterato
             else json.dumps(field.default, default=str)
         )
         yield key, " | ".join(filter(None, [default, *map(str, list_choices(field.annotation))]))
-        for one in inner:
-            yield from list_body_fields(one, key)
+        for body in inner:
+            yield from list_body_fields(body, key)
 
 
 def is_body(hint: Any) -> bool:
@@ -470,9 +472,10 @@ def list_described_fields(app: Any) -> set[str]:
     fields = set()
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            place = f"{method.upper()} {path}"
+            route = f"{method.upper()} {path}"
             fields |= {
-                f"{place} parameter: {one['name']}" for one in operation.get("parameters", ())
+                f"{route} parameter: {parameter['name']}"
+                for parameter in operation.get("parameters", ())
             }
             sent = operation.get("requestBody", {})
             answers = {
@@ -483,7 +486,7 @@ def list_described_fields(app: Any) -> set[str]:
             for name, part in [("body", sent), *answers.items()]:
                 schema = part.get("content", {}).get("application/json", {}).get("schema", {})
                 fields |= {
-                    f"{place} {name}: {field}" for field in list_schema_fields(schema, document)
+                    f"{route} {name}: {field}" for field in list_schema_fields(schema, document)
                 }
     return fields
 

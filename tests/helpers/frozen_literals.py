@@ -95,8 +95,8 @@ def is_code_name(name: str) -> bool:
     if name.rpartition(".")[2] in ("py", "c", "h", "toml", "tar", "proto"):
         return True
     if head in PACKAGES:
-        place = ROOT / head / rest.replace(".", "/")
-        return place.exists() or place.with_suffix(".py").exists()
+        path = ROOT / head / rest.replace(".", "/")
+        return path.exists() or path.with_suffix(".py").exists()
     foreign = head in sys.stdlib_module_names or head in find_installed_modules()
     return foreign or name in matplotlib.rcParams
 

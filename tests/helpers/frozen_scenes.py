@@ -98,14 +98,14 @@ def play_pipeline(folder: Path) -> set[str]:
 
 def ask_commands(config: Path, runs: list[str]) -> set[str]:
     """Return the fields that commands print for programs."""
-    place = ["--output", str(config.parent / "work" / "outputs")]
+    output_options = ["--output", str(config.parent / "work" / "outputs")]
     questions = {
-        "runs": place,
-        "compare": [*runs, *place],
-        "approve": place,
-        "gc": ["--keep", "1", *place],
-        "replay": place,
-        "status": place,
+        "runs": output_options,
+        "compare": [*runs, *output_options],
+        "approve": output_options,
+        "gc": ["--keep", "1", *output_options],
+        "replay": output_options,
+        "status": output_options,
         "why": [str(config)],
         "plan": [str(config)],
     }
@@ -203,7 +203,7 @@ def learn_online(folder: Path, lora: LoraSettings | None = None) -> None:
     """Learn from traffic in a folder of online learning, with a gate that looks."""
     model = make_folder_of_model(folder / "model-of-start")
     output, folder = folder / "replayed", folder / "service"
-    place = LearningFolder.open_or_create(
+    learning_folder = LearningFolder.open_or_create(
         folder, model, {"name": "demo", "reference": "models:/demo@champion", "version": 3}
     )
     few = SamplingSettings(max_completion_tokens=4, max_turns=1, temperature=0.0)
@@ -214,9 +214,9 @@ def learn_online(folder: Path, lora: LoraSettings | None = None) -> None:
         ),
         folder=str(folder),
     )
-    place.write_settings(chosen)
-    place.note("promoted", "snapshot 2: no worse")
-    place.record_forwarded_orders({"gate.json": 1})
+    learning_folder.write_settings(chosen)
+    learning_folder.note("promoted", "snapshot 2: no worse")
+    learning_folder.record_forwarded_orders({"gate.json": 1})
     write_traffic(folder / "buffer", range(13))
     with (
         UpdateAudit(folder, chosen.audit) as audit,
@@ -264,16 +264,16 @@ class Recorder:
     def request(self, method: str, url: Any, *more: Any, **named: Any) -> Any:
         """Send a request as the client does, and take down the answer's fields."""
         answer = self._send(method, url, *more, **named)
-        place = self.find_route(method, httpx.URL(str(url)).path)
-        self.fields.add(f"{place} {answer.status_code}")
+        route = self.find_route(method, httpx.URL(str(url)).path)
+        self.fields.add(f"{route} {answer.status_code}")
         if "json" in answer.headers.get("content-type", ""):
             with suppress(ValueError):
                 self.fields |= {
-                    f"{place} {answer.status_code}: {path}" for path in list_fields(answer.json())
+                    f"{route} {answer.status_code}: {path}" for path in list_fields(answer.json())
                 }
-        elif place.endswith("/metrics"):
+        elif route.endswith("/metrics"):
             families = text_string_to_metric_families(answer.text)
-            self.fields |= {f"{place}: {family.name}" for family in families}
+            self.fields |= {f"{route}: {family.name}" for family in families}
         return answer
 
     def find_route(self, method: str, path: str) -> str:
@@ -291,7 +291,8 @@ def matches_route(pattern: str, path: str) -> bool:
     if "{name:path}" in pattern:
         segments = segments[: len(parts)]
     return len(parts) == len(segments) and all(
-        part == one or part.startswith("{") for part, one in zip(parts, segments, strict=True)
+        part == part_of_route or part.startswith("{")
+        for part, part_of_route in zip(parts, segments, strict=True)
     )
 
 
@@ -351,7 +352,7 @@ def use_management_routes(service: Service, run: str) -> None:
     saved = service.call("GET", "checkpoints")["checkpoints"][0]["tinker_path"].removeprefix(
         f"tinker://{run}/"
     )
-    one = f"training_runs/{run}/checkpoints/{saved}"
+    checkpoint = f"training_runs/{run}/checkpoints/{saved}"
     for path in (
         "healthz",
         "get_server_capabilities",
@@ -367,8 +368,8 @@ def use_management_routes(service: Service, run: str) -> None:
     service.post("sessions/search", {})
     trace = service.call("GET", f"sessions/{session}/trace_export")["url"].partition("/api/v1/")[2]
     service.call("GET", trace)
-    service.call("POST", f"{one}/publish", status=204)
-    service.call("PUT", f"{one}/ttl", json={"ttl_seconds": 7200}, status=204)
+    service.call("POST", f"{checkpoint}/publish", status=204)
+    service.call("PUT", f"{checkpoint}/ttl", json={"ttl_seconds": 7200}, status=204)
     service.call("GET", "training_runs/none", status=404)
     transport = httpx.MockTransport(lambda request: forward_request(service, request))
     with ServiceClient(ADDRESS, service.client.headers["X-API-Key"], transport=transport) as client:
@@ -379,7 +380,7 @@ def use_management_routes(service: Service, run: str) -> None:
         client.runs(), client.metrics()
         for call in (client.run, client.requests, client.checkpoints, client.queue_stats):
             call(run)
-    service.call("DELETE", one, status=204)
+    service.call("DELETE", checkpoint, status=204)
     service.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
 
 

@@ -120,9 +120,9 @@ class _Watch:
             ):
                 self._written(event, arguments[0])
         elif event in WRITES:
-            for place in WRITES[event]:
-                if not isinstance(arguments[place], int):
-                    self._written(event, arguments[place])
+            for position in WRITES[event]:
+                if not isinstance(arguments[position], int):
+                    self._written(event, arguments[position])
 
     def _written(self, event: str, path: Any) -> None:
         if os.fsdecode(path).startswith(os.path.join(tempfile.gettempdir(), "posttrain-")):
@@ -130,7 +130,7 @@ class _Watch:
         if event == "sqlite3.connect" and path in ("", ":memory:"):
             return
         real = os.path.realpath(os.fsdecode(path))
-        if not any(real == place or real.startswith(place + os.sep) for place in self.allowed):
+        if not any(real == folder or real.startswith(folder + os.sep) for folder in self.allowed):
             self.seen.append(f"{event} {real}"[:300])
 
 

@@ -16,7 +16,7 @@ __all__ = ["record"]
 
 def record(edges: dict[str, set[str]], packages: tuple[str, ...]) -> None:
     """Record every import statement and call of `import_module` in these packages from now on."""
-    plain, by_name = builtins.__import__, importlib.import_module
+    original_import, by_name = builtins.__import__, importlib.import_module
 
     def note(importer: str, names: list[str]) -> None:
         if importer.partition(".")[0] in packages:
@@ -26,7 +26,7 @@ def record(edges: dict[str, set[str]], packages: tuple[str, ...]) -> None:
             edges.setdefault(importer, set()).update(known - {importer})
 
     def statement(name, globals=None, locals=None, fromlist=(), level=0):
-        module = plain(name, globals, locals, fromlist, level)
+        module = original_import(name, globals, locals, fromlist, level)
         note(
             (globals or {}).get("__name__", ""),
             [name, *(f"{name}.{part}" for part in fromlist or ())],

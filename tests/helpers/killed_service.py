@@ -228,7 +228,7 @@ class KilledService:
 
     def _has_moved(self) -> bool:
         self.order_newest()
-        return any(one.version for one in self.acknowledged[-30:])
+        return any(answer.version for answer in self.acknowledged[-30:])
 
     def _kill(self) -> None:
         assert self.server is not None
@@ -280,7 +280,7 @@ class KilledService:
         labelled = Counter(
             record.value["request_id"] for record in records if record.kind == "label"
         )
-        ids = [one.answer_id for one in self.acknowledged]
+        ids = [answer_id.answer_id for answer_id in self.acknowledged]
         return {
             "kills": dict(self.kills),
             "acknowledged": len(ids),
@@ -289,8 +289,8 @@ class KilledService:
             "fresh_rollouts": read_json_object(self.service / METRICS_FILE)[
                 "online/fresh/rollouts"
             ],
-            "versions": len({one.version for one in self.acknowledged}),
-            "lost": sum(not logged[one] or not labelled[one] for one in ids),
+            "versions": len({answer_id.version for answer_id in self.acknowledged}),
+            "lost": sum(not logged[answer_id] or not labelled[answer_id] for answer_id in ids),
             "kept_twice": sum(count > 1 for count in [*logged.values(), *labelled.values()]),
             "mixed": len(self.mixed),
             "other_answers": self._other_answers(records, checked),
@@ -320,10 +320,10 @@ class KilledService:
             if record.kind == "experience"
         }
         wrong = 0
-        for one in self.rng.sample(self.acknowledged, min(checked, len(self.acknowledged))):
-            experience = logged[one.answer_id]
+        for answer in self.rng.sample(self.acknowledged, min(checked, len(self.acknowledged))):
+            experience = logged[answer.answer_id]
             actions = [rollout.trajectory.turns[-1].action for rollout in experience.rollouts]
-            load_trainable_weights(policy.model, snapshots.load_weights(one.version))
+            load_trainable_weights(policy.model, snapshots.load_weights(answer.version))
             (batch,) = build_batches(
                 [build_train_row(r) for r in experience.rollouts],
                 10_000,
@@ -337,7 +337,7 @@ class KilledService:
                 logprobs_BS[mask_BS], batch.sampler_logprobs_BS[mask_BS], atol=2e-4
             )
             wrong += not (
-                is_equal and actions == one.texts and experience.policy_version == one.version
+                is_equal and actions == answer.texts and experience.policy_version == answer.version
             )
         return wrong
 
@@ -364,9 +364,9 @@ class KilledService:
         digests = [
             {
                 path.parent.name: json.loads(path.read_text())["files"]
-                for path in one.glob("snapshots/*/manifest.json")
+                for path in folder.glob("snapshots/*/manifest.json")
             }
-            for one in (self.service, output)
+            for folder in (self.service, output)
         ]
         names = {name for name in final if name in replayed and "time" not in name}
         return sum(final[name] != replayed[name] for name in names) + sum(

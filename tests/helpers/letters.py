@@ -133,10 +133,10 @@ def sample_with(trainer, change):
 def capture_update(monkeypatch):
     """Capture the PolicyUpdate of the next step, in a list."""
     updates = []
-    made = PolicyUpdate.__init__
+    original_init = PolicyUpdate.__init__
 
     def keep(self, *args, **options):
-        made(self, *args, **options)
+        original_init(self, *args, **options)
         updates.append(self)
 
     monkeypatch.setattr(PolicyUpdate, "__init__", keep)

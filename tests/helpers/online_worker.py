@@ -142,8 +142,8 @@ def outcome(worker):
             for key in sorted(value, key=str):
                 collect(value[key])
         elif isinstance(value, list | tuple):
-            for one in value:
-                collect(one)
+            for item in value:
+                collect(item)
 
     collect(worker.learner.model.state_dict())
     collect(worker.learner.copy_served_weights())

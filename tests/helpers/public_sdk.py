@@ -24,11 +24,11 @@ def sdk_environments(folder):
     folder = Path(os.environ.get("POSTTRAIN_SDK_ENVIRONMENTS") or folder)
 
     def python(version):
-        place = folder / version
-        if not (place / "installed").exists():
-            subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+        environment = folder / version
+        if not (environment / "installed").exists():
+            subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
             pip = [
-                str(place / "bin" / "pip"),
+                str(environment / "bin" / "pip"),
                 "install",
                 "--quiet",
                 "--no-input",
@@ -39,8 +39,8 @@ def sdk_environments(folder):
                 pytest.skip(
                     f"tinker {version} cannot be installed: {done.stderr.strip().splitlines()[-1]}"
                 )
-            (place / "installed").touch()
-        return str(place / "bin" / "python")
+            (environment / "installed").touch()
+        return str(environment / "bin" / "python")
 
     return python
 

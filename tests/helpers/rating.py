@@ -25,19 +25,19 @@ TURNS = [
 
 def items(count, answers=2):
     """Make items with texts, code-like marks, and a trajectory at every fourth position."""
-    made = []
+    rated_items = []
     for number in range(count):
         texts = (
             f"the answer is {number}",
             f"perhaps {number + 1}?\n\n  indented\nü \u202e <script>alert(1)</script>",
         )
         first = TURNS if number % 4 == 0 else texts[0]
-        made.append(
+        rated_items.append(
             RatedItem(
                 f"What is {number} + 0?", (first, texts[1])[:answers], ("m/1", "m/2")[:answers]
             )
         )
-    return made
+    return rated_items
 
 
 def room_of(folder, count=12, answers=2, **options):

@@ -363,12 +363,12 @@ def make_rolled_back():
     )
     trainer = make_policy(curriculum=stages, rollback=rollback, **ADAPTIVE, **REPLAY)
     watch = trainer.curriculum.rollback_monitor
-    plain = watch.check_iteration
+    check_iteration = watch.check_iteration
 
     def check(index, history, known=()):
         if trainer.curriculum.iteration == CUT + 1:
             return watch._decide_rollback(index, rollback, "asked for", {})
-        return plain(index, history, known)
+        return check_iteration(index, history, known)
 
     watch.check_iteration = check
     return trainer

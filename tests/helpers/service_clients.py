@@ -46,10 +46,12 @@ def loss(run, seq, data, loss_fn="cross_entropy", forward_only=False, **options)
     for name, value in options.items():
         body.loss_fn_config[name] = value
     for datum in data:
-        one = body.data.add()
-        one.model_input.add().encoded_text.tokens = np.asarray(datum.tokens).astype("<i4").tobytes()
+        message = body.data.add()
+        message.model_input.add().encoded_text.tokens = (
+            np.asarray(datum.tokens).astype("<i4").tobytes()
+        )
         for name, array in datum.inputs.items():
-            write_tensor(one.loss_fn_inputs[name], np.asarray(array))
+            write_tensor(message.loss_fn_inputs[name], np.asarray(array))
     payload = body.SerializeToString(deterministic=True)
     return NewRequest(
         kind="forward_backward",
@@ -172,7 +174,7 @@ def script(run: str, number: int, steps: int) -> list[Line]:
         return len(lines) - 1
 
     optimizer = "dimuon" if number % 4 == 3 else "adamw"
-    made = add(create(run, rank=2 + number % 3, seed=number, optimizer=optimizer))
+    created = add(create(run, rank=2 + number % 3, seed=number, optimizer=optimizer))
     opened = add(open_sampler(f"{run}.base", base="base"))
     for step in range(steps):
         policy = (step + number) % 2 == 1
@@ -180,18 +182,18 @@ def script(run: str, number: int, steps: int) -> list[Line]:
             seq += 1
             data = random_data(int(rng.integers(1 << 30)), rows=2, policy=policy)
             name = ("ppo", "conservative_ppo")[step % 3 == 1] if policy else "cross_entropy"
-            add(loss(run, seq, data, name, forward_only=step % 5 == 4 and part == 0), made)
+            add(loss(run, seq, data, name, forward_only=step % 5 == 4 and part == 0), created)
         if step == 2:
             seq += 1
             add(
-                loss(run, seq, random_data(number, rows=1), "no_such_loss"), made
+                loss(run, seq, random_data(number, rows=1), "no_such_loss"), created
             )  # fails, and the run continues
         seq += 1
-        add(update(run, seq, weight_decay=0.1, grad_clip_norm=float(step % 2)), made)
+        add(update(run, seq, weight_decay=0.1, grad_clip_norm=float(step % 2)), created)
         if step % 3 == 2:
             seq += 1
             name = f"{run}.fresh.{step}"
-            published = add(publish(run, seq, name), made)
+            published = add(publish(run, seq, name), created)
             add(sample(name, 0, rng.integers(2, VOCAB, 4)), published)
             add(
                 sample(f"{run}.base", sampler_seq, rng.integers(2, VOCAB, 3), prompt_logprobs=True),
@@ -200,7 +202,7 @@ def script(run: str, number: int, steps: int) -> list[Line]:
             sampler_seq += 1
         if step % 4 == 3:
             seq += 1
-            saved = add(save(run, seq, f"at-{step}"), made)
+            saved = add(save(run, seq, f"at-{step}"), created)
             texts = rng.integers(2, VOCAB, (3, 5))
             add(
                 evaluate(
@@ -216,5 +218,5 @@ def script(run: str, number: int, steps: int) -> list[Line]:
                     ),
                     saved,
                 )
-    add(save(run, seq + 1, "last"), made)
+    add(save(run, seq + 1, "last"), created)
     return lines

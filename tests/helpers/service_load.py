@@ -52,15 +52,15 @@ def answers(
     results = {}
     for script in scripts:
         for line in script:
-            one: StoredRequest = store.accept_request(
+            request: StoredRequest = store.accept_request(
                 line.request
             )  # the same request again: its answer
-            assert one.is_final, f"{one.kind} {one.target} {one.seq} has no answer"
-            results[one.kind, one.target, one.seq] = (
-                one.state,
-                one.answer,
-                one.error,
-                one.category,
+            assert request.is_final, f"{request.kind} {request.target} {request.seq} has no answer"
+            results[request.kind, request.target, request.seq] = (
+                request.state,
+                request.answer,
+                request.error,
+                request.category,
             )
     return results
 
@@ -84,5 +84,5 @@ def settings_of(folder: Path, base: Path, **worker):
     engine = ServiceEngineSettings(
         bases={"base": str(base)}, device="cpu", micro_batch_tokens=48, pass_tokens=128, slots=16
     )
-    plain = ServiceSettings(folder=str(folder), engine=engine, mlflow_runs=False)
-    return dataclasses.replace(plain, worker=ServiceWorkerSettings(**worker))
+    settings = ServiceSettings(folder=str(folder), engine=engine, mlflow_runs=False)
+    return dataclasses.replace(settings, worker=ServiceWorkerSettings(**worker))

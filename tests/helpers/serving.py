@@ -34,10 +34,10 @@ def make_folder_of_model(
     folder: Path, seed: int = 0, texts: list[str] = TEXTS, **settings: Any
 ) -> Path:
     """Make a model folder: byte-level tokenizer, random weights that are sharp enough for answers to differ."""
-    made = ModelSettings(
+    model_settings = ModelSettings(
         **{"preset": "nano", "vocab_size": 400, "context": 256, "device": "cpu", **settings}
     )
-    policy = create_policy(texts, made, seed=seed)
+    policy = create_policy(texts, model_settings, seed=seed)
     for parameter in policy.model.parameters():
         parameter.data.mul_(3.0 if parameter.ndim > 1 else 1.0)
     return policy.save(folder)

@@ -216,9 +216,9 @@ def list_scenarios(process_group, folder, numbers):
         "iterations": 7,
     }
 
-    def long(iterations, place=None):
+    def long(iterations, folder_of_run=None):
         trainer = of(reference=make_model(2), rewards=make_inner_rewards(), **stateful)
-        return numbers(trainer, process_group, folder=place, iterations=iterations)
+        return numbers(trainer, process_group, folder=folder_of_run, iterations=iterations)
 
     yield "cut policy", lambda: long(3, ours / "policy")
     yield "rest policy", lambda: long(7, ours / "policy")

@@ -145,8 +145,10 @@ def collect_numbers(trainer, process_group, *, folder=None, iterations=None, **o
 def refuse_a_row(trainer):
     """Make the loss refuse one row of the second step, in either process; no other row holds the token 10."""
     loss = trainer._compute_loss
-    rows, place = list(trainer._train), trainer.order._rows[7]
-    rows[place] = replace(rows[place], completion_ids=[*rows[place].completion_ids[:-1], 10])
+    rows, position = list(trainer._train), trainer.order._rows[7]
+    rows[position] = replace(
+        rows[position], completion_ids=[*rows[position].completion_ids[:-1], 10]
+    )
     trainer._train = rows
 
     def refuse(batch, *counts):

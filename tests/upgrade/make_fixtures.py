@@ -196,7 +196,7 @@ STAGE = OwnStage(round_weights, RoundingSettings, takes=("model",), gives="polic
 
 def make_pipelines() -> dict[str, Any]:
     """Run pipelines to their end and to a kill; return their expected contents."""
-    place = ROOT / "pipelines"
+    folder = ROOT / "pipelines"
     configs = {
         "finished": write_config("finished", FINISHED),
         "taught": write_config("taught", TAUGHT, environment="reckoning"),
@@ -210,15 +210,15 @@ def make_pipelines() -> dict[str, Any]:
     configs["thoughts"] = write_config("killed-thoughts", INTERRUPTED["thoughts"][0], **thoughts)
     asking = {**PROMOTE, "approve": "manual", "approval_timeout_seconds": 1e9}
     configs["asked"] = write_config("asked", {**INTERRUPTED["evaluate"][0], "promote": asking})
-    (place / "rounding.py").write_text(ROUNDING)
+    (folder / "rounding.py").write_text(ROUNDING)
     rows = [
         {"prompt": f"{n} + 1 = ?", "chosen": f"answer {n + 1}", "rejected": f"answer {n}"}
         for n in range(16)
     ]
-    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     custom = {"rounding": {"use": "rounding.py:STAGE", "settings": {"dtype": "float16"}}}
     configs["custom"] = write_config("custom", {"prepare_data": DATA, "sft": SFT, "own": custom})
-    os.chdir(place)
+    os.chdir(folder)
     with prefect_server() as api, Forks(environment(api)) as forks:
         run_command(forks, ["run", str(configs["finished"])])
         run_command(forks, ["retrain", str(configs["finished"]), "--force"])
@@ -227,7 +227,7 @@ def make_pipelines() -> dict[str, Any]:
         for stage, (_, fault) in INTERRUPTED.items():
             run_command(forks, ["run", str(configs[stage])], fault)
         run_command(forks, ["run", str(configs["asked"])], "approval.asked:1:kill")
-    return describe_pipelines(place / "outputs")
+    return describe_pipelines(folder / "outputs")
 
 
 def run_command(forks: Forks, arguments: list[str], fault: str = "") -> None:

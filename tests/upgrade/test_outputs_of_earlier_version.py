@@ -57,18 +57,18 @@ REASONS = re.compile(
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Unpack all outputs into a folder, and rewrite the paths in them to that folder."""
-    place = tmp_path_factory.mktemp("earlier")
+    folder = tmp_path_factory.mktemp("earlier")
     for archive in FIXTURES.glob("*.tar.gz"):
         with tarfile.open(archive) as packed:
-            packed.extractall(place, filter="data")
-    move_paths(place)
+            packed.extractall(folder, filter="data")
+    move_paths(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place / "pipelines")
+        patch.chdir(folder / "pipelines")
         patch.setattr(subprocess, "run", answer_proofs(subprocess.run))
         patch.setattr(
             matplotlib.figure.Figure, "savefig", lambda figure, file, **_: file.write(b"png")
         )
-        yield place
+        yield folder
 
 
 def move_paths(folder: Path) -> None:
@@ -205,24 +205,24 @@ def test_a_training_service_has_its_runs_and_weights(outputs: Path) -> None:
         run = service.store.run(expected["run"])
         assert (run.steps, run.next_seq) == (expected["steps"], expected["next_seq"])
         saved = service.store.checkpoints(None, 100, 0, expected["run"]).items
-        assert {one.path for one in saved} == expected["saved"].keys()
-        for one in saved:
-            about = expected["saved"][one.path]
-            assert one.facts["data_digest"] == about["digest"]
+        assert {record.path for record in saved} == expected["saved"].keys()
+        for record in saved:
+            about = expected["saved"][record.path]
+            assert record.facts["data_digest"] == about["digest"]
             for name, digest in about["files"].items():
-                content = (folder / one.folder / name).read_bytes()
-                assert hashlib.sha256(content).hexdigest() == digest, f"{one.path}: {name}"
+                content = (folder / record.folder / name).read_bytes()
+                assert hashlib.sha256(content).hexdigest() == digest, f"{record.path}: {name}"
         check_training_continues(
-            service, expected, [one for one in saved if one.kind != "external_weights"]
+            service, expected, [record for record in saved if record.kind != "external_weights"]
         )
 
 
 def check_training_continues(service: Any, expected: dict[str, Any], saved: list[Any]) -> None:
     """Check that saved weights are loaded and trained on, by another key."""
     session = service.session()
-    (weights,) = [one.path for one in saved if one.kind == "weights"]
-    for one in saved:
-        service.store.update_checkpoint(one.path, public=True)
+    (weights,) = [record.path for record in saved if record.kind == "weights"]
+    for record in saved:
+        service.store.update_checkpoint(record.path, public=True)
     body = {"session_id": session, "model_seq_id": 0, "path": weights, "optimizer": True}
     run = service.result(service.post("load_weights", body))["model_id"]
     service.result(service.forward_backward(run, 1, random_data(0)))

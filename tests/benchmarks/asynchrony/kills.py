@@ -198,9 +198,9 @@ def kill_driver(folder, kills, staleness, seed):
     assert staleness or digest_model(folder / "whole-ray") == digest
     done, runs, equal, lingering, once = 0, 0, 0, 0, 0
     while done < kills:
-        place = folder / f"run-{runs}"
+        run_folder = folder / f"run-{runs}"
         while True:
-            process = start(place, rollouts)
+            process = start(run_folder, rollouts)
             try:
                 process.wait(generator.uniform(0.2, 1.0) * took if done < kills else 600)
                 break
@@ -209,18 +209,18 @@ def kill_driver(folder, kills, staleness, seed):
                 process.wait()
                 done += 1
                 lingering += len(wait_for_processes())
-        assert process.returncode == 0, place
+        assert process.returncode == 0, run_folder
         runs += 1
         if staleness:
-            used = list_learned_groups(place / "schedule.jsonl")
+            used = list_learned_groups(run_folder / "schedule.jsonl")
             once += len(used) == len(set(used)) == 3 * ITERATIONS
             run_stage(
                 folder / f"again-{runs}",
-                {**rollouts, "replay_schedule": str(place / "schedule.jsonl")},
+                {**rollouts, "replay_schedule": str(run_folder / "schedule.jsonl")},
             )
-            equal += digest_model(folder / f"again-{runs}") == digest_model(place)
+            equal += digest_model(folder / f"again-{runs}") == digest_model(run_folder)
         else:
-            equal += digest_model(place) == digest
+            equal += digest_model(run_folder) == digest
         print(
             json.dumps({"kills": done, "runs": runs, "equal": equal, "lingering": lingering}),
             flush=True,
@@ -235,29 +235,29 @@ def kill_driver(folder, kills, staleness, seed):
     }
 
 
-def start(place, rollouts):
+def start(folder, rollouts):
     command = [
         sys.executable,
         "-m",
         "asynchrony.kills",
         "stage",
-        str(place),
+        str(folder),
         "--rollouts",
         json.dumps(rollouts),
     ]
-    with open(f"{place}.log", "ab") as log:
+    with open(f"{folder}.log", "ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
 
 
-def run_stage(place, rollouts):
+def run_stage(folder, rollouts):
     """Run the stage to its end; returns its seconds."""
     began = time.monotonic()
-    assert start(place, rollouts).wait() == 0, place
+    assert start(folder, rollouts).wait() == 0, folder
     return time.monotonic() - began
 
 
-def digest_model(place):
-    return hashlib.sha256((place / "model" / "model.safetensors").read_bytes()).hexdigest()
+def digest_model(folder):
+    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def wait_for_processes(seconds=20.0):

@@ -42,18 +42,18 @@ def build_rows(comparison, **about):
     return [
         {
             **about,
-            "workers": one.run.layout.workers,
-            "trainers": one.run.layout.trainers,
-            "shared": one.run.layout.shares_gpus,
-            "bound": one.run.layout.max_staleness,
-            "speed_up": one.speed_up,
-            "iteration_s": one.run.iteration_s,
-            "staleness": one.run.staleness,
-            "worker_busy": one.run.worker_share,
-            "trainer_busy": one.run.trainer_share,
-            "stale_groups": one.run.stale_groups,
+            "workers": row.run.layout.workers,
+            "trainers": row.run.layout.trainers,
+            "shared": row.run.layout.shares_gpus,
+            "bound": row.run.layout.max_staleness,
+            "speed_up": row.speed_up,
+            "iteration_s": row.run.iteration_s,
+            "staleness": row.run.staleness,
+            "worker_busy": row.run.worker_share,
+            "trainer_busy": row.run.trainer_share,
+            "stale_groups": row.run.stale_groups,
         }
-        for one in comparison
+        for row in comparison
     ]
 
 

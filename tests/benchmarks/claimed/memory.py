@@ -76,9 +76,9 @@ def find_model(output):
             bos_token_id=model_config.bos_token_id,
             tie_word_embeddings=True,
         )
-        made = folder.with_name("26M.part")
-        rl_core.load_policy((LlamaForCausalLM(config), policy.tokenizer)).save(made)
-        os.rename(made, folder)
+        temporary = folder.with_name("26M.part")
+        rl_core.load_policy((LlamaForCausalLM(config), policy.tokenizer)).save(temporary)
+        os.rename(temporary, folder)
     return folder
 
 

@@ -115,10 +115,10 @@ def find_reward_model(output, seed):
     for _ in range(recipe.trainer.total_steps):
         recipe.trainer.step()
     accuracy = recipe.trainer.evaluate()["eval/accuracy"]
-    made = folder.with_name(folder.name + ".part")
-    shutil.rmtree(made, ignore_errors=True)
-    causal_lm.publish_model(model, tokenizer, made)
+    temporary = folder.with_name(folder.name + ".part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    causal_lm.publish_model(model, tokenizer, temporary)
     about = {"accuracy": accuracy, "train": len(train), "heldout": len(heldout)}
-    (made / "accuracy.json").write_text(json.dumps(about))
-    os.rename(made, folder)
+    (temporary / "accuracy.json").write_text(json.dumps(about))
+    os.rename(temporary, folder)
     return folder

@@ -42,9 +42,9 @@ def find_start(output, seed):
 
     folder = output / "starts" / f"raters-{seed}"
     if not folder.is_dir():
-        made = folder.with_name(folder.name + ".part")
-        shutil.rmtree(made, ignore_errors=True)
-        made.mkdir(parents=True)
-        make_start(made, draw_items(3000, seed), FIRST, seed)
-        os.rename(made, folder)
+        temporary = folder.with_name(folder.name + ".part")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        make_start(temporary, draw_items(3000, seed), FIRST, seed)
+        os.rename(temporary, folder)
     return folder

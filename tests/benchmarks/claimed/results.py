@@ -41,7 +41,7 @@ class Results:
         row["processor_seconds"] = time.process_time() - started
         path = self.path(part, arm, seed)
         path.parent.mkdir(parents=True, exist_ok=True)
-        made = path.with_suffix(".part")
-        made.write_text(json.dumps(row))
-        os.replace(made, path)
+        temporary = path.with_suffix(".part")
+        temporary.write_text(json.dumps(row))
+        os.replace(temporary, path)
         return row

@@ -148,8 +148,8 @@ def find_start(name: str, output: Path, seed: int = 0) -> Path:
     policy = rl_core.create_policy(texts, shape, seed=seed)
     training = rl_core.sft(policy, rows, heldout=0, settings=settings, seed=seed)
     training.run()
-    made = folder.with_name(folder.name + ".part")
-    shutil.rmtree(made, ignore_errors=True)
-    training.save(made)
-    os.rename(made, folder)
+    temporary = folder.with_name(folder.name + ".part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    training.save(temporary)
+    os.rename(temporary, folder)
     return folder

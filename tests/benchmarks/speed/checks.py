@@ -81,7 +81,7 @@ def measure_loss_gaps(folder):
     sft = ours.encode_sft_rows(folder, tokenizer)[: inputs.BATCH["sft"]]
     tokens = sum(sum(mask) for _, mask in sft)
     width = max(len(ids) for ids, _ in sft)
-    plain = {
+    reference = {
         "sft": -sum(float(compute_logprobs(model, ids, mask, width)) for ids, mask in sft) / tokens
     }
     pairs = ours.make_pairs(folder, tokenizer, inputs.BATCH["reward"])
@@ -92,13 +92,14 @@ def measure_loss_gaps(folder):
         compute_score(scorer, p.chosen_ids, width) - compute_score(scorer, p.rejected_ids, width)
         for p in pairs
     ]
-    plain["reward"] = float(-functional.logsigmoid(torch.stack(margins)).mean())
+    reference["reward"] = float(-functional.logsigmoid(torch.stack(margins)).mean())
     ours_by_stage = {
         "sft": ours.make_sft_trainer(folder).step(),
         "reward": ours.make_reward_trainer(folder).step(),
     }
     return {
-        stage: abs(metrics["train/loss"] - plain[stage]) for stage, metrics in ours_by_stage.items()
+        stage: abs(metrics["train/loss"] - reference[stage])
+        for stage, metrics in ours_by_stage.items()
     }
 
 
@@ -114,8 +115,10 @@ def build_inputs(ids, width):
 def compute_logprobs(model, ids, mask, width):
     """Sum the log-probabilities of the tokens that carry loss, from the full row of logits."""
     log_p_SV = model(**build_inputs(ids, width)).logits[0].double().log_softmax(-1)
-    places = [place for place, carries in enumerate(mask) if carries]
-    return log_p_SV[[place - 1 for place in places], [ids[place] for place in places]].sum()
+    places = [position for position, carries in enumerate(mask) if carries]
+    return log_p_SV[
+        [position - 1 for position in places], [ids[position] for position in places]
+    ].sum()
 
 
 @torch.no_grad()

@@ -74,7 +74,9 @@ def play(model, sequences, end_ids):
             )
         width, going = batch["input_ids"].shape[1], []
         for sequence, room, row in zip(active, rooms, out[:, width:].tolist(), strict=True):
-            end = next((place for place, token in enumerate(row) if token in is_end), len(row))
+            end = next(
+                (position for position, token in enumerate(row) if token in is_end), len(row)
+            )
             action = row[: min(end + 1, room)]
             hit_limit = len(sequence.completion_ids) + len(action) >= sequence.limit
             if sequence.take_action(action, [0.0] * len(action), hit_limit) is not None:

@@ -126,10 +126,10 @@ def build(folder, size):
     import torch
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-    place = Path(folder) / size
-    if (place / "inputs.json").exists():
-        return place
-    place.mkdir(parents=True, exist_ok=True)
+    folder_of_size = Path(folder) / size
+    if (folder_of_size / "inputs.json").exists():
+        return folder_of_size
+    folder_of_size.mkdir(parents=True, exist_ok=True)
     tokenizer, config = make_tokenizer(SIZES[size]["vocab_size"]), make_config(SIZES[size])
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(config).float()
@@ -137,15 +137,15 @@ def build(folder, size):
     scorer = LlamaForSequenceClassification(config).float()
     scorer.model.load_state_dict(model.model.state_dict())
     for name, part in (("model", model), ("reward_model", scorer)):
-        part.save_pretrained(place / name)
-        tokenizer.save_pretrained(place / name)
+        part.save_pretrained(folder_of_size / name)
+        tokenizer.save_pretrained(folder_of_size / name)
     digests = {}
     for name, rows in make_rows().items():
         data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        (place / f"{name}.jsonl").write_bytes(data)
+        (folder_of_size / f"{name}.jsonl").write_bytes(data)
         digests[name] = hashlib.sha256(data).hexdigest()[:16]
     digests["model"] = hashlib.sha256(
-        (place / "model" / "model.safetensors").read_bytes()
+        (folder_of_size / "model" / "model.safetensors").read_bytes()
     ).hexdigest()[:16]
     summary = {
         "size": size,
@@ -153,8 +153,8 @@ def build(folder, size):
         "parameters": sum(p.numel() for p in model.parameters()),
         "sha256": digests,
     }
-    (place / "inputs.json").write_text(json.dumps(summary, indent=1))
-    return place
+    (folder_of_size / "inputs.json").write_text(json.dumps(summary, indent=1))
+    return folder_of_size
 
 
 def read(folder, name):

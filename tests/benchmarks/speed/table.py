@@ -191,20 +191,22 @@ def draw_ratios(lines, file):
         for line in lines:
             if (line.size, line.threads) != (size, threads):
                 continue
-            place = names.index(line.stage)
+            position = names.index(line.stage)
             error = [
                 [max(0.0, line.ratio - line.pairs.low)],
                 [max(0.0, line.pairs.high - line.ratio)],
             ]
             axis.barh(
-                place,
+                position,
                 line.estimate_ratio,
                 xerr=error,
                 height=0.6,
                 color="#0060a0",
                 ecolor="#5d6875",
             )
-            axis.plot([line.wanted] * 2, [place - 0.38, place + 0.38], color="#b34700", linewidth=2)
+            axis.plot(
+                [line.wanted] * 2, [position - 0.38, position + 0.38], color="#b34700", linewidth=2
+            )
         axis.axvline(1.0, color="#1f2630", linewidth=0.8)
         axis.set_title(f"{size}, {threads} thread{'s' if threads > 1 else ''}")
         axis.set_xlabel("times the peer's tokens/s (mark: wanted)")

@@ -6,9 +6,9 @@ class MinHash:
         self.parts = set()
 
     def copy(self):
-        made = MinHash()
-        made.parts = set(self.parts)
-        return made
+        copied = MinHash()
+        copied.parts = set(self.parts)
+        return copied
 
     def update_batch(self, parts):
         self.parts |= set(parts)
