@@ -1,4 +1,4 @@
-"""The trained tokenizer: lossless, deterministic, and the same after it was saved and loaded."""
+"""The trained tokenizer: lossless, deterministic, and unchanged by saving and loading."""
 
 from __future__ import annotations
 
