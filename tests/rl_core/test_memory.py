@@ -1,4 +1,4 @@
-"""Lack of memory: recognised wherever it comes from; batches halved with the same numbers; one row: a typed error."""
+"""Lack of memory: recognised whatever its source; batches are halved with equal numbers; one row is a typed error."""
 
 import copy
 import dataclasses
@@ -62,7 +62,7 @@ ERRORS = [
     ],
 )
 def test_a_refused_allocation_is_recognised(allocate):
-    """Real ones: the address space is limited to what is in use and 256 MiB."""
+    """Check real ones: the address space is limited to what is in use plus 256 MiB."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
@@ -90,7 +90,7 @@ def test_other_errors_are_none():
 def test_halves_in_order_and_remembers_what_fits(caplog, error):
     tried = []
 
-    def compute(part):
+    def compute_sum(part):
         tried.append(len(part))
         if len(part) > 3:
             raise error
@@ -98,33 +98,31 @@ def test_halves_in_order_and_remembers_what_fits(caplog, error):
 
     fit = MemoryFit("sums")
     with caplog.at_level(logging.WARNING), timing.collect_seconds() as counts:
-        found = fit.compute_batches([list(range(8)), [8], list(range(10, 16))], compute)
-    # 8 fails, 4 fails, then 2 at a time; 6 is beyond 3, hence 3 at a time without a try
+        sums = fit.compute_batches([list(range(8)), [8], list(range(10, 16))], compute_sum)
+    # 8 fails, 4 fails, then 2 at a time; 6 is beyond 3, hence 3 at a time right away
     assert tried == [8, 4, 2, 2, 2, 2, 1, 3, 3]
-    assert found == [0 + 1, 2 + 3, 4 + 5, 6 + 7, 8, 10 + 11 + 12, 13 + 14 + 15]
+    assert sums == [0 + 1, 2 + 3, 4 + 5, 6 + 7, 8, 10 + 11 + 12, 13 + 14 + 15]
     assert fit.limit == 3 and counts["out_of_memory"] == 2
     assert "out of memory: sums: cut to at most 3 rows" in caplog.text
 
 
 def test_one_row_that_does_not_fit_names_what_it_was():
-    def compute(part):
+    def fail_to_allocate(part):
         raise CPU
 
     with pytest.raises(
         OutOfMemory,
         match=r"scores: one row of 7 tokens does not fit into memory \(RuntimeError.*; rest",
     ):
-        MemoryFit("scores", "rest").compute_batches([[0, 1]], compute, lengths=[7, 5])
+        MemoryFit("scores", "rest").compute_batches([[0, 1]], fail_to_allocate, lengths=[7, 5])
 
-
-# ------------------------------------------------------------------------------------------------------------- rollouts
 
 EOS = list(range(1, VOCAB, 5))
 ROOM = 24
 
 
 class Answered:
-    """An environment's answer that is there at the second look."""
+    """Answer of an environment that is ready at the second poll."""
 
     def __init__(self, value):
         self.value, self.looks, self.future = value, 0, Future()
@@ -135,14 +133,14 @@ class Answered:
         return self.looks > 1
 
     def wait_until_done(self):
-        """It is there."""
+        """Do nothing: the answer is ready."""
 
     def result(self):
         return self.value
 
 
 class Waiting(ScriptedSequence):
-    """Its environment takes its time."""
+    """Environment that takes its time."""
 
     def take_action(self, action_ids, logprobs, hit_limit):
         observation = super().take_action(action_ids, logprobs, hit_limit)
@@ -153,7 +151,7 @@ class Waiting(ScriptedSequence):
         )
 
 
-def play(backend, kind=ScriptedSequence, slots=100, **options):
+def run_sequences(backend, kind=ScriptedSequence, slots=100, **options):
     generator = np.random.default_rng(0)
     sequences = []
     for index in range(4):
@@ -169,16 +167,16 @@ def play(backend, kind=ScriptedSequence, slots=100, **options):
     return [(sequence.completion_ids, sequence.turns, sequence.logprobs) for sequence in sequences]
 
 
-def engine():
+def build_engine():
     return Engine(make_model("llama", head_dim=16), eos_ids=EOS, pad_id=0, max_length=128)
 
 
-def short_of_memory(monkeypatch, where, most, error):
-    """Make the decoder run out of memory beyond `most` rows; returns the sizes that it was asked for."""
-    plain = getattr(decoder.Decoder, where)
-    asked = []
+def limit_memory(monkeypatch, where, most, error):
+    """Make the decoder run out of memory beyond `most` rows; return the list of requested sizes."""
+    original = getattr(decoder.Decoder, where)
+    sizes = []
 
-    def limited(self, *arguments, **named):
+    def run_limited(self, *arguments, **named):
         size = {
             "_zeros": lambda: arguments[0][2],
             "step": lambda: arguments[2],
@@ -186,13 +184,13 @@ def short_of_memory(monkeypatch, where, most, error):
             "fill": lambda: len(arguments[0]),
             "sample_steps": lambda: arguments[1],
         }[where]()
-        asked.append(size)
+        sizes.append(size)
         if size > most:
             raise error
-        return plain(self, *arguments, **named)
+        return original(self, *arguments, **named)
 
-    monkeypatch.setattr(decoder.Decoder, where, limited)
-    return asked
+    monkeypatch.setattr(decoder.Decoder, where, run_limited)
+    return sizes
 
 
 @pytest.mark.parametrize(
@@ -203,81 +201,80 @@ def short_of_memory(monkeypatch, where, most, error):
     [("_zeros", 4), ("step", 5), ("step", 1), ("sample_steps", 2), ("prefill", 1), ("fill", 1)],
 )
 def test_rollouts_in_fewer_slots_are_the_same(monkeypatch, caplog, where, most, rejoin, kind):
-    expected = play(engine(), kind, rejoin=rejoin)
-    asked = short_of_memory(monkeypatch, where, most, CPU)
-    backend = engine()
+    expected = run_sequences(build_engine(), kind, rejoin=rejoin)
+    sizes = limit_memory(monkeypatch, where, most, CPU)
+    backend = build_engine()
     with caplog.at_level(logging.WARNING), timing.collect_seconds() as counts:
-        found = play(backend, kind, rejoin=rejoin)
-    # prompts are read in other batches: the same tokens, log-probs to rounding
+        sequences = run_sequences(backend, kind, rejoin=rejoin)
+    # prompts are read in other batches: equal tokens, log-probs up to rounding
     if where == "prefill":
-        assert [row[0] for row in found] == [row[0] for row in expected]
-        for row, other in zip(found, expected, strict=True):
+        assert [row[0] for row in sequences] == [row[0] for row in expected]
+        for row, other in zip(sequences, expected, strict=True):
             assert row[2] == pytest.approx(other[2], abs=1e-5)
     else:
-        assert found == expected
-    assert max(asked) > most and counts["out_of_memory"] >= 1 and "out of memory: " in caplog.text
+        assert sequences == expected
+    assert max(sizes) > most and counts["out_of_memory"] >= 1 and "out of memory: " in caplog.text
     if where in ("_zeros", "step", "sample_steps"):
-        asked.clear()
-        assert play(backend, kind, rejoin=rejoin) == expected  # what fits is remembered
-        assert not asked or max(asked) <= most
+        sizes.clear()
+        assert (
+            run_sequences(backend, kind, rejoin=rejoin) == expected
+        )  # the size that fits is remembered
+        assert not sizes or max(sizes) <= most
 
 
 def test_a_step_with_observations_is_taken_up_again(monkeypatch):
-    """The step fails only where observations are appended, so what they moved must have been left alone."""
-    expected = play(engine())
-    plain, failures = decoder.Decoder.step, []
+    """Check a step that fails only with appended observations: what they moved must be left unchanged."""
+    expected = run_sequences(build_engine())
+    original, failures = decoder.Decoder.step, []
 
-    def limited(self, tokens, positions, count, length, appended=None, *rest, **named):
+    def run_limited(self, tokens, positions, count, length, appended=None, *rest, **named):
         if appended is not None and count > 2:
             failures.append(count)
             raise MemoryError
-        return plain(self, tokens, positions, count, length, appended, *rest, **named)
+        return original(self, tokens, positions, count, length, appended, *rest, **named)
 
-    monkeypatch.setattr(decoder.Decoder, "step", limited)
-    assert play(engine()) == expected and failures
+    monkeypatch.setattr(decoder.Decoder, "step", run_limited)
+    assert run_sequences(build_engine()) == expected and failures
 
 
 @pytest.mark.parametrize("where", ["_zeros", "step", "sample_steps", "prefill"])
 def test_a_sequence_that_does_not_fit_alone_is_a_typed_error(monkeypatch, where):
-    short_of_memory(monkeypatch, where, 0, CPU)
+    limit_memory(monkeypatch, where, 0, CPU)
     with pytest.raises(OutOfMemory, match="max_completion_tokens"):
-        play(engine())
+        run_sequences(build_engine())
 
 
 def test_weights_that_cannot_be_packed_are_a_typed_error(monkeypatch):
-    backend = engine()
+    backend = build_engine()
 
-    def bind(self):
+    def fail_to_bind(self):
         raise MemoryError
 
-    monkeypatch.setattr(decoder.Decoder, "bind_weights", bind)
+    monkeypatch.setattr(decoder.Decoder, "bind_weights", fail_to_bind)
     with pytest.raises(OutOfMemory, match="rollouts do not fit into memory"):
-        play(backend)
+        run_sequences(backend)
 
 
 def test_the_fallback_halves_its_batches_too(monkeypatch):
     model = make_model("llama", head_dim=16)
     backend = TransformersBackend(model, eos_ids=EOS, pad_id=0, max_length=128)
-    expected = play(backend)
-    plain, calls = type(model).forward, []
+    expected = run_sequences(backend)
+    original, calls = type(model).forward, []
 
-    def limited(self, *arguments, **named):
+    def run_limited(self, *arguments, **named):
         calls.append(len(named["input_ids"]))
         if calls[-1] > 4 or (calls[-1] > 2 and len(calls) == 40):
             raise CPU
-        return plain(self, *arguments, **named)
+        return original(self, *arguments, **named)
 
-    monkeypatch.setattr(type(model), "forward", limited)
-    found = play(backend)
+    monkeypatch.setattr(type(model), "forward", run_limited)
+    sequences = run_sequences(backend)
     assert max(calls) == 12 and len(calls) > 40
     for (ids, turns, logs), (other_ids, other_turns, other_logs) in zip(
-        found, expected, strict=True
+        sequences, expected, strict=True
     ):
         assert (ids, turns and [t[1] for t in turns]) == (other_ids, [t[1] for t in other_turns])
-        assert logs == pytest.approx(other_logs, abs=1e-5)  # other shapes: to rounding
-
-
-# -------------------------------------------------------------------------------------------------- evaluation, scoring
+        assert logs == pytest.approx(other_logs, abs=1e-5)  # other shapes: equal up to rounding
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +282,7 @@ def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
 
 
-def pairs_of(count):
+def build_pairs(count):
     sides = [
         (
             PairSide([1, 2], [3] * (1 + i % 3), [True] * (1 + i % 3)),
@@ -296,28 +293,28 @@ def pairs_of(count):
     return [PreferencePair(*both) for both in sides]
 
 
-def limited(function, rows_of, most, calls):
-    """`function`, which cannot take more than `most` rows."""
+def limit_rows(function, count_rows, most, calls):
+    """Return `function` limited to `most` rows."""
 
-    def call(*arguments, **named):
-        calls.append(rows_of(*arguments))
+    def call_limited(*arguments, **named):
+        calls.append(count_rows(*arguments))
         if calls[-1] > most:
             raise MemoryError
         return function(*arguments, **named)
 
-    return call
+    return call_limited
 
 
-def rows_of_batch(model, batch, *rest):
+def count_batch_rows(model, batch, *rest):
     return len(batch.input_ids_BS)
 
 
-def scoring_of(name, tokenizer):
-    """(computation, module and name of what it allocates in, rows of one call) of each place that scores."""
+def select_scoring(name, tokenizer):
+    """Return (computation, module and name of its allocating function, rows of one call) of a scoring function."""
     rows = [[1, 2, 3 + i % 4, *[5] * (i % 5)] for i in range(8)]
     if name == "reference":
         model = nano()
-        pairs = pairs_of(8)
+        pairs = build_pairs(8)
         return (
             lambda: compute_reference_logprobs(model, pairs, pad_id=PAD, max_tokens=10**6),
             preference,
@@ -337,34 +334,34 @@ def scoring_of(name, tokenizer):
     model = nano()
     ends = [[1, len(row)] for row in rows]
 
-    def pooled():
+    def compute_pooled():
         return [
             tuple(t.flatten().tolist())
             for t in baseline.compute_pooled_states(model, rows, ends, pad_id=PAD)
         ]
 
-    return pooled, baseline, "hidden_states"
+    return compute_pooled, baseline, "hidden_states"
 
 
 @pytest.mark.parametrize("name", ["reference", "reward model", "answers", "states"])
 def test_scoring_in_halves_gives_the_same_numbers(monkeypatch, tokenizer, name):
-    compute, module, function = scoring_of(name, tokenizer)
+    compute, module, function = select_scoring(name, tokenizer)
     expected, calls = compute(), []
-    rows_of = (lambda model, ids, *rest: len(ids)) if name == "reward model" else rows_of_batch
-    monkeypatch.setattr(module, function, limited(getattr(module, function), rows_of, 3, calls))
+    rows_of = (lambda model, ids, *rest: len(ids)) if name == "reward model" else count_batch_rows
+    monkeypatch.setattr(module, function, limit_rows(getattr(module, function), rows_of, 3, calls))
     with timing.collect_seconds() as counts:
-        found = compute()
+        actual = compute()
     assert max(calls) > 3 and counts["out_of_memory"] >= 1
-    flat = [np.ravel(np.array(part, dtype=float)) for part in (found, expected)]
+    flat = [np.ravel(np.array(part, dtype=float)) for part in (actual, expected)]
     np.testing.assert_allclose(flat[0], flat[1], atol=1e-6)
-    monkeypatch.setattr(module, function, limited(getattr(module, function), rows_of, 0, calls))
+    monkeypatch.setattr(module, function, limit_rows(getattr(module, function), rows_of, 0, calls))
     with pytest.raises(OutOfMemory, match="one row of"):
         compute()
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward_model", "dpo", "kto"])
 def test_evaluation_in_halves_gives_the_same_metrics(monkeypatch, kind):
-    def made():
+    def build_trainer():
         if kind == "sft":
             rows = [([1, 2, 3 + i % 5, 4], [False, True, True, True]) for i in range(9)]
             return SFTTrainer(nano(), PAD, rows, rows, SFTSettings(batch_size=9), 0)
@@ -374,7 +371,7 @@ def test_evaluation_in_halves_gives_the_same_metrics(monkeypatch, kind):
             return RewardModelTrainer(
                 model, PAD, pairs, pairs, RewardModelSettings(batch_size=9), 0
             )
-        pairs = pairs_of(9)
+        pairs = build_pairs(9)
         if kind == "kto":
             pairs = [
                 dataclasses.replace(pair, desirable=i % 2 == 0) for i, pair in enumerate(pairs)
@@ -383,24 +380,24 @@ def test_evaluation_in_halves_gives_the_same_metrics(monkeypatch, kind):
             nano(), PAD, pairs, pairs, PreferenceSettings(loss=kind, batch_size=9), 0
         )
 
-    trainer = made()
+    trainer = build_trainer()
     expected = trainer.evaluate()
     calls = []
     for module in (logprobs, heads):
         monkeypatch.setattr(
             module,
             "compute_hidden_states",
-            limited(module.compute_hidden_states, rows_of_batch, 4, calls),
+            limit_rows(module.compute_hidden_states, count_batch_rows, 4, calls),
         )
-    found = trainer.evaluate()
+    metrics = trainer.evaluate()
     assert max(calls) > 4
-    assert found == {name: pytest.approx(value, abs=1e-5) for name, value in expected.items()}
-    trainer.step()  # training, too
+    assert metrics == {name: pytest.approx(value, abs=1e-5) for name, value in expected.items()}
+    trainer.step()  # training halves, too
     assert trainer.optimizer_step.max_tokens is not None
 
 
 def test_passes_of_a_policy_over_its_rollouts_in_halves(monkeypatch, tokenizer):
-    """Old and reference log-probs, and a local teacher's."""
+    """Check old and reference log-probs, and a local teacher's."""
     trainer = make_trainer(
         tokenizer, reference=make_trainer(tokenizer).policy, kl_coef=0.1, epochs=2
     )
@@ -410,7 +407,7 @@ def test_passes_of_a_policy_over_its_rollouts_in_halves(monkeypatch, tokenizer):
     ]
     trainer.actor_critic.teacher = LocalTeacher(copy.deepcopy(trainer.policy))
 
-    def measured():
+    def measure_logprobs():
         buffer = rollout_buffer.RolloutBuffer(trainer.actor_critic, trainer.settings, samples)
         plan = [list(range(8))]
         buffer.compute_old_logprobs(plan)
@@ -418,15 +415,15 @@ def test_passes_of_a_policy_over_its_rollouts_in_halves(monkeypatch, tokenizer):
         buffer.compute_teacher_logprobs(plan)
         return [buffer.old_logprobs_RS, buffer.ref_logprobs_RS, buffer.teacher_logprobs_RS]
 
-    expected, calls = measured(), []
+    expected, calls = measure_logprobs(), []
     for module in (rollout_buffer, teacher):
         monkeypatch.setattr(
             module,
             "completion_logprobs",
-            limited(logprobs.completion_logprobs, rows_of_batch, 3, calls),
+            limit_rows(logprobs.completion_logprobs, count_batch_rows, 3, calls),
         )
-    for found, plain in zip(measured(), expected, strict=True):
-        torch.testing.assert_close(found, plain, atol=1e-6, rtol=0)
+    for actual, reference in zip(measure_logprobs(), expected, strict=True):
+        torch.testing.assert_close(actual, reference, atol=1e-6, rtol=0)
     assert max(calls) == 8 and calls.count(2) >= 9
 
 
@@ -436,23 +433,23 @@ def test_probe_and_turn_states_in_halves(monkeypatch, tokenizer):
     rollouts = [rollout for group in trainer.groups for rollout in group.rollouts][:9]
     other = make_trainer(tokenizer, model_seed=1).policy
 
-    def measured():
+    def measure_states():
         spread = probe.measure_divergence(trainer.policy, other, rollouts, trainer.pad_id)
         states = compute_turn_embeddings(trainer.policy, rollouts, pad_id=trainer.pad_id)
         return [spread.entropy, spread.kl, *(float(s.states_NH.sum()) for s in states)]
 
-    expected, calls = measured(), []
+    expected, calls = measure_states(), []
     monkeypatch.setattr(
         probe,
         "iter_next_token_logprobs",
-        limited(logprobs.iter_next_token_logprobs, rows_of_batch, 4, calls),
+        limit_rows(logprobs.iter_next_token_logprobs, count_batch_rows, 4, calls),
     )
     monkeypatch.setattr(
         states_module,
         "compute_hidden_states",
-        limited(states_module.compute_hidden_states, rows_of_batch, 4, calls),
+        limit_rows(states_module.compute_hidden_states, count_batch_rows, 4, calls),
     )
-    assert measured() == pytest.approx(expected, abs=1e-4)
+    assert measure_states() == pytest.approx(expected, abs=1e-4)
     assert max(calls) == 9 and not any(map(math.isnan, expected))
 
 
@@ -462,10 +459,10 @@ def test_the_loop_reports_how_often_memory_ran_out(monkeypatch):
     monkeypatch.setattr(
         logprobs,
         "compute_hidden_states",
-        limited(logprobs.compute_hidden_states, rows_of_batch, 4, []),
+        limit_rows(logprobs.compute_hidden_states, count_batch_rows, 4, []),
     )
     tracker = MemoryTracker()
     run_loop(trainer, trainer.settings, iterations=2, tracker=tracker)
-    # neither 9 rows fit nor 5 of their halves of 4 and 5; training keeps the limit, an evaluation finds it out again
+    # neither 9 rows fit nor 5 of their halves of 4 and 5; training keeps the limit, an evaluation measures it again
     assert tracker.series("perf/out_of_memory") == [(1, 2.0)]
     assert tracker.series("perf/eval_out_of_memory") == [(1, 2.0), (2, 2.0)]

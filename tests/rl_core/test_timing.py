@@ -11,7 +11,7 @@ from rl_core.timing import add_to_total, collect_seconds, span
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that goes on by 1 at every look."""
+    """Install a clock that advances by 1 at every reading."""
     monkeypatch.setattr(time, "perf_counter", iter(range(1000)).__next__)
 
 

@@ -22,7 +22,7 @@ def count_words_of_first(trajectory):
 
 @pytest.fixture(autouse=True)
 def install_module(monkeypatch):
-    module = types.ModuleType("own_measures_of_a_test")
+    module = types.ModuleType("measures_of_a_test")
     module.words_of_first = count_words_of_first
     module.reward_mean = count_words_of_first
     module.two = lambda trajectory, other: 1.0
@@ -32,7 +32,7 @@ def install_module(monkeypatch):
 
 
 def build_settings(*names):
-    paths = tuple(f"own_measures_of_a_test:{name}" for name in names)
+    paths = tuple(f"measures_of_a_test:{name}" for name in names)
     return AnalysisSettings(bootstrap_samples=200, side_by_side=0, measures=paths)
 
 

@@ -200,7 +200,7 @@ def test_a_template_that_renders_differently_each_time_is_refused() -> None:
 
 
 def test_an_own_template_is_used_saved_and_part_of_the_digest(tmp_path: Path) -> None:
-    file = tmp_path / "own.jinja"
+    file = tmp_path / "template.jinja"
     template = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}<|assistant|>"
     file.write_text(template)
     settings = ModelSettings(preset="nano", vocab_size=300, context=32, chat_template=str(file))

@@ -79,7 +79,7 @@ def test_format_pattern_takes_the_whole_action():
 
 
 def test_a_pattern_that_blows_up_costs_a_second_and_is_counted(caplog, monkeypatch):
-    """Check a pattern whose match took `re` half a minute on 26 letters, doubling per letter; no signal interrupts it."""
+    """Check a pattern that took `re` half a minute on 26 letters, doubling per letter; no signal interrupts it."""
     monkeypatch.setattr("rl_core.rewards.components.MATCH_TIME_LIMIT_S", 0.05)
     reward = FormatReward(FormatSettings(pattern="(a|a)*b"))
     fits, endless = say("aab"), say("a" * 60 + "bc")
